@@ -15,9 +15,9 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.evaluation.scores import ImageScore
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages
 from qnmixer.engine.reports.tables import Console
-from qnmixer.extras.comparison.curves import Validation, curve_of, draw_curves
-from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison, Cost
-from qnmixer.extras.comparison.report import TV, over_tv, pairs_of, tables_of, write_comparison
+from qnmixer.extras.comparison.curves import curve_of, draw_curves
+from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
+from qnmixer.extras.comparison.report import COSTS, TV, over_tv, pairs_of, tables_of, write_comparison
 
 TEST = "as_trained"
 
@@ -42,7 +42,7 @@ def method(
     jobs = [ComparedJob(Path(f"{name}{seed}"), {"git_commit": "0123456789ab"}, None, "") for seed in values]
     jobs += [ComparedJob(Path(folder), {}, None, problem) for folder, problem in problems.items()]
     measured = {TEST: scores(values, patients)} if values else {}
-    cost = Cost(1234, 65.0, 0.25, 77.0, 0.0123, 4.5) if values else None
+    cost = dict(zip(COSTS, (1234, 65.0, 0.25, 77.0, 0.0123, 4.5), strict=True)) if values else {}
     return ComparedMethod(name, jobs, name, measured, {TEST: scan}, cost)
 
 
@@ -170,7 +170,7 @@ def test_the_curves_are_those_of_the_validations(tmp_path: Path) -> None:
 
     learned = job("a", "5,10,2.0,\n10,20,5.0,\n10,20,,33\n20,40,,nan\n30,60,,31\n", 30)
     first, _, last = curve_of(learned)
-    assert (first, last) == (Validation(10, 7.0, 33.0), Validation(30, 7.0, 31.0))
+    assert (first, last) == ((10, 7.0, 33.0), (30, 7.0, 31.0))
     tv = ComparedMethod("TV", [job("tv", "0,0,,30.4\n", 0)], TV)
     of_two = ComparedMethod("LEARN", [learned, job("b", "10,10,,29\n20,20,,nan\n", 30)], "LEARN")
     dead = ComparedMethod("dead", [job("dead", "10,10,,nan\n20,20,,nan\n", 30)], "dead")

@@ -172,18 +172,13 @@ def pictured(n_images: int, n_pictures: int) -> set[int]:
 
 def worst_of(slices: Mapping[int, SliceImages], drawn: Collection[int]) -> dict[int, SliceImages]:
     """Those of the picture, and of the others the worst, as many as a page has room for. The worst come first."""
-
-    def by_psnr(number: int) -> tuple[float, int]:
-        value = slices[number].psnr
-        return -inf if value is None or isnan(value) else value, number
-
-    numbers = sorted(slices, key=by_psnr)
-    others = [number for number in numbers if number not in drawn]
-    if others:
+    psnrs = {n: -inf if of.psnr is None or isnan(of.psnr) else of.psnr for n, of in slices.items()}
+    numbers = sorted(slices, key=lambda n: (psnrs[n], n))
+    if others := [n for n in numbers if n not in drawn]:
         of = slices[others[0]]
         size = 2 * of.truth.numel() * (1 + sum(len(method.iterates) for method in of.methods))
         others = others[: max(_N_WORST, _ROOM // size)]
-    return {number: slices[number] for number in numbers if number in drawn or number in others}
+    return {n: slices[n] for n in numbers if n in drawn or n in others}
 
 
 def shown_iterates(network: UnrolledNetwork[Any], y: Tensor) -> list[Tensor]:

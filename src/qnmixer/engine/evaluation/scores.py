@@ -149,7 +149,7 @@ class Evaluation:
         return "; ".join([first, *(self._patient_gain(other) for other in others if self.n_patients > 1)])
 
     def warnings(self) -> list[str]:
-        """Warnings above the table: a network below another method, pixels that are no numbers, slices of the training set."""
+        """Warnings above the table: slices of the training set, a network below another method, pixels of no number."""
         *others, last = self.methods
         lines = [used_in_training(self.n_trained)] if self.n_trained else []
         lines += [

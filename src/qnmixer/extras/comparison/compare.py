@@ -33,7 +33,7 @@ from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.results import duration
 from qnmixer.engine.tracking.sweep_file import as_number
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
-from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
+from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison, methods_of
 from qnmixer.files import digest
 
 FBP = "FBP"
@@ -182,7 +182,7 @@ def _data(config: Config, record: SplitRecord | None) -> SliceDataModule:
 
 
 @torch.no_grad()
-def _cost(method: ComparedMethod, module: Reconstructor, data: SliceDataModule, split: str) -> Cost:
+def _cost(method: ComparedMethod, module: Reconstructor, data: SliceDataModule, split: str) -> dict[str, float | None]:
     """What the runs of a method recorded, and the time of one reconstruction by its trained module."""
     done = method.done
     rows = [(job, row) for job in done for row in read_metrics(job.folder / "metrics.csv")]
@@ -196,14 +196,14 @@ def _cost(method: ComparedMethod, module: Reconstructor, data: SliceDataModule, 
     norms = [float(norm) for _, row in rows if (norm := row.get("train/grad_norm_max"))]
     batch: Batch = move_data_to_device(default_collate([data.dataset(split)[0]]), module.device)
     reconstruct = module.network if done else module.projector.fbp
-    return Cost(
-        parameters=sum(p.numel() for p in module.network.parameters()) if done else 0,
-        train_seconds=mean(seconds) if seconds else None,
-        step_seconds=median(steps) if steps else None,
-        step_mib=max((mib for mib in memory if mib is not None), default=None),
-        inference_seconds=_seconds_of(reconstruct, module.measure(batch, "test")),
-        largest_gradient=max(norms, default=None),
-    )
+    return {
+        "parameters": sum(p.numel() for p in module.network.parameters()) if done else 0,
+        "train_seconds": mean(seconds) if seconds else None,
+        "step_seconds": median(steps) if steps else None,
+        "step_mib": max((mib for mib in memory if mib is not None), default=None),
+        "inference_seconds": _seconds_of(reconstruct, module.measure(batch, "test")),
+        "largest_gradient": max(norms, default=None),
+    }
 
 
 def _seconds_of(reconstruct: Callable[[Tensor], object], y: Tensor) -> float:

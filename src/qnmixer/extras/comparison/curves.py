@@ -1,7 +1,6 @@
 """Validation PSNR during training, over steps and over training time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,25 +14,16 @@ from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod
 _MOST = 8  # curves in a picture
 
 
-@dataclass(frozen=True)
-class Validation:
-    """The mean PSNR over the validation slices, after so many steps and seconds of training."""
-
-    step: int
-    seconds: float  # of training alone: data, forward, backward, optimizer
-    psnr: float
-
-
-def curve_of(job: ComparedJob) -> list[Validation]:
-    """The validations of a job, by its metrics.csv."""
-    curve: list[Validation] = []
+def curve_of(job: ComparedJob) -> list[tuple[int, float, float]]:
+    """The validations of a job, by its metrics.csv: (steps, seconds of training alone, mean PSNR)."""
+    curve: list[tuple[int, float, float]] = []
     seconds = samples = 0.0
     for row in read_metrics(job.folder / "metrics.csv"):
         if speed := as_number(row.get("train/samples_per_second", "")):  # since the last row with a speed
             now = float(row.get("samples") or samples)
             seconds, samples = seconds + (now - samples) / speed, now
         if decibels := row.get("val/psnr"):
-            curve.append(Validation(int(row["step"]), seconds, float(decibels)))
+            curve.append((int(row["step"]), seconds, float(decibels)))
     return curve
 
 
@@ -51,13 +41,14 @@ def draw_curves(path: Path, methods: Sequence[ComparedMethod]) -> bool:
     for k, (name, seeds) in enumerate(learning[:_MOST]):
         for n, curve in enumerate(seeds):
             look = {"color": f"C{k}", "label": f"_{name}" if n else name, "lw": 1.2}
-            for axes, at in zip(both, ([it.step for it in curve], [it.seconds / 60 for it in curve]), strict=True):
-                axes.plot(at, [it.psnr for it in curve], ".-", **look)
-    ends = [curve[-1].psnr for _, seeds in learning for curve in seeds if np.isfinite(curve[-1].psnr)]
+            at_steps, seconds, psnrs = (np.array(its) for its in zip(*curve, strict=True))
+            for axes, at in zip(both, (at_steps, seconds / 60), strict=True):
+                axes.plot(at, psnrs, ".-", **look)
+    ends = [curve[-1][2] for _, seeds in learning for curve in seeds if np.isfinite(curve[-1][2])]
     for axes, label in zip(both, ("steps", "training time, minutes"), strict=True):
         for method, its in found:
             if method.steps is None:
-                level = float(np.mean([curve[-1].psnr for curve in its]))
+                level = float(np.mean([curve[-1][2] for curve in its]))
                 axes.axhline(level, color="0.4", linestyle="--", label=f"{method.name}, {level:.1f} dB")
         axes.set(xlabel=label, xlim=(0, None), ylim=(min(ends) - 4 if ends else None, None))  # the start is far below
         axes.grid(alpha=0.3)

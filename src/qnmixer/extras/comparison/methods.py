@@ -41,18 +41,6 @@ class ComparedJob:
         return done if self.config.trainer.max_steps == -1 else self.config.trainer.max_steps
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a method; None: not recorded. Times and memory depend on the machine, and on its other work."""
-
-    parameters: int
-    train_seconds: float | None  # mean over its jobs
-    step_seconds: float | None  # of an optimizer step, median
-    step_mib: float | None  # peak of a step, weights included; the highest of its jobs
-    inference_seconds: float  # of one slice, measured here
-    largest_gradient: float | None  # norm before clipping, of all steps of all jobs that were logged
-
-
 @dataclass
 class ComparedMethod:
     """Jobs that differ only in their seed."""
@@ -62,7 +50,7 @@ class ComparedMethod:
     network: str = ""  # the name of its network; its own name also tells variants apart
     measured: dict[str, dict[Seeds, list[ImageScore]]] = field(default_factory=dict)  # test → seeds → images
     scans: dict[str, str] = field(default_factory=dict)  # test → digest of what its sinograms come from
-    cost: Cost | None = None
+    cost: dict[str, float | None] = field(default_factory=dict)  # by name, see `report.COSTS`; None: not recorded
 
     @property
     def done(self) -> list[ComparedJob]:

@@ -29,7 +29,7 @@ from qnmixer.models.total_variation import TotalVariation
 TV = TotalVariation.title
 CURVES = "comparison_curves.png"
 _DRAWN = 8  # a picture, or a table of pairs, has room for so many methods
-_COSTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+COSTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "parameters": ("parameters", "{:,}".format),
     "train_seconds": ("training", duration),
     "step_seconds": ("step, ms", lambda seconds: _milliseconds(seconds)),
@@ -37,7 +37,7 @@ _COSTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "inference_seconds": ("slice, ms", lambda seconds: _milliseconds(seconds)),
     "largest_gradient": ("largest gradient", "{:.3g}".format),
 }
-"""Heading and text of each cost."""
+"""Heading and text of each cost. Times and memory depend on the machine, and on its other work."""
 
 Line = dict[str, Any]
 """What is known of one method on one test, by column of comparison.csv. None: not known."""
@@ -122,7 +122,7 @@ def _line(comparison: Comparison, method: ComparedMethod, test: str) -> Line:
     for metric in comparison.titles:
         gain = gains.get(metric)
         line |= {f"{metric}_over_tv": gain and gain.mean, f"{metric}_over_tv_95": gain and gain.over_patients}
-    line |= {name: getattr(method.cost, name, None) for name in _COSTS}
+    line |= {name: method.cost.get(name) for name in COSTS}
     return line | {
         "commit": _joined(map(_commit, method.jobs)),
         "config": _joined(map(config_digest, method.jobs)),
@@ -227,8 +227,8 @@ def _all_tests(comparison: Comparison, lines: list[Line]) -> Table:
 def _costs(comparison: Comparison, lines: list[Line]) -> Table:
     return Table(
         "Cost",
-        ["method", *(heading for heading, _ in _COSTS.values())],
-        [[line["method"], *(_cost(line, name) for name in _COSTS)] for line in lines],
+        ["method", *(heading for heading, _ in COSTS.values())],
+        [[line["method"], *(_cost(line, name) for name in COSTS)] for line in lines],
         f"Training: a whole job, mean over seeds. Step: an optimizer step, median, and the most bytes in its tensors, "
         f"the highest of the seeds; slower where jobs run side by side. Slice: inference, batch 1, median, here "
         f"({comparison.device}). Largest norm of a gradient before clipping, of all jobs.",
@@ -271,7 +271,7 @@ def _plus_minus(value: float | None, of: float | None) -> str:
 
 
 def _cost(line: Line, name: str) -> str:
-    return NOTHING if line[name] is None else _COSTS[name][1](line[name])
+    return NOTHING if line[name] is None else COSTS[name][1](line[name])
 
 
 def _milliseconds(seconds: float) -> str:
