@@ -1,12 +1,9 @@
 """A sweep of two seeds, trained by the command, and the results of `qnmixer.compare`."""
 
 import csv
-import io
 import json
 import os
 import shutil
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from statistics import mean
 
@@ -16,7 +13,6 @@ import torch
 from PIL import Image
 
 from qnmixer.compare import check, compare
-from qnmixer.engine import cli
 from qnmixer.engine.checkpoints.reading import load_run
 from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
@@ -25,6 +21,7 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.extras.comparison.compare import scan_under_test
 
+from ..test_export import run as run_command
 from ..warm import Warm
 
 pytestmark = pytest.mark.xdist_group("compare")  # else each worker would train the sweep
@@ -55,16 +52,8 @@ def sweep(trained: Path, tmp_path: Path) -> Path:
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and error of the command, through the very code that its module runs."""
-    code, stdout, stderr = 0, io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
-        patch.setattr(sys, "argv", ["compare", "accelerator=cpu", *arguments])
-        patch.delenv(cli.TRACEBACK, raising=False)
-        try:
-            cli.run(compare, check, "compare")
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-    return code, stdout.getvalue(), stderr.getvalue()
+    """Exit code, output and error of the command."""
+    return run_command(compare, check, "compare", "accelerator=cpu", *arguments)
 
 
 def lines(path: Path) -> list[dict[str, str]]:

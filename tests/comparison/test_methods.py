@@ -24,41 +24,38 @@ def test_other_noise_is_no_test_of_measured_sinograms(tmp_path: Path) -> None:
     assert config_of(compared, job, "moved")[0].data == replace(config.data, root="/a b", num_workers=0)
 
 
-def sweep(folder: Path, jobs: list[list[str]], varying: list[str], done: bool = True) -> Path:
+def sweep(folder: Path, jobs: list[list[str]]) -> Path:
     """A sweep whose jobs have checkpoints without weights."""
-    described = {"overrides": [], "varying": varying, "git_commit": None, "jobs": dict(enumerate(jobs))}
-    for number, words in enumerate(jobs if done else ()):
+    described = {"overrides": [], "varying": [], "git_commit": None, "jobs": dict(enumerate(jobs))}
+    for number, words in enumerate(jobs):
         (folder / str(number) / "checkpoints").mkdir(parents=True)
         ours = {"format": 1, "config": to_plain(parse(compose("train", words)))}
         torch.save({"state_dict": {}, CHECKPOINT_KEY: ours}, folder / str(number) / "checkpoints" / "best.ckpt")
         (folder / str(number) / "results.json").write_text(json.dumps({"status": "done"}))
-    folder.mkdir(exist_ok=True)
     (folder / "sweep.json").write_text(json.dumps(described))
     return folder
 
 
 @pytest.mark.parametrize(
-    ("jobs", "varying", "names"),
+    ("jobs", "names"),
     [
-        ([["model=qn_mixer", "seed=1"], ["model=qn_mixer", "seed=2"], ["model=learn", "seed=1"]], ["model", "seed"],
-         ["QN-Mixer", "LEARN"]),
-        ([["model.hessian=bfgs"], ["model.hessian=identity"]], ["model.hessian"],
-         ["hessian=bfgs", "hessian=identity"]),
+        ([["model=qn_mixer", "seed=1"], ["model=qn_mixer", "seed=2"], ["model=learn"]], ["QN-Mixer", "LEARN"]),
+        ([["model.hessian=bfgs"], ["model.hessian=identity"]], ["hessian=bfgs", "hessian=identity"]),
         ([["model=qn_mixer", "noise=none"], ["model=qn_mixer", "noise=field"], ["model=tv", "noise=none"]],
-         ["model", "noise"], ["QN-Mixer noise=none", "QN-Mixer noise=field", "TV"]),
+         ["QN-Mixer noise=none", "QN-Mixer noise=field", "TV"]),
     ],
 )  # fmt: skip
 def test_methods_are_jobs_that_differ_in_more_than_their_seed(
-    tmp_path: Path, jobs: list[list[str]], varying: list[str], names: list[str]
+    tmp_path: Path, jobs: list[list[str]], names: list[str]
 ) -> None:
-    found = methods_of([sweep(tmp_path, jobs, varying)])
+    found = methods_of([sweep(tmp_path, jobs)])
     assert [method.name for method in found] == names
     assert sum(len(method.done) for method in found) == len(jobs)
 
 
 def test_a_method_that_another_sweep_trained_for_longer_has_a_row_of_its_own(tmp_path: Path) -> None:
-    equal_steps = sweep(tmp_path / "a", [["model=learn", "seed=1"], ["model=qn_mixer", "seed=1"]], ["model"])
-    equal_time = sweep(tmp_path / "b", [["model=learn", "seed=1", "trainer.max_steps=9000"]], ["seed"])
+    equal_steps = sweep(tmp_path / "a", [["model=learn", "seed=1"], ["model=qn_mixer", "seed=1"]])
+    equal_time = sweep(tmp_path / "b", [["model=learn", "seed=1", "trainer.max_steps=9000"]])
     found = methods_of([equal_steps, equal_time])
     assert [method.name for method in found] == ["LEARN", "QN-Mixer", "LEARN max_steps=9000"]
 
@@ -67,7 +64,7 @@ def test_code_that_nobody_trusts_is_not_imported(tmp_path: Path, monkeypatch: py
     (tmp_path / "of_a_stranger.py").write_text("open('imported', 'w')\nclass Net: ...")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    folder = sweep(tmp_path / "sweep", [["seed=1"]], ["seed"])
+    folder = sweep(tmp_path / "sweep", [["seed=1"]])
     path = folder / "0" / "checkpoints" / "best.ckpt"
     checkpoint = torch.load(path)
     checkpoint[CHECKPOINT_KEY]["config"]["model"] = {"_target_": "of_a_stranger.Net"}

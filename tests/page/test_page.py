@@ -385,12 +385,3 @@ def test_no_path_reaches_the_page(viewer: Viewer, tmp_path: Path) -> None:
     assert "anna" not in (tmp_path / "page.html").read_text()
     viewer.open(tmp_path / "page.html")
     viewer.becomes(lambda: viewer.texts("figure .name"), ["truth", "…/mayo"])
-
-
-def test_an_image_that_comes_twice_is_stored_once(tmp_path: Path) -> None:
-    sizes = []
-    for second in (FBP, FBP.clone(), OTHER):
-        slices = [SliceImages("a", TRUTH, [MethodImages("m", [FBP]), MethodImages("n", [second])])]
-        write_page(tmp_path / "page.html", "t", [], slices, {})
-        sizes.append((tmp_path / "page.html").stat().st_size)
-    assert sizes[0] == sizes[1] < sizes[2] - H * H
