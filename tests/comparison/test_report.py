@@ -15,9 +15,17 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.evaluation.scores import ImageScore
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages
 from qnmixer.engine.reports.tables import Console
-from qnmixer.extras.comparison.curves import curve_of, draw_curves
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
-from qnmixer.extras.comparison.report import COSTS, TV, over_tv, pairs_of, tables_of, write_comparison
+from qnmixer.extras.comparison.report import (
+    COSTS,
+    TV,
+    curve_of,
+    draw_curves,
+    over_tv,
+    pairs_of,
+    tables_of,
+    write_comparison,
+)
 
 TEST = "as_trained"
 

@@ -234,7 +234,8 @@ def write_evaluation(
     write_text(folder / "images.csv", csv_table(evaluation.lines()))
     draw_slices(folder / PICTURE, evaluation.rows)
     if find_spec("qnmixer.extras") is not None:  # by name, as the config names its data sets
-        import_module("qnmixer.extras.page.evaluation").write(folder / PAGE, evaluation, title, config, device, run)
+        page = import_module("qnmixer.extras.page.page")
+        page.write_evaluation(folder / PAGE, evaluation, title, config, device, run)
     for line in warnings:
         console.warn(line, style="bold red")
     console.print(terminal_table(headings, body, title=title, caption=caption))

@@ -1,13 +1,15 @@
 """The report of a comparison: tables (terminal, CSV, Markdown), pictures, and one HTML page."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import numpy as np
+from matplotlib import figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
@@ -15,11 +17,12 @@ from qnmixer.engine.config import to_plain
 from qnmixer.engine.config.commands import CompareConfig
 from qnmixer.engine.evaluation.scores import IN_WINDOW, data_range
 from qnmixer.engine.reports.paths import without_folders
-from qnmixer.engine.reports.pictures import draw_slices
+from qnmixer.engine.reports.pictures import draw_slices, save_figure
 from qnmixer.engine.reports.tables import NOTHING, Table, csv_table, in_digits, markdown_table, terminal_table
+from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.results import duration, git_commit, versions
+from qnmixer.engine.tracking.sweep_file import as_number
 from qnmixer.extras.comparison.compare import FBP
-from qnmixer.extras.comparison.curves import draw_curves
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.extras.comparison.statistics import Statistic
 from qnmixer.extras.page.page import Figure, write_page
@@ -28,7 +31,7 @@ from qnmixer.models.total_variation import TotalVariation
 
 TV = TotalVariation.title
 CURVES = "comparison_curves.png"
-_DRAWN = 8  # a picture, or a table of pairs, has room for so many methods
+_DRAWN = 8  # a picture, or a table of pairs, has room for so many methods or curves
 COSTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "parameters": ("parameters", "{:,}".format),
     "train_seconds": ("training", duration),
@@ -334,3 +337,47 @@ def _print(table: Table, console: Console) -> None:
         column.no_wrap = True
     console.print(shown)
     console.print(f"{table.note}\n", soft_wrap=not console.is_terminal, highlight=False)
+
+
+def curve_of(job: ComparedJob) -> list[tuple[int, float, float]]:
+    """The validations of a job, by its metrics.csv: (steps, seconds of training alone, mean PSNR)."""
+    curve: list[tuple[int, float, float]] = []
+    seconds = samples = 0.0
+    for row in read_metrics(job.folder / "metrics.csv"):
+        if speed := as_number(row.get("train/samples_per_second", "")):  # since the last row with a speed
+            now = float(row.get("samples") or samples)
+            seconds, samples = seconds + (now - samples) / speed, now
+        if decibels := row.get("val/psnr"):
+            curve.append((int(row["step"]), seconds, float(decibels)))
+    return curve
+
+
+def draw_curves(path: Path, methods: Sequence[ComparedMethod]) -> bool:
+    """Draw the validations of the best methods: a line for each seed; a level for methods that learn nothing.
+
+    A validation that is not a finite number is a gap. Returns False, and draws nothing, if none was validated twice.
+    """
+    found = [(method, its) for method in methods if (its := [c for job in method.done if (c := curve_of(job))])]
+    learning = [(method.name, its) for method, its in found if method.steps is not None and max(map(len, its)) > 1]
+    if not learning:
+        return False
+    drawn = figure.Figure(figsize=(11, 4.2), layout="constrained")
+    both = drawn.subplots(1, 2, sharey=True)
+    for k, (name, seeds) in enumerate(learning[:_DRAWN]):
+        for n, curve in enumerate(seeds):
+            look = {"color": f"C{k}", "label": f"_{name}" if n else name, "lw": 1.2}
+            at_steps, seconds, psnrs = (np.array(its) for its in zip(*curve, strict=True))
+            for axes, at in zip(both, (at_steps, seconds / 60), strict=True):
+                axes.plot(at, psnrs, ".-", **look)
+    ends = [curve[-1][2] for _, seeds in learning for curve in seeds if np.isfinite(curve[-1][2])]
+    for axes, label in zip(both, ("steps", "training time, minutes"), strict=True):
+        for method, its in found:
+            if method.steps is None:
+                level = float(np.mean([curve[-1][2] for curve in its]))
+                axes.axhline(level, color="0.4", linestyle="--", label=f"{method.name}, {level:.1f} dB")
+        axes.set(xlabel=label, xlim=(0, None), ylim=(min(ends) - 4 if ends else None, None))  # the start is far below
+        axes.grid(alpha=0.3)
+    both[0].set_ylabel("validation PSNR, dB")
+    drawn.legend(*both[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    save_figure(drawn, path)
+    return True
