@@ -16,8 +16,6 @@ from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.overrides import quoted
 from qnmixer.engine.data.phantoms import phantom
-from qnmixer.evaluate import check as check_evaluate
-from qnmixer.evaluate import evaluate
 from qnmixer.export import check, export
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
@@ -91,23 +89,6 @@ def test_weights_and_card_and_the_same_reconstruction(tmp_path: Path) -> None:
     notes.write_text("mine")
     assert f"{notes}, the place of the model card" in refusal(given[0], f"output={notes.with_suffix('.safetensors')}")
     assert notes.read_text() == "mine"
-
-
-def test_an_evaluation_where_the_slices_are_said_to_be_comes_onto_the_card(tmp_path: Path) -> None:
-    slices, output = tmp_path / "slices", tmp_path / "my.safetensors"
-    slices.mkdir()
-    np.save(slices / "a.npy", phantom(48, seed=0, part="test", index=0))
-    folder = save(tmp_path / "run", *TINY, "data=numpy", f"data.root={slices}")
-    assert run(export, check, "export", f"run={folder}", f"output={output}")[0] == 0
-    assert "None of these weights was found" in output.with_suffix(".md").read_text()
-    given = [f"run={output}", f"hydra.run.dir={folder / 'mine'}", "accelerator=cpu"]
-    code, _, stderr = run(evaluate, check_evaluate, "evaluate", *given)
-    line = f"{output} does not say where its slices are: give data=numpy data.root=FOLDER"
-    assert (code, stderr) == (1, f"error: {line}\n")
-    code, _, stderr = run(evaluate, check_evaluate, "evaluate", *given, "data=numpy", f"data.root={slices}")
-    assert code == 0, stderr
-    assert run(export, check, "export", f"run={folder}", f"output={output}")[0] == 0
-    assert (folder / "mine" / "table.md").read_text() in output.with_suffix(".md").read_text()
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_class_of_ones_own_brings_sinograms(tmp_path: Path) -> None:
     trainer, text = build_trainer(config, tmp_path, [], []), io.StringIO()
     print_start(config, build_module(config), data, trainer, Console(file=text))
     assert "8 views × 24 detector bins, measured\n" in text.getvalue()
-    job = ComparedJob(tmp_path, [], {}, replace(config, data=data.config), "")
+    job = ComparedJob(tmp_path, {}, replace(config, data=data.config), "")
     compared = parse_compare(compose("compare", ["accelerator=cpu"]))
     assert config_of(compared, job, "field_noise") == config_of(compared, job, "as_trained")
     assert batch["sinogram"].shape == (3, 1, 8, 24)

@@ -13,7 +13,6 @@ from qnmixer.engine.checkpoints.weights_file import digest_of_weights
 from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.reconstructor import Reconstructor
-from qnmixer.extras import model_card as module
 from qnmixer.extras.model_card import model_card
 
 from ..conftest import TINY
@@ -72,21 +71,15 @@ def test_it_says_what_it_was_trained_on_and_for_how_long(network: Build, tmp_pat
     assert "16 × 16 pixels of 25 mm" in text
 
 
-@pytest.mark.parametrize(("name", "words"), [("last", "the last of the run"), ("step_8", "step_8.ckpt")])
-def test_what_nobody_wrote_down_is_unknown(network: Build, tmp_path: Path, name: str, words: str) -> None:
-    found = rows(card(network(), tmp_path, name))
-    assert found["optimizer steps"] == f"8 of unknown: {words}"
+def test_what_nobody_wrote_down_is_unknown_and_other_weights_are_named(network: Build, tmp_path: Path) -> None:
+    found = rows(card(network(), tmp_path, "step_8"))
+    assert found["optimizer steps"] == "8 of unknown: step_8.ckpt"
     unknown = ("started from", "time", "device", "commit", "versions", "started at", "ended")
     assert {found[key] for key in unknown} == {"unknown"}
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [("finetune=runs/a", "the weights of another run"), ("resume=runs/a/best.ckpt", "a checkpoint of another run")],
-)
-def test_weights_of_another_run_are_named(network: Build, tmp_path: Path, override: str, words: str) -> None:
-    keep(tmp_path, **RECORD | {"overrides": [override]})
-    assert rows(card(network(), tmp_path))["started from"].startswith(words)
+    keep(tmp_path, **RECORD | {"overrides": ["finetune=runs/a"], "sinograms": "measured"})
+    text = card(network(), tmp_path)
+    assert rows(text)["started from"].startswith("the weights of another run")
+    assert "on the sinograms of one set (data=phantoms)" in text
 
 
 def test_every_table_of_these_weights_is_there_and_no_other(network: Build, tmp_path: Path) -> None:
@@ -110,13 +103,6 @@ def test_every_table_of_these_weights_is_there_and_no_other(network: Build, tmp_
     assert "### evaluation\n" not in card(its, tmp_path)
 
 
-def test_measured_sinograms_are_not_called_simulated(network: Build, tmp_path: Path) -> None:
-    keep(tmp_path, **RECORD, sinograms="measured")
-    text = card(network(), tmp_path)
-    assert "on the sinograms of one set (data=phantoms)" in text
-    assert "simulated" not in text[text.index("## Where it fails") :]
-
-
 def finetuning(text: str) -> list[str]:
     """The overrides of the training command, as a shell splits them, without the weights and the slices."""
     (line,) = [line for line in text.splitlines() if "finetune=my.safetensors" in line]
@@ -135,12 +121,3 @@ def test_how_to_use_gives_the_overrides_that_differ_from_the_defaults(
         again = parse(compose("train", finetuning(card(its, tmp_path))))
         assert (again.model, again.geometry, again.noise) == (its.config.model, its.config.geometry, its.config.noise)
         assert again.data.image_size == 16
-
-
-def test_its_commands_can_be_read_for_any_name(network: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = card(network(), tmp_path, file=tmp_path / "it's jürgen.safetensors")
-    (line,) = [line for line in text.splitlines() if "qnmixer.evaluate run=" in line or "evaluate 'run=" in line]
-    given = next(word for word in shlex.split(line) if word.startswith("run="))
-    assert compose("evaluate", [given]).run == "it's jürgen.safetensors"
-    monkeypatch.setattr(module, "SHIPPED", tmp_path / "shipped.safetensors")
-    assert "run=pretrained input=" in card(network(), tmp_path, file=tmp_path / "shipped.safetensors")

@@ -1,12 +1,9 @@
 """A sweep of two seeds, trained by the command, and the results of `qnmixer.compare`."""
 
 import csv
-import io
 import json
 import os
 import shutil
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from statistics import mean
 
@@ -15,18 +12,16 @@ import pytest
 import torch
 from PIL import Image
 
-from qnmixer.compare import check, compare, usual_output
-from qnmixer.engine import cli
+from qnmixer.compare import check, compare
 from qnmixer.engine.checkpoints.reading import load_run
 from qnmixer.engine.config import parse
-from qnmixer.engine.config.commands import parse_compare
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.search_path import CONF
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.evaluate import evaluate
-from qnmixer.errors import ConfigError
-from qnmixer.extras.comparison.methods import scan_under_test
+from qnmixer.extras.comparison.compare import scan_under_test
 
+from ..test_export import run as run_command
 from ..warm import Warm
 
 pytestmark = pytest.mark.xdist_group("compare")  # else each worker would train the sweep
@@ -56,26 +51,9 @@ def sweep(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "sweep"))
 
 
-def test_no_table_is_written_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "sweep").mkdir()
-    (tmp_path / "sweep" / "sweep.json").write_text("{}")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "sweep" / "comparison").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="sweep/comparison is a link to another place"):
-        check(compose("compare", [f"sweep={tmp_path / 'sweep'}"]))
-
-
 def run(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and error of the command, through the very code that its module runs."""
-    code, stdout, stderr = 0, io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
-        patch.setattr(sys, "argv", ["compare", "accelerator=cpu", *arguments])
-        patch.delenv(cli.TRACEBACK, raising=False)
-        try:
-            cli.run(compare, check, "compare")
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-    return code, stdout.getvalue(), stderr.getvalue()
+    """Exit code, output and error of the command."""
+    return run_command(compare, check, "compare", "accelerator=cpu", *arguments)
 
 
 def lines(path: Path) -> list[dict[str, str]]:
@@ -96,10 +74,12 @@ def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(sweep: P
     data = SliceDataModule(module.config.data)
     evaluation = evaluate(module, data, "test", module.config.evaluation, torch.device("cpu"))
     images = [line for line in lines(found / "images.csv") if line["test"] == "as_trained"]
-    for method, seed in (("QN-Mixer", "1"), ("FBP", "")):
+    for method, seed in (("QN-Mixer", "1"), ("FBP", "1")):
         expected = [(s.slice, s.values["psnr"], s.values["ssim"]) for s in evaluation.of(method)]
         its = [line for line in images if (line["method"], line["seed"]) == (method, seed)]
         assert [(line["slice"], float(line["psnr"]), float(line["ssim"])) for line in its] == expected
+    fbp = {seed: [line["psnr"] for line in images if (line["method"], line["seed"]) == ("FBP", seed)] for seed in "12"}
+    assert fbp["1"] == fbp["2"]  # phantoms and noise are those of the test, whatever the seeds of a job
     rows = [line for line in lines(found / "comparison.csv") if line["test"] == "as_trained"]
     seeds = [[float(i["psnr"]) for i in images if (i["method"], i["seed"]) == ("QN-Mixer", seed)] for seed in "12"]
     (ours,) = (row for row in rows if row["method"] == "QN-Mixer")
@@ -162,16 +142,12 @@ def test_every_row_says_where_it_comes_from_and_what_was_not_run(sweep: Path, tm
     assert stderr.startswith("error: odd is left out")
 
 
-def test_a_comparison_of_several_sweeps_leaves_that_of_the_first_alone() -> None:
-    one, other = Path("runs/one"), Path("runs/other")
-    assert usual_output([one]) == one / "comparison"
-    assert usual_output([one, other]) == one / "comparison_other"
-
-
 def test_one_line_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sweep = tmp_path / "sweep"
     (sweep / "0").mkdir(parents=True)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "comparison.csv").symlink_to(tmp_path)
     jobs = {"overrides": [], "varying": [], "git_commit": None, "jobs": {"0": ["seed=1"]}}
     (sweep / "sweep.json").write_text(json.dumps(jobs))
     for arguments, words in (
@@ -182,6 +158,8 @@ def test_one_line_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
         ([f"sweep={sweep}", "tests=[real]"], "give it as root=/path/to/slices"),
         ([f"sweep={sweep}", "root=nowhere"], "root=nowhere does not exist"),
         ([f"sweep={sweep}", "lr=3"], "unknown key lr"),
+        ([f"sweep={sweep}", "tests=[]"], "no tests are left"),
+        ([f"sweep={sweep}", f"output={tmp_path}/old"], "old/comparison.csv is a link to another place"),
     ):
         code, stdout, stderr = run(*arguments)
         assert (code, stdout) == (1, ""), arguments
@@ -228,14 +206,3 @@ def test_what_only_training_sees_makes_no_other_test() -> None:
     assert compose("train", ["experiment=compare_few"], with_hydra=True).hydra.sweeper.params["data.train_slices"]
     assert scan("data.train_slices=10") == scan("data.train_slices=100") == scan("seed=3", "data.num_workers=2")
     assert scan("data.disc=true") != scan() != scan("noise=field")
-
-
-def test_tests_are_those_that_have_their_folder() -> None:
-    def names(*overrides: str) -> list[str]:
-        return [*parse_compare(compose("compare", [*overrides])).sets]
-
-    assert "real" not in names()
-    assert names("root=/ct") == [*names(), "real"]
-    assert names("tests=[disc,as_trained]") == ["disc", "as_trained"]
-    with pytest.raises(ConfigError, match="no tests are left"):
-        names("tests=[]")

@@ -76,9 +76,8 @@ def test_a_folder_is_tested_whole_and_training_slices_are_named(
     for method in (ours, fbp):
         (scores,) = method.measured["mine"].values()
         assert [score.slice for score in scores] == ["a/slice.npy", "b/slice.npy"]
-        assert method.cost is not None
-        assert (method.cost.parameters > 0) == (method is ours)
-    (first, second) = found.slices["mine"]
+        assert (method.cost["parameters"] > 0) == (method is ours)
+    (first, second) = found.slices["mine"].values()
     for of in (first, second):
         assert [method.name for method in of.methods] == [method.name for method in found.methods]
         assert len(next(method.iterates for method in of.methods if method.name == ours.name)) == 3

@@ -20,8 +20,7 @@ from qnmixer.engine.config.commands import ReconstructConfig, parse_reconstruct
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.inference.batches import MAX_HU, BatchedNetwork
-from qnmixer.engine.inference.reconstruct import reconstruct_input
+from qnmixer.engine.inference.reconstruct import images_of, reconstruct_input
 from qnmixer.engine.inference.scan import Scan
 from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
 from qnmixer.engine.inference.slices import read_slices, simulated_scans, slice_files
@@ -68,8 +67,9 @@ def series(path: Path, count: int, size: int = 16) -> Path:
     return path
 
 
-def images(module: ReconstructionModule, path: Path, batch_size: int, precision: str = "32") -> list[Any]:
-    return BatchedNetwork(module, batch_size, precision)([*simulated_scans(path, slice_files(path), module)])
+def images(module: ReconstructionModule, path: Path, batch_size: int) -> list[Any]:
+    scans = simulated_scans(path, slice_files(path), module)
+    return [scan.hu(x) for scan, x in images_of(module, scans, batch_size)]
 
 
 def measured(path: Path, module: ReconstructionModule, config: ReconstructConfig) -> Iterator[Scan]:
@@ -113,8 +113,7 @@ def test_only_scans_with_missing_views_get_further_passes(tiny_module: Build, tm
     np.save(tmp_path / "gap.npy", y[1])
     config = settings(unit="value")
     scans, gap = (measured(tmp_path / f"{name}.npy", module, config) for name in ("all", "gap"))
-    network = BatchedNetwork(module, 3, "32")
-    together, alone = network([*scans]), network([*gap])
+    together, alone = ([scan.hu(x) for scan, x in images_of(module, its, 3)] for its in (scans, gap))
     np.testing.assert_allclose(together[1], alone[0], atol=0.05)
     with torch.no_grad():
         plain = module.network(torch.from_numpy(y[[0, 2]])[:, None])[:, 0].numpy() * 3000 - 1000
@@ -146,63 +145,15 @@ def test_a_sinogram_of_a_public_set_is_reconstructed_as_it_is_evaluated(
         np.save(tmp_path / f"{unit}.npy", y[0, 0].numpy() * per_value)
         (scan,) = measured(tmp_path / f"{unit}.npy", module, settings(unit=unit, water_attenuation=0.03))
         np.testing.assert_allclose(scan.sinogram, y, rtol=1e-5, atol=1e-4)
-        (hu,) = BatchedNetwork(module, 1, "32")([scan])
-        np.testing.assert_allclose(hu, expected, atol=0.05)
+        ((_, x),) = images_of(module, iter([scan]), 1)
+        np.testing.assert_allclose(scan.hu(x), expected, atol=0.05)
 
 
-def test_half_precision_where_it_is_the_same(
-    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module, path = trained(tiny_module, 0.02), series(tmp_path / "a.npy", 4)
-    seen = dtypes_of(module)
-    exact = images(module, path, 1)
-    assert seen == {torch.float32}
-    half = images(module, path, 1, "16-mixed")
-    assert seen == {torch.float32, torch.float16}
-    assert 0 < np.abs(half[3] - exact[3]).max() <= MAX_HU
-    np.testing.assert_array_equal(half[:3], exact[:3])  # computed both ways
-    assert capsys.readouterr().err == ""
-
-
-def test_no_half_precision_where_it_shows(
-    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module, path = trained(tiny_module, 0.05), series(tmp_path / "a.npy", 4)
-    np.testing.assert_array_equal(images(module, path, 2, "bf16-mixed"), images(module, path, 2))
-    (line,) = capsys.readouterr().err.splitlines()
-    found = re.fullmatch(
-        r"warning: precision=bf16-mixed would change a slice by ([\d.]+) HU, over the 1 HU allowed: "
-        r"this and all further slices are computed in 32",
-        line,
-    )
-    assert found
-    assert float(found[1]) > MAX_HU
-
-
-def test_the_first_slices_do_not_decide_alone(
-    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Air at first, of which half precision makes the same image."""
-    module = trained(tiny_module, 0.05)
-    for parameter in module.network.parameters():
-        if parameter.ndim == 1:
-            parameter.data.zero_()  # no biases: nothing is made of nothing
-    path = series(tmp_path / "a.npy", 6)
-    slices = np.load(path)
-    slices[:2] = -1000.0
-    slices[0, 0, 0] = -999.0
-    slices[1, 0, 0] = -999.0
-    np.save(path, slices)
-    exact, half = (np.stack(images(module, path, 1, precision)) for precision in ("32", "bf16-mixed"))
-    assert "would change a slice" in capsys.readouterr().err
-    np.testing.assert_array_equal(half, exact)
-
-
-@pytest.mark.parametrize("spacing", [0.6, 0.9])
 def test_a_disc_in_dicom_has_its_size_and_place_in_millimetres(
-    make_ct: Any, tmp_path: Path, spacing: float, capsys: pytest.CaptureFixture[str]
+    make_ct: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Water of 120 mm, 20 mm to the right and 12 mm down, in slices that are 180 and 270 mm wide."""
+    """Water of 120 mm, 20 mm to the right and 12 mm down, in a slice that is 180 mm wide."""
+    spacing = 0.6
     fine = (np.arange(2400) + 0.5) * spacing / 8 - 150 * spacing
     inside = (fine[:, None] - 12) ** 2 + (fine - 20) ** 2 < 60**2
     hu = inside.reshape(300, 8, 300, 8).mean((1, 3)) * 1000 - 1000
@@ -241,37 +192,51 @@ def test_what_is_cut_or_has_no_size_is_said_once(
     assert unsized.startswith("warning: 2 slices are in files without a pixel size")
 
 
-class Steep(torch.nn.Module):
-    """Passes the largest number of fp16 on its way where x is above about 0.7."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
-        for parameter in self.parameters():
-            torch.nn.init.constant_(parameter, 300.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 1e-9 * self.layers(x[..., None])[..., 0].float()
+def test_a_network_of_nan_writes_nothing(tiny_module: Build, tmp_path: Path) -> None:
+    module = tiny_module()
+    next(module.network.parameters()).data.fill_(np.nan)
+    words = {"run": save(module, tmp_path / "a.ckpt"), "input": series(tmp_path / "s.npy", 1)}
+    with pytest.raises(DataError, match=r"the reconstruction of s\.npy has NaN"):
+        reconstruct_input(settings(**words, output=tmp_path / "out", formats="[npy,png]"))
+    assert not (tmp_path / "out").exists()
 
 
-def test_what_overflows_in_half_precision_is_computed_again(tiny_module: Build, tmp_path: Path) -> None:
-    """A bright slice among others, in a batch that nobody looks at."""
-    module = trained(tiny_module, 0.02, "model.detail_channels=0")
-    module.network.regularizers[0] = Steep()
-    path = tmp_path / "a.npy"
-    np.save(path, np.stack([np.full((16, 16), hu, dtype=np.float32) for hu in (-500, -450, -400, 1900)]))
-    exact, half = (np.stack(images(module, path, 1, precision)) for precision in ("32", "16-mixed"))
-    np.testing.assert_array_equal(half[3], exact[3])
-    assert np.isfinite(half).all()
+def test_where_memory_is_short_batches_become_smaller(
+    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With real allocations: tests/promises/test_memory.py."""
+    module, path = tiny_module(), series(tmp_path / "a.npy", 5)
+    exact, forward, most = images(module, path, 1), module.network.forward, 1
+
+    def limited(y: torch.Tensor) -> torch.Tensor:
+        if len(y) > most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nat a place")
+        return forward(y)
+
+    monkeypatch.setattr(module.network, "forward", limited)
+    np.testing.assert_array_equal(images(module, path, 3), exact)
+    assert capsys.readouterr().err == "warning: out of memory with 3 slices at once: continuing with batch_size=1\n"
+    most = 0
+    with pytest.raises(OutOfMemory, match=r"single slice of 16 × 16 \(.*memory\): close other programs"):
+        images(module, path, 1)
 
 
-def dtypes_of(module: ReconstructionModule) -> set[torch.dtype]:
-    """A set that fills with the dtypes that the activations of the network's mixer give."""
-    seen: set[torch.dtype] = set()
-    for layer in module.network.modules():
-        if isinstance(layer, torch.nn.GELU):
-            layer.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
-    return seen
+def test_what_is_no_file_of_numbers_is_not_opened(tiny_module: Build, tmp_path: Path) -> None:
+    """Pipes, which would never end, and arrays that would take gigabytes."""
+    module, path = tiny_module(), tmp_path / "a.npy"
+    os.mkfifo(path)
+    assert not holds_sinograms(tmp_path, module.config, settings())
+    with pytest.raises(DataError, match=r"has no \.npy file"):
+        sinogram_files(path)
+    path.unlink()
+    np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(40_000, 40_000))  # sparse
+    start = time.perf_counter()
+    assert not holds_sinograms(path, module.config, settings())
+    with pytest.raises(DataError, match="40000 × 40000 values"):
+        next(read_slices(path, [path]))
+    with pytest.raises(DataError, match="40000 × 40000 values, not 1 to 8192"):
+        next(measured(path, module, settings(angle_span=6, detector_pitch=1)))
+    assert time.perf_counter() - start < 2
 
 
 def test_a_scan_of_no_use_in_a_stack_is_named(
@@ -290,61 +255,6 @@ def test_a_scan_of_no_use_in_a_stack_is_named(
     assert "a.npy#2 has 0 measured views" in said
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == [f"a_{k}{end}.npy" for k in (0, 1, 3) for end in ("", "_fbp")]
-
-
-def test_images_that_are_no_numbers_are_not_written(tiny_module: Build, tmp_path: Path) -> None:
-    module = tiny_module()
-    next(module.network.parameters()).data.fill_(np.nan)
-    words = {"run": save(module, tmp_path / "a.ckpt"), "input": series(tmp_path / "s.npy", 1)}
-    with pytest.raises(DataError, match=r"the reconstruction of s\.npy has NaN"):
-        reconstruct_input(settings(**words, output=tmp_path / "out", formats="[npy,png]"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_slice_that_does_not_fit_is_one_line(
-    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With real allocations: tests/promises/test_memory.py."""
-    module, path = tiny_module(), series(tmp_path / "a.npy", 3)
-    exact, forward, most = images(module, path, 1), module.network.forward, 1
-
-    def limited(y: torch.Tensor) -> torch.Tensor:
-        if len(y) > most:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nat a place")
-        return forward(y)
-
-    monkeypatch.setattr(module.network, "forward", limited)
-    np.testing.assert_array_equal(images(module, path, 3), exact)
-    assert capsys.readouterr().err == "warning: out of memory with 3 slices at once: continuing with batch_size=1\n"
-    most = 0
-    with pytest.raises(OutOfMemory, match=r"single slice of 16 × 16 \(.*memory\): close other programs"):
-        images(module, path, 1)
-
-
-def test_pipes_are_not_opened(tiny_module: Build, tmp_path: Path) -> None:
-    module = tiny_module()
-    for name in ("a.npy", "b.mat"):
-        os.mkfifo(tmp_path / name)
-        assert not holds_sinograms(tmp_path, module.config, settings())
-        with pytest.raises(DataError, match=r"has no \.npy file"):
-            sinogram_files(tmp_path / name)
-    with pytest.raises(DataError, match=r"has no \.npy file"):
-        sinogram_files(tmp_path)
-
-
-def test_a_sinogram_of_too_many_views_is_refused(tiny_module: Build, tmp_path: Path) -> None:
-    np.lib.format.open_memmap(tmp_path / "a.npy", mode="w+", dtype=np.float32, shape=(5_000_000, 24))  # sparse
-    with pytest.raises(DataError, match="5000000 × 24 values, not 1 to 8192"):
-        next(measured(tmp_path / "a.npy", tiny_module(), settings(angle_span=6)))
-
-
-def test_a_large_array_is_refused_by_its_header(tiny_module: Build, tmp_path: Path) -> None:
-    np.lib.format.open_memmap(tmp_path / "a.npy", mode="w+", dtype=np.float32, shape=(40_000, 40_000))  # sparse
-    start = time.perf_counter()
-    assert not holds_sinograms(tmp_path / "a.npy", tiny_module().config, settings())
-    with pytest.raises(DataError, match="40000 × 40000 values"):
-        next(read_slices(tmp_path / "a.npy", [tmp_path / "a.npy"]))
-    assert time.perf_counter() - start < 2
 
 
 SCANNER = [
@@ -412,44 +322,17 @@ def test_a_scan_of_another_geometry_is_refused(fbp_module: ReconstructionModule,
         check(fbp_module, tmp_path / "a.npy", y, **keys)
 
 
-@pytest.mark.parametrize("key", ["angle_span", "detector_pitch"])
-def test_keys_that_a_matlab_file_has_are_not_ignored(
-    fbp_module: ReconstructionModule, tmp_path: Path, key: str
-) -> None:
-    (tmp_path / "a.mat").touch()
-    with pytest.raises(DataError, match=r"a\.mat has angles and bins of its own"):
-        next(measured(tmp_path / "a.mat", fbp_module, settings(**{key: 1})))
-
-
-@pytest.mark.parametrize("span", [6.0, -2 * np.pi], ids=["short", "mirrored"])
-def test_a_scan_that_nearly_fits_is_told(
-    fbp_module: ReconstructionModule, tmp_path: Path, capsys: pytest.CaptureFixture[str], span: float
-) -> None:
-    check(fbp_module, tmp_path / "a.npy", scan(fbp_module, angle_span=span))
-    assert re.search(r"a\.npy: the best image differs from it by [1-9]\d?\.\d%", capsys.readouterr().err)
-
-
-def test_each_reconstruction_says_how_far_it_is_from_its_scan(
+def test_a_scan_that_nearly_fits_is_told_and_so_is_the_misfit_of_its_image(
     fbp_module: ReconstructionModule, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    check(fbp_module, tmp_path / "a.npy", scan(fbp_module, angle_span=-2 * np.pi))  # mirrored
+    assert re.search(r"a\.npy: the best image differs from it by [1-9]\d?\.\d%", capsys.readouterr().err)
     y = scan(fbp_module)
     y[3] = np.nan
-    np.save(tmp_path / "a.npy", np.stack([y, y]).astype(np.float32))
+    np.save(tmp_path / "a.npy", y.astype(np.float32))
     words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "a.npy", "output": tmp_path / "out"}
     reconstruct_input(settings(**words, formats="[npy]"))
-    told = re.findall(r"a#([01]): A x differs from the sinogram by ([\d.]+)%", capsys.readouterr().out)
-    x = torch.from_numpy((np.load(tmp_path / "out" / "a_0.npy") + 1000) / 3000)[None, None]
+    (told,) = re.findall(r"a: A x differs from the sinogram by ([\d.]+)%", capsys.readouterr().out)
+    x = torch.from_numpy((np.load(tmp_path / "out" / "a.npy") + 1000) / 3000)[None, None]
     left = fbp_module.projector(x)[0, 0].numpy() * OF_ONE - y
-    expected = np.sqrt(np.nansum(left**2) / np.nansum(y**2))
-    assert told == [(k, f"{100 * expected:.1f}") for k in "01"]
-
-
-def test_odd_names_are_printed_unchanged(tiny_module: Build, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    series(tmp_path / "good.npy", 1)
-    for name in (b"a[", b"[red]x.txt", b"caf\xe9.txt"):
-        (tmp_path / os.fsdecode(name)).mkdir() if name == b"a[" else (tmp_path / os.fsdecode(name)).write_text("x")
-    (tmp_path / "a[" / "b].txt").write_text("x")
-    assert [scan.name for scan in simulated_scans(tmp_path, slice_files(tmp_path), tiny_module())] == ["good.npy"]
-    told = capfd.readouterr().err
-    assert "a[/b].txt" in told
-    assert "[red]x.txt" in told
+    assert told == f"{100 * np.sqrt(np.nansum(left**2) / np.nansum(y**2)):.1f}"

@@ -241,22 +241,6 @@ def test_the_slider_goes_through_the_iterates(viewer: Viewer, page: Path) -> Non
     assert viewer.texts("figure .shown")[3].startswith("x₁, its last · RMSE")
 
 
-def test_another_slice(viewer: Viewer, page: Path) -> None:
-    """Also those of another shape."""
-    viewer.open(page, "#window=40,400&iterate=1&region=2,2,8")
-    viewer.shows("QN-Mixer", greys(ITERATES[1], 40, 400)[2:10, 2:10])
-    viewer.choose("slice", "second")
-    viewer.shows("truth", greys(OTHER, 40, 400)[2:10, 2:10])
-    assert not viewer["iterate"].is_displayed()
-    viewer.shows("FBP", error_colours(FBP, OTHER)[2:10, 2:10], ".error")
-    viewer.choose("slice", "wide")
-    viewer.shows("FBP", greys(WIDE, 40, 400))
-    viewer["panels"].click()
-    viewer.press(Keys.ARROW_UP)
-    viewer.press(Keys.ARROW_UP)
-    viewer.shows("QN-Mixer", greys(ITERATES[1], 40, 400))
-
-
 def test_the_address_holds_the_view(viewer: Viewer, page: Path) -> None:
     address = "#slice=1&iterate=1&window=-20,333&errors=100&show=errors&region=4,2,8&at=5,6"
     viewer.open(page, address)
@@ -271,12 +255,10 @@ def test_the_address_holds_the_view(viewer: Viewer, page: Path) -> None:
     viewer.becomes(lambda: viewer.browser.execute_script("return location.hash"), written)
     viewer.browser.execute_script("location.hash = '#slice=2&window=40,400'")
     viewer.shows("truth", greys(OTHER, 40, 400))
-
-
-def test_an_address_that_makes_no_sense_opens_the_page_all_the_same(viewer: Viewer, page: Path) -> None:
-    for address in ("#slice=9&iterate=99", "#slice=x&window=40&region=1,2&at=99,1", "#window=1,-5"):
-        viewer.open(page, address)
-        viewer.shows("truth", greys(WIDE if "slice=9" in address else TRUTH, -150, 1700))
+    viewer.choose("slice", "wide")  # of another shape
+    viewer.shows("FBP", greys(WIDE, 40, 400))
+    viewer.open(page, "#slice=x&window=1,-5&region=1,2&at=99,1&iterate=99")  # makes no sense
+    viewer.shows("truth", greys(TRUTH, -150, 1700))
 
 
 def test_values_under_the_cursor_by_all_methods(viewer: Viewer, page: Path) -> None:
@@ -348,83 +330,6 @@ def test_values_not_finite_or_beyond_int16_are_distinguished(viewer: Viewer, tmp
     assert viewer.texts("figure .shown")[1] == "RMSE – HU"
 
 
-def test_light_and_dark(viewer: Viewer, page: Path) -> None:
-    """As the system has it, until the reader says otherwise."""
-
-    def background() -> str:
-        return viewer.browser.execute_script("return getComputedStyle(document.body).backgroundColor")
-
-    for theme, paper in (("dark", "rgb(20, 23, 27)"), ("light", "rgb(255, 255, 255)")):
-        features = [{"name": "prefers-color-scheme", "value": theme}]
-        viewer.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        viewer.open(page)
-        assert background() == paper
-    viewer["theme"].click()
-    assert background() == "rgb(20, 23, 27)"
-    assert viewer["theme"].text == "Light"
-
-
-@pytest.fixture
-def screen(viewer: Viewer) -> Iterator[Callable[[int, int], None]]:
-    """Sets the size of the window; below 700 pixels it is a phone's."""
-
-    def resize(width: int, height: int) -> None:
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700}
-        viewer.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-
-    yield resize
-    viewer.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def boxes(viewer: Viewer, selector: str) -> list[dict[str, float]]:
-    """Of what is shown: left, top, right and bottom in the window."""
-    found = """return [...document.querySelectorAll(arguments[0])].map((element) => element.getBoundingClientRect())
-      .filter((box) => box.width).map(({left, top, right, bottom}) => ({left, top, right, bottom}));"""
-    return viewer.browser.execute_script(found, selector)
-
-
-@pytest.mark.parametrize("n_methods", [2, 7])
-def test_images_and_errors_are_above_the_fold_and_use_the_width(
-    viewer: Viewer, tmp_path: Path, screen: Callable[[int, int], None], n_methods: int
-) -> None:
-    """Of a comparison's many methods those of the first row, below the table; as large as the window allows."""
-    names = [f"method {k}" for k in range(n_methods)]
-    slices = [SliceImages(f"slice {k}", TRUTH, [MethodImages(name, [FBP]) for name in names], 30.0) for k in range(9)]
-    table = Table("test", ["method", "PSNR, dB"], [[name, "20.00 ± 1.00"] for name in names], "a note")
-    write_page(tmp_path / "page.html", "t", [table], slices, {}, subtitle="s")
-    screen(1400, 900)
-    viewer.open(tmp_path / "page.html")
-    viewer.shows("method 0", error_colours(FBP, TRUTH), ".error")
-    assert viewer.browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
-    images, errors = boxes(viewer, ".frame.image"), boxes(viewer, ".frame.error")
-    assert len(images) == len(errors) + 1 == n_methods + 1
-    assert max(box["bottom"] for box in (errors[:3] if n_methods > 3 else errors)) <= 900
-    assert all(error["top"] == image["top"] for image, error in zip(images[1:], errors, strict=True))
-    widest, tallest = (max(box[b] - box[a] for box in images) for a, b in (("left", "right"), ("top", "bottom")))
-    assert widest == tallest
-    used = max(box["right"] for box in errors) / 1400
-    assert used > 0.85 or tallest > 280  # as high as there is room
-
-
-def test_on_a_phone_the_slider_stays_with_the_image(
-    viewer: Viewer, page: Path, screen: Callable[[int, int], None]
-) -> None:
-    screen(390, 844)
-    viewer.open(page)
-    viewer.shows("QN-Mixer", greys(ITERATES[2], -150, 1700))
-    assert viewer.browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
-    frame = viewer.frame("QN-Mixer", ".error")
-    (slider,) = boxes(viewer, "#iterate")
-    image, error = boxes(viewer, ".frame.image")[2], boxes(viewer, ".frame.error")[1]
-    assert 0 <= slider["top"] < slider["bottom"] < image["top"] == error["top"]
-    assert image["right"] < error["left"]
-    assert image["bottom"] < 844
-    assert frame.is_displayed()
-    viewer["iterate"].send_keys(Keys.ARROW_LEFT)
-    viewer.shows("QN-Mixer", greys(ITERATES[1], -150, 1700))
-    assert boxes(viewer, "#iterate") == [slider]
-
-
 @pytest.fixture
 def sorted_page(tmp_path: Path) -> Path:
     """Three slices with their PSNR, the second shown at first; x_1 of its network is worse than FBP, x_2 is better."""
@@ -464,19 +369,9 @@ def test_a_thumbnail_opens_its_slice(viewer: Viewer, sorted_page: Path) -> None:
     small = "return [...document.querySelector('#thumbnails canvas').getContext('2d').getImageData(0, 0, 16, 16).data]"
     shown = np.array(viewer.browser.execute_script(small), float).reshape(H, H, 4)
     assert np.abs(shown - greys(FBP, -150, 1700)).max() <= 1
-
-
-def test_an_iterate_that_is_worse_than_fbp_is_explained(viewer: Viewer, sorted_page: Path) -> None:
+    assert not viewer["hint"].is_displayed()
     viewer.open(sorted_page, "#slice=2&iterate=1")
-    viewer.becomes(
-        lambda: viewer["hint"].text,
-        "x₁ of QN-Mixer is worse than FBP (RMSE 30.0 and 10.0 HU): the loss of training uses x₃ only, and earlier "
-        "iterates are intermediate steps.",
-    )
-    for t in (0, 2, 3):
-        viewer.open(sorted_page, f"#slice=2&iterate={t}")
-        viewer.shows("QN-Mixer", greys(TRUTH + [10, 30, 5, 0][t], -150, 1700))
-        assert not viewer["hint"].is_displayed()
+    viewer.becomes(lambda: viewer["hint"].text[:52], "x₁ of QN-Mixer is worse than FBP (RMSE 30.0 and 10.0")
 
 
 def test_no_path_reaches_the_page(viewer: Viewer, tmp_path: Path) -> None:
@@ -490,31 +385,3 @@ def test_no_path_reaches_the_page(viewer: Viewer, tmp_path: Path) -> None:
     assert "anna" not in (tmp_path / "page.html").read_text()
     viewer.open(tmp_path / "page.html")
     viewer.becomes(lambda: viewer.texts("figure .name"), ["truth", "…/mayo"])
-
-
-def test_a_browser_that_cannot_unpack_says_so_and_shows_the_tables(viewer: Viewer, page: Path) -> None:
-    script = {"source": "delete window.DecompressionStream"}
-    identifier = viewer.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", script)
-    viewer.open(page)
-    viewer.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", identifier)
-    assert "DecompressionStream" in viewer["message"].text
-    assert not viewer["viewer"].is_displayed()
-    assert not viewer["browser"].is_displayed()
-    assert viewer.texts("main .table td") == ["20.00 ± 1.00", "not run"]
-
-
-def test_a_page_of_tables_alone_has_no_viewer(viewer: Viewer, tmp_path: Path) -> None:
-    write_page(tmp_path / "page.html", "t", [Table("empty", ["a"], [])], [], {})
-    viewer.open(tmp_path / "page.html")
-    assert viewer.texts(".table h2, .table th") == ["empty", "a"]
-    assert not viewer["viewer"].is_displayed()
-    assert not viewer["message"].is_displayed()
-
-
-def test_an_image_that_comes_twice_is_stored_once(tmp_path: Path) -> None:
-    sizes = []
-    for second in (FBP, FBP.clone(), OTHER):
-        slices = [SliceImages("a", TRUTH, [MethodImages("m", [FBP]), MethodImages("n", [second])])]
-        write_page(tmp_path / "page.html", "t", [], slices, {})
-        sizes.append((tmp_path / "page.html").stat().st_size)
-    assert sizes[0] == sizes[1] < sizes[2] - H * H

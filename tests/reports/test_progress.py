@@ -52,15 +52,6 @@ def test_a_log_has_whole_lines_and_a_quiet_console_none(clock: Callable[[float],
         assert console.file.getvalue() == ("" if quiet else lines)
 
 
-def test_forced_colours_make_no_terminal_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    console = Console(file=io.StringIO())
-    assert console.is_terminal
-    assert list(progress(range(3), "evaluating", "batch", console)) == [0, 1, 2]
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue() == ""
-
-
 BAR = """
 import sys, time, warnings
 from rich.console import Console

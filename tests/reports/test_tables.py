@@ -10,10 +10,6 @@ from qnmixer.engine.reports.tables import Console, csv_table, markdown_table, te
 SRC = Path(__file__).resolve().parents[2] / "src"
 
 
-def test_csv_quotes_what_needs_it() -> None:
-    assert csv_table([["a", "b"], [1, "x,y"], [None, 'say "it"']]) == 'a,b\n1,"x,y"\n,"say ""it"""\n'
-
-
 def test_markdown_escapes_bars() -> None:
     assert markdown_table(["a", "b"], [["1", "x|y"]]) == "| a | b |\n|---|---|\n| 1 | x\\|y |"
     assert markdown_table(["a"], [["x\ny\x1b"]]) == "| a |\n|---|\n| x\\ny\\x1b |"

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from qnmixer.engine.config.data import AsTrained, DataConfig
 from qnmixer.engine.config.groups import NoiseConfig, parse_section
 from qnmixer.engine.config.run import Config, Seed, check_targets, fill_roots, parse, schema_of, targets_of
-from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, Precision, check_window
+from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, check_window
 from qnmixer.engine.config.target import TARGET, keys_of_options, values_of_option
 from qnmixer.engine.config.values import plain_values
 from qnmixer.errors import ConfigError, suggest
@@ -98,7 +98,6 @@ class ReconstructConfig:
     checkpoint: Which
     accelerator: Accelerator
     batch_size: Count | None  # None: chosen by the device
-    precision: Precision
     trust: list[str]  # modules of the user's own that the run may name
 
 

@@ -172,18 +172,13 @@ def pictured(n_images: int, n_pictures: int) -> set[int]:
 
 def worst_of(slices: Mapping[int, SliceImages], drawn: Collection[int]) -> dict[int, SliceImages]:
     """Those of the picture, and of the others the worst, as many as a page has room for. The worst come first."""
-
-    def by_psnr(number: int) -> tuple[float, int]:
-        value = slices[number].psnr
-        return -inf if value is None or isnan(value) else value, number
-
-    numbers = sorted(slices, key=by_psnr)
-    others = [number for number in numbers if number not in drawn]
-    if others:
+    psnrs = {n: -inf if of.psnr is None or isnan(of.psnr) else of.psnr for n, of in slices.items()}
+    numbers = sorted(slices, key=lambda n: (psnrs[n], n))
+    if others := [n for n in numbers if n not in drawn]:
         of = slices[others[0]]
         size = 2 * of.truth.numel() * (1 + sum(len(method.iterates) for method in of.methods))
         others = others[: max(_N_WORST, _ROOM // size)]
-    return {number: slices[number] for number in numbers if number in drawn or number in others}
+    return {n: slices[n] for n in numbers if n in drawn or n in others}
 
 
 def shown_iterates(network: UnrolledNetwork[Any], y: Tensor) -> list[Tensor]:
@@ -213,18 +208,14 @@ def _score(
     found = {name: metric(image, batch) for name, metric in metrics.items()}
     found |= {"window_psnr": psnr(windowed, windowed_truth), "window_ssim": ssim_percent(windowed, windowed_truth)}
     columns = {name: column.tolist() for name, column in found.items()}
-    constant, empty = (_is_constant(x).tolist() for x in (image, windowed_truth))
+    empty = (windowed_truth.flatten(1).amax(1) == windowed_truth.flatten(1).amin(1)).tolist()
     scores = []
     for b, (number, name) in enumerate(zip(batch["sample"].tolist(), batch["name"], strict=True)):
         values = {metric: column[b] for metric, column in columns.items()}
         if empty[b]:  # a reconstruction that has nothing there either would be infinitely good
             values |= dict.fromkeys(IN_WINDOW)
-        scores.append(ImageScore(number, name, method, values, constant[b]))
+        scores.append(ImageScore(number, name, method, values))
     return scores
-
-
-def _is_constant(image: Tensor) -> Tensor:
-    return image.flatten(1).amax(1) == image.flatten(1).amin(1)
 
 
 def write_evaluation(
@@ -243,7 +234,8 @@ def write_evaluation(
     write_text(folder / "images.csv", csv_table(evaluation.lines()))
     draw_slices(folder / PICTURE, evaluation.rows)
     if find_spec("qnmixer.extras") is not None:  # by name, as the config names its data sets
-        import_module("qnmixer.extras.page.evaluation").write(folder / PAGE, evaluation, title, config, device, run)
+        page = import_module("qnmixer.extras.page.page")
+        page.write_evaluation(folder / PAGE, evaluation, title, config, device, run)
     for line in warnings:
         console.warn(line, style="bold red")
     console.print(terminal_table(headings, body, title=title, caption=caption))

@@ -1,14 +1,16 @@
 """The scores of an evaluation: of each image, as a table, and in words."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite, isnan, nan
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
+import numpy as np
+
 from qnmixer.engine.config.named import MetricConfig, default_metrics
-from qnmixer.engine.evaluation.statistics import deviation, half_width
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.reports.tables import in_digits
 
@@ -39,7 +41,6 @@ class ImageScore:
     slice: str
     method: str
     values: dict[str, Any]
-    constant: bool = False
     patient: int | None = None
 
 
@@ -137,9 +138,8 @@ class Evaluation:
 
     def lines(self) -> list[list[Any]]:
         """Headings and rows of images.csv."""
-        return [["number", "slice", "method", *self.titles, "constant", "patient"]] + [
-            [s.number, s.slice, s.method, *(s.values[name] for name in self.titles), s.constant, s.patient]
-            for s in self.scores
+        return [["number", "slice", "method", *self.titles, "patient"]] + [
+            [s.number, s.slice, s.method, *(s.values[name] for name in self.titles), s.patient] for s in self.scores
         ]
 
     def gain(self) -> str:
@@ -151,7 +151,7 @@ class Evaluation:
         return "; ".join([first, *(self._patient_gain(other) for other in others if self.n_patients > 1)])
 
     def warnings(self) -> list[str]:
-        """Warnings above the table: a network below another method, a constant image, slices of the training set."""
+        """Warnings above the table: slices of the training set, a network below another method, pixels of no number."""
         *others, last = self.methods
         lines = [used_in_training(self.n_trained)] if self.n_trained else []
         lines += [
@@ -160,11 +160,9 @@ class Evaluation:
             if (gain := self._mean_gain(other)) < 0
         ]
         for method in self.methods:
-            of = f"of {self.n_images} slices"
-            if constant := sum(score.constant for score in self.of(method)):
-                lines.append(f"{method} gives a constant image for {constant} {of}: the network is dead")
             if bad := sum(isnan(value) or value == -inf for value in self.values(method, "psnr")):
-                lines.append(f"{method} gives NaN or infinite pixels for {bad} {of}, which images.csv names")
+                of = f"{bad} of {self.n_images} slices"
+                lines.append(f"{method} gives NaN or infinite pixels for {of}, which images.csv names")
         return lines
 
     def _size(self, metric: str) -> float:
@@ -201,3 +199,29 @@ def data_range(own: bool) -> str:
 def used_in_training(n: int) -> str:
     """The warning about n slices of a test that a network was trained on."""
     return f"{n} of the slices were used in training: the scores are too good"
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """The standard deviation. None for a single value; NaN for values that are not finite, which `stdev` refuses."""
+    if len(values) < 2:
+        return None
+    return stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Half-width of the 95 % interval of a mean: t·s/√n with n − 1 degrees of freedom. None for a single value."""
+    n, found = len(values), deviation(values)
+    return None if found is None else student_quantile(n - 1) * found / math.sqrt(n)
+
+
+def student_quantile(freedom: int) -> float:
+    """The t for which |T| ≤ t has a probability of 95 % in Student's distribution.
+
+    With t = √ν tan θ the density becomes cos^(ν−1) θ, which is summed here: right to 4 digits. (SciPy has it, but is no
+    dependency.)
+    """
+    edges = np.linspace(0.0, np.pi / 2, 20_001)
+    middles = (edges[1:] + edges[:-1]) / 2
+    below = np.cumsum(np.cos(middles) ** (freedom - 1))
+    theta = np.interp(0.95, np.concatenate([[0.0], below / below[-1]]), edges)
+    return float(math.sqrt(freedom) * np.tan(theta))

@@ -77,12 +77,6 @@ def _fit_bins(rows: FloatArray, scanner: FanBeamGeometry, geometry: FanBeamGeome
     wanted, width = magnified * geometry.bin_positions(), magnified * geometry.detector_pitch
     centres, pitch = scanner.bin_positions(), scanner.detector_pitch
     left, right = wanted - width / 2, wanted + width / 2
-    if (
-        len(wanted) == len(centres)
-        and abs((wanted - centres).mean()) < _SAME * pitch
-        and abs(width / pitch - 1) < _SAME
-    ):
-        return rows
     slack, air = _SAME * len(centres) * pitch / 2, _AIR * rows.max()
     cut_first = centres[0] - pitch / 2 > left[0] + slack and rows[:, 0].max() > air
     cut_last = centres[-1] + pitch / 2 < right[-1] - slack and rows[:, -1].max() > air

@@ -2,6 +2,7 @@
 time."""
 
 import re
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 
@@ -9,23 +10,25 @@ import numpy as np
 import torch
 from pydicom.uid import generate_uid
 from rich.progress import Progress
+from torch import Tensor
 
 from qnmixer.engine.checkpoints.reading import load_run
 from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.data.slices import FloatArray
-from qnmixer.engine.inference.batches import BatchedNetwork
-from qnmixer.engine.inference.scan import Scan, misfit
+from qnmixer.engine.inference.scan import Scan, misfit, warn
 from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
 from qnmixer.engine.inference.slices import simulated_scans, slice_files
 from qnmixer.engine.inference.writers import window_of, write_dicom, write_npy, write_png
+from qnmixer.engine.memory.limits import is_out_of_memory
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.reports.tables import Console
-from qnmixer.errors import DataError
+from qnmixer.errors import DataError, OutOfMemory, first_line
 from qnmixer.models.fbp import FBP
 
 # Default batch sizes: on a CPU more slices do not fit into its cache; a GPU needs more to be busy.
 _ON_CPU, _ON_GPU = 4, 16
+_REFILLS = 2
 _ABDOMEN = (-160.0, 240.0)
 """HU, of the PNG of slices."""
 _FBP = "_fbp"
@@ -44,17 +47,15 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     files = sinogram_files(path) if sinograms else slice_files(path)
     scans = measured_scans(path, files, module, config) if sinograms else simulated_scans(path, files, module)
     batch_size = config.batch_size or (_ON_GPU if module.device.type == "cuda" else _ON_CPU)
-    network, writer = BatchedNetwork(module, batch_size, config.precision), _Writer(module, config)
+    writer = _Writer(module, config)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reconstructing", total=len(files))
-        while batch := [*islice(scans, batch_size)]:
-            for scan, hu in zip(batch, network(batch), strict=True):
-                writer.write(scan, hu)
-                if scan.measured:
-                    x = torch.from_numpy((hu - scan.offset) / scan.scale)[None, None].to(scan.sinogram)
-                    far = misfit(module.projector, x, scan)
-                    console.print(f"{scan.name}: A x differs from the sinogram by {far:.1%}", soft_wrap=True)
-            progress.advance(task, len(batch))
+        for scan, x in images_of(module, scans, batch_size):
+            writer.write(scan, scan.hu(x))
+            if scan.measured:
+                far = misfit(module.projector, x, scan)
+                console.print(f"{scan.name}: A x differs from the sinogram by {far:.1%}", soft_wrap=True)
+            progress.advance(task)
     if not writer.count:
         raise DataError(f"input={path} has nothing to reconstruct: see the warning above")
     line = f"reconstructions: {writer.count:,}, as {', '.join(config.formats)}, in {config.output}"
@@ -62,6 +63,44 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     if sinograms:
         console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
     return writer.count
+
+
+def images_of(module: Reconstructor, scans: Iterator[Scan], batch_size: int) -> Iterator[tuple[Scan, Tensor]]:
+    """Each scan with its x_T [1, 1, S, S], computed in batches. Where memory is short the batches become smaller.
+
+    Raises OutOfMemory if the memory is too small for a single scan.
+    """
+    waiting: list[Scan] = []
+    while waiting := [*waiting, *islice(scans, max(0, batch_size - len(waiting)))]:
+        part = waiting[:batch_size]
+        try:
+            images = _reconstructed(module, part)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if len(part) == 1:
+                size = module.config.data.image_size
+                raise OutOfMemory(
+                    f"out of memory with a single slice of {size} × {size} ({first_line(error)}): close other "
+                    "programs, or use a machine with more memory (if the GPU is full: accelerator=cpu)"
+                ) from error
+            batch_size = len(part) // 2
+            warn(f"out of memory with {len(part)} slices at once: continuing with batch_size={batch_size}")
+            continue  # with the same scans
+        waiting = waiting[len(part) :]
+        yield from zip(part, images.split(1), strict=True)
+
+
+@torch.no_grad()
+def _reconstructed(module: Reconstructor, scans: Sequence[Scan]) -> Tensor:
+    """x_T [B, 1, S, S]. Further passes replace missing views by A x_T: their interpolated values then matter less."""
+    y = torch.cat([scan.sinogram for scan in scans])
+    x = module(y)
+    if gaps := [k for k, scan in enumerate(scans) if scan.missing is not None]:
+        missing = torch.stack([s.missing for s in scans if s.missing is not None])[:, None, :, None]
+        for _ in range(_REFILLS):
+            x[gaps] = module(torch.where(missing, module.projector(x[gaps]), y[gaps]))
+    return x
 
 
 class _Writer:
@@ -86,7 +125,9 @@ class _Writer:
         window = (chosen[0], chosen[1]) if chosen else window_of(hu) if scan.measured else _ABDOMEN
         self._write(target, scan, hu, self.module.network.title, window)
         if scan.measured:
-            self._write(_with_end(target, _FBP), scan, fbp_of(self.module, scan), FBP.title, window)
+            with torch.no_grad():
+                fbp = scan.hu(self.module.projector.fbp(scan.sinogram))
+            self._write(_with_end(target, _FBP), scan, fbp, FBP.title, window)
 
     def _new_target(self, scan: Scan) -> Path:
         """A path without a file. If two inputs have one name, such as a.dcm and a.npy, the second gets a number."""
@@ -98,38 +139,28 @@ class _Writer:
         return target
 
     def _write(self, target: Path, scan: Scan, hu: FloatArray, method: str, window: tuple[float, float]) -> None:
-        if "dicom" in self.config.formats:
-            self._write_dicom(_with_end(target, ".dcm"), scan, hu, method)
         if "npy" in self.config.formats:
             write_npy(_with_end(target, ".npy"), hu)
         if "png" in self.config.formats:
             write_png(_with_end(target, ".png"), hu, window=window)
-
-    def _write_dicom(self, target: Path, scan: Scan, hu: FloatArray, method: str) -> None:
-        geometry = self.module.projector.geometry
-        views = f"{geometry.n_views} {'measured' if scan.measured else 'simulated'} views"
-        write_dicom(
-            target,
-            hu,
-            series_uid=_series_uid(self._call_uid, scan, method),
-            description=f"{method}, {views}, not for diagnosis; {geometry.image_size} pixels",
-            template=scan.template,
-            frame=scan.frame,
-            pixel_spacing=geometry.pixel_size,
-            field_of_view=scan.field_of_view,
-            instance_number=None if scan.template else self.count,
-        )
+        if "dicom" in self.config.formats:
+            geometry = self.module.projector.geometry
+            views = f"{geometry.n_views} {'measured' if scan.measured else 'simulated'} views"
+            write_dicom(
+                _with_end(target, ".dcm"),
+                hu,
+                series_uid=_series_uid(self._call_uid, scan, method),
+                description=f"{method}, {views}, not for diagnosis; {geometry.image_size} pixels",
+                template=scan.template,
+                frame=scan.frame,
+                pixel_spacing=geometry.pixel_size,
+                field_of_view=scan.field_of_view,
+                instance_number=None if scan.template else self.count,
+            )
 
 
 def _with_end(target: Path, end: str) -> Path:
     return target.with_name(f"{target.name}{end}")
-
-
-@torch.no_grad()
-def fbp_of(module: Reconstructor, scan: Scan) -> FloatArray:
-    """Filtered back-projection of a scan, HU [S, S]."""
-    image = module.projector.fbp(scan.sinogram)[0, 0].cpu().numpy()
-    return (scan.offset + scan.scale * image).astype(np.float32)
 
 
 def _series_uid(call_uid: str, scan: Scan, method: str) -> str:

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 from pydicom.dataset import FileDataset
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
+from qnmixer.engine.data.slices import FloatArray
 from qnmixer.engine.reports.tables import Console
 from qnmixer.physics import FanBeamProjector
 
@@ -33,6 +35,10 @@ class Scan:
     template: FileDataset | None = None
     frame: int = 0
     field_of_view: float | None = None
+
+    def hu(self, x: Tensor) -> FloatArray:
+        """An image x [1, 1, S, S] of this scan as HU [S, S]."""
+        return (self.offset + self.scale * x[0, 0].cpu().numpy()).astype(np.float32)
 
 
 def misfit(projector: FanBeamProjector, x: Tensor, scan: Scan, bins: int = 1) -> float:

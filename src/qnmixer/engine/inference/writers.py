@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from pydicom.dataset import Dataset, FileMetaDataset
+from pydicom.dataset import Dataset
 from pydicom.filebase import DicomBytesIO
 from pydicom.filewriter import dcmwrite, write_data_element
 from pydicom.sequence import Sequence
-from pydicom.uid import ExplicitVRLittleEndian, generate_uid
+from pydicom.uid import generate_uid
 from pydicom.valuerep import format_number_as_ds
 
 from qnmixer.engine.data.dicom import frame_count, functional_group
@@ -225,7 +225,6 @@ def _mark_as_derived(dataset: Dataset, series_uid: str, description: str) -> Non
     """Give the image a new identity, and the tags that say that it is derived."""
     now = datetime.datetime.now()
     dataset.SOPClassUID = CT_IMAGE
-    dataset.SOPInstanceUID = generate_uid()
     dataset.SeriesInstanceUID = series_uid
     for keyword, what in (("StudyInstanceUID", "study"), ("FrameOfReferenceUID", "frame of reference")):
         if not dataset.get(keyword):  # archives refuse an empty UID, so the series gets one
@@ -238,15 +237,10 @@ def _mark_as_derived(dataset: Dataset, series_uid: str, description: str) -> Non
     dataset.SeriesDescription = description.partition(";")[0][:64]
     dataset.ContentDate = dataset.InstanceCreationDate = now.strftime("%Y%m%d")
     dataset.ContentTime = dataset.InstanceCreationTime = now.strftime("%H%M%S")
-    dataset.file_meta = FileMetaDataset()
-    dataset.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
 
 
 def _set_pixels(dataset: Dataset, hu: FloatArray) -> None:
-    """Store HU as signed 16-bit numbers with slope 1."""
-    stored = np.clip(np.rint(np.asarray(hu, np.float64) - _INTERCEPT), -32768, 32767).astype("<i2")
-    dataset.Rows, dataset.Columns = stored.shape
-    dataset.SamplesPerPixel, dataset.PhotometricInterpretation = 1, "MONOCHROME2"
-    dataset.BitsAllocated, dataset.BitsStored, dataset.HighBit, dataset.PixelRepresentation = 16, 16, 15, 1
+    """Store HU as signed 16-bit numbers with slope 1. The image also gets a SOPInstanceUID of its own."""
+    stored = np.clip(np.rint(np.asarray(hu, np.float64) - _INTERCEPT), -32768, 32767).astype(np.int16)
     dataset.RescaleSlope, dataset.RescaleIntercept, dataset.RescaleType = 1, _INTERCEPT, "HU"
-    dataset.add_new("PixelData", "OW", stored.tobytes())
+    dataset.set_pixel_data(stored, "MONOCHROME2", bits_stored=16)

@@ -7,7 +7,6 @@ machine. If the same sweep starts again, it finds there which jobs are done.
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -72,32 +71,25 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
 def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
     """Choose the folder of each job, and record it in sweep.json.
 
-    A job gets the folder in which a job with the same overrides ran before. Else it gets the folder that Hydra chose.
-    If that is taken, it gets the next free number: a search that repeats failed jobs then draws other jobs than before.
+    A job gets the folder in which a job with the same overrides ran before. Else it gets the folder that Hydra chose,
+    or, if that is taken, the next free number: a search that repeats failed jobs then draws other jobs than before.
 
     Args:
         folder: of the sweep.
         jobs: for each job its overrides and the folder name that Hydra chose.
     """
     described = read_sweep(folder)
-    taken = {path.parent: read_results(path.parent).get("overrides") for path in sorted(folder.glob("**/results.json"))}
-    before = described["jobs"] or {}
-    placed = {folder / name for name in before}
-    free = {path: overrides for path, overrides in taken.items() if path not in placed}
-    places: dict[Path, list[str]] = {}
+    placed = {folder / name: overrides for name, overrides in (described["jobs"] or {}).items()}
+    ran = {path.parent: read_results(path.parent).get("overrides") for path in sorted(folder.glob("**/results.json"))}
+    places: list[Path] = []
     for overrides, name in jobs:
-        place = folder / name
-        if free.get(place) != overrides:
-            if same := next((path for path, its in free.items() if its == overrides), None):
-                place = same
-            elif place in taken or place in placed:
-                place = next(p for n in count() if (p := folder / str(n)) not in taken and p not in placed)
-        free.pop(place, None)
-        placed.add(place)
-        places[place] = overrides
-    now = {str(place.relative_to(folder)): overrides for place, overrides in places.items()}
-    write_sweep(folder, described | {"jobs": before | now})
-    return [*places]
+        wanted = (folder / name, *(folder / str(n) for n in range(len(ran) + len(placed) + 1)))
+        same = [path for path in (wanted[0], *ran) if ran.get(path) == overrides and path not in placed]
+        place = same[0] if same else next(path for path in wanted if path not in ran and path not in placed)
+        placed[place] = overrides
+        places.append(place)
+    write_sweep(folder, described | {"jobs": {str(path.relative_to(folder)): its for path, its in placed.items()}})
+    return places
 
 
 def _check(overrides: list[str], config: DictConfig) -> None:
@@ -122,8 +114,8 @@ def _name(overrides: list[str], varying: list[str]) -> str:
     # These do not change the results of a job.
     no_matter = ("hydra.launcher", "hydra/launcher", "hydra.sweeper.n_trials")
     what = [override for override in overrides if not override.startswith(no_matter)]
-    digest = hashlib.sha256("\n".join(what).encode()).hexdigest()
-    return "-".join([*(key.replace("/", ".").rpartition(".")[2] for key in varying), digest[:6]])
+    mark = hashlib.sha256("\n".join(what).encode()).hexdigest()[:6]
+    return "-".join([*(key.replace("/", ".").rpartition(".")[2] for key in varying), mark])
 
 
 def find_sweep(text: str) -> Path:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median, mode
-from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -18,13 +17,13 @@ from qnmixer.engine.checkpoints.reading import find_checkpoint, load_weights, sp
 from qnmixer.engine.config import Config, effective_batch, override, to_plain
 from qnmixer.engine.config.commands import CompareConfig, needs_root, parse_evaluate
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.data import DataConfig, PhantomData
+from qnmixer.engine.config.data import LOADING, DataConfig, PhantomData
 from qnmixer.engine.config.overrides import quoted
 from qnmixer.engine.config.rules import one_scale
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit, SplitRecord
 from qnmixer.engine.evaluation.evaluate import evaluate
-from qnmixer.engine.evaluation.scores import Evaluation, ImageScore, used_in_training
+from qnmixer.engine.evaluation.scores import Evaluation, used_in_training
 from qnmixer.engine.evaluation.slices import other_slices
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor, build_geometry
@@ -34,12 +33,14 @@ from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.results import duration
 from qnmixer.engine.tracking.sweep_file import as_number
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
-from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of, scan_under_test
+from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison, methods_of
 from qnmixer.files import digest
 
 FBP = "FBP"
 _TIMED = 5  # reconstructions; their median is the result
 _SECONDS_TO_TIME = 10.0
+# Keys of the data config that do not change a test slice.
+_NOT_OF_TEST = {*LOADING, "seed", "augment", "n_train", "n_val", "train_slices"}
 
 
 def compare(config: CompareConfig, sweeps: list[Path], console: Console) -> Comparison:
@@ -52,110 +53,92 @@ def compare(config: CompareConfig, sweeps: list[Path], console: Console) -> Comp
         jobs = [f"job {job.folder.name}: {job.problem}" for method in methods for job in method.jobs]
         where = ", ".join(map(str, sweeps))
         raise ConfigError(f"no job of {where} is done ({'; '.join(jobs[:3]) or 'it has no jobs'}): train them first")
-    measuring = _Measuring(config, methods)
-    tests, notes = [], []
+    if FBP not in {method.network for method in methods}:
+        methods.append(ComparedMethod(FBP, [], FBP))  # each evaluation measures it too
+    device = choose_device(config.accelerator)
+    found = Comparison(sweeps, methods, device_name(device.type))
+    tested: dict[str, object] = {}  # test → the configs of its jobs
     for test in config.sets:
         start = time.monotonic()
         try:
-            n_jobs, n_images, more = measuring.run(test)
-            line = f"{test}: {n_jobs} jobs on {n_images} slices, {duration(time.monotonic() - start)}"
-            tests.append(test)
-            notes += more
+            jobs_of_test = _jobs_of_test(config, methods, test)
+            what = [to_plain(its) for _, _, its, _ in jobs_of_test]
+            if (same := next((name for name, its in tested.items() if its == what), None)) is not None:
+                raise ConfigError(f"for this sweep it is the same as {same}")
+            n_images = _measure(config, found, test, jobs_of_test, device)
+            tested[test] = what
+            line = f"{len(what)} jobs on {n_images} slices, {duration(time.monotonic() - start)}"
+            console.print(f"{test}: {line}", highlight=False, soft_wrap=True)
         except (CheckpointError, ConfigError, DataError) as error:
-            line = f"{test} is left out: {first_line(error)}"
-            notes.append(line)
-            measuring.forget(test)
-        console.print(line, highlight=False, soft_wrap=True)
-    if not tests:
-        raise DataError(notes[0])
+            found.slices.pop(test, None)
+            found.notes.append(f"{test} is left out: {first_line(error)}")
+            console.print(found.notes[-1], highlight=False, soft_wrap=True)
+    if not found.tests:
+        raise DataError(found.notes[0])
     steps = [method.steps for method in methods if method.steps is not None]
     usual = {None, *([mode(steps)] if steps else [])}
-    methods.sort(key=lambda method: (method.steps not in usual, -method.psnr(tests[0])))
+    methods.sort(key=lambda method: (method.steps not in usual, -method.psnr(found.tests[0])))
     places = [method.name for method in methods]
-    for of in (of for its in measuring.slices.values() for of in its.values()):
+    for of in (of for its in found.slices.values() for of in its.values()):
         of.methods.sort(key=lambda method: places.index(method.name))
-    slices = {test: [*measuring.slices[test].values()] for test in tests}
-    return Comparison(sweeps, tests, methods, slices, notes, device_name(measuring.device.type))
+    return found
 
 
-class _Measuring:
-    """The jobs of a sweep while they are measured; results go into `methods`."""
+_TestJob = tuple[ComparedMethod, ComparedJob, Config, bool]
 
-    def __init__(self, config: CompareConfig, methods: list[ComparedMethod]) -> None:
-        self.config, self.methods = config, methods
-        self.device = choose_device(config.accelerator)
-        self.slices: dict[str, dict[int, SliceImages]] = {}  # test → number → by all methods, to look at
-        self._tested: dict[str, list[dict[str, Any]]] = {}  # test → the config of each job
-        self._fbp = None if FBP in {method.network for method in methods} else ComparedMethod(FBP, [], FBP)
-        if self._fbp is not None:
-            methods.append(self._fbp)
 
-    def run(self, test: str) -> tuple[int, int, list[str]]:
-        """Evaluate all jobs on one test. Returns how many jobs and slices there are, and notes.
+def _jobs_of_test(config: CompareConfig, methods: list[ComparedMethod], test: str) -> list[_TestJob]:
+    """The jobs that can be evaluated, each with its config on a test, and whether its slices are those of the run."""
+    return [(method, job, *config_of(config, job, test)) for method in methods for job in method.done]
 
-        Raises ConfigError or DataError for a test that is not possible.
-        """
-        its_jobs = [(method, job) for method in self.methods for job in sorted(method.done, key=lambda job: job.seeds)]
-        jobs = [(method, job, *config_of(self.config, job, test)) for method, job in its_jobs]
-        what = [to_plain(config) for _, _, config, _ in jobs]
-        if (same := next((name for name, its in self._tested.items() if its == what), None)) is not None:
-            raise ConfigError(f"for this sweep it is the same as {same}")
-        settings = self.config.evaluation
-        if any(method.measured for method in self.methods):  # one slice of each further test
-            settings = replace(settings, n_pictures=1)
-        self._tested[test], self.slices[test] = what, {}
-        trained: dict[str, int] = {}  # the most slices that a job was trained on, by method
-        for method, job, config, own in jobs:
-            checkpoint = find_checkpoint(job.folder, self.config.checkpoint)
-            record = split_of(checkpoint)
-            data = _data(config, record if own else None)
-            module = Reconstructor(config)
-            load_weights(module, checkpoint)
-            doing = f"{test}, {method.name}, job {job.folder.name}"
-            found = evaluate(module, data, self.config.split, settings, self.device, doing)
-            if record and method.steps is not None:  # TV and FBP learn nothing
-                trained[method.name] = max(data.split.trained(self.config.split, record), trained.get(method.name, 0))
-            self._keep(method, found.methods[-1], test, job, config, found)
-            measured = [method]
-            if self._fbp is not None:
-                if _names(found.of(FBP)) not in map(_names, self._fbp.measured.get(test, {}).values()):
-                    self._keep(self._fbp, FBP, test, job, config, found)
-                measured.append(self._fbp)
-            for of in measured:
-                if of.cost is None:
-                    of.cost = _cost(of, module, data, self.config.split)
-        if self._fbp is not None and len({method.scans[test] for method in self.methods if method.done}) > 1:
-            self._fbp.measured.pop(test)  # it would be only one of several FBPs
-        n_images = max(len(its) for method in self.methods for its in method.measured.get(test, {}).values())
-        notes = []
-        if names := [name for name, n in trained.items() if n]:
-            notes.append(f"{test}, {', '.join(names)}: {used_in_training(max(trained.values()))}")
-        if split_anew(self.methods, test):
-            notes.append(
-                f"{test}: its jobs have different test slices, because data.seed splits the patients: data.seed=1 "
-                "gives all seeds the same"
-            )
-        return len(jobs), n_images, notes
 
-    def _keep(
-        self, method: ComparedMethod, name: str, test: str, job: ComparedJob, config: Config, found: Evaluation
-    ) -> None:
-        """Keep the scores of a method, which an evaluation calls `name`; of its first job also the images."""
-        for number in found.pictured if test not in method.measured else ():
-            of = found.slices[number]
-            images = next(it for it in of.methods if it.name == name)
-            shown = self.slices[test].setdefault(number, SliceImages(of.name, of.truth, []))
-            if torch.equal(shown.truth, of.truth):  # another job may have other slices
-                shown.methods.append(replace(images, name=method.name))
-        method.measured.setdefault(test, {})[job.seeds] = found.of(name)
-        method.scans[test] = digest(scan_under_test(config), sort_keys=True)
-        if config.data.own_range:
-            method.own_range.add(test)
+def _measure(config: CompareConfig, found: Comparison, test: str, jobs: list[_TestJob], device: torch.device) -> int:
+    """Evaluate all jobs on one test. Returns how many slices there are.
 
-    def forget(self, test: str) -> None:
-        """Drop the results of a test that was not possible."""
-        for method in self.methods:
-            method.measured.pop(test, None)
+    Raises ConfigError or DataError for a test that is not possible.
+    """
+    # One slice of each further test is shown.
+    settings = replace(config.evaluation, n_pictures=1) if found.slices else config.evaluation
+    shown = found.slices.setdefault(test, {})
+    fbp = next((method for method in found.methods if not method.jobs), None)
+    trained: dict[str, int] = {}  # the most slices that a job was trained on, by method
+    n_images = 0
+    for method, job, of_job, own in jobs:
+        checkpoint = find_checkpoint(job.folder, config.checkpoint)
+        record = split_of(checkpoint)
+        data = _data(of_job, record if own else None)
+        module = Reconstructor(of_job)
+        load_weights(module, checkpoint)
+        evaluation = evaluate(
+            module, data, config.split, settings, device, f"{test}, {method.name}, job {job.folder.name}"
+        )
+        n_images = max(n_images, evaluation.n_images)
+        if record and method.steps is not None:  # TV and FBP learn nothing
+            trained[method.name] = max(data.split.trained(config.split, record), trained.get(method.name, 0))
+        if of_job.data.own_range:
+            found.own_range.add(test)
+        assert job.config is not None
+        seeds, scan = (job.config.seed, job.config.data.seed), digest(scan_under_test(of_job), sort_keys=True)
+        for of, name in [(method, evaluation.methods[-1]), *([(fbp, FBP)] if fbp else [])]:
+            if test not in of.measured:
+                _show(shown, evaluation, name, of.name)
+            of.scans[test] = scan
+            of.measured.setdefault(test, {})[seeds] = evaluation.of(name)
+            of.cost = of.cost or _cost(of, module, data, config.split)
+    if fbp and len({method.scans[test] for method, *_ in jobs}) > 1:
+        fbp.measured.pop(test)  # it would be only one of several FBPs
+    if names := [name for name, n in trained.items() if n]:
+        found.notes.append(f"{test}, {', '.join(names)}: {used_in_training(max(trained.values()))}")
+    return n_images
+
+
+def _show(shown: dict[int, SliceImages], evaluation: Evaluation, name: str, method: str) -> None:
+    """Keep the images of a method, which an evaluation calls `name`, of the slices to look at."""
+    for number in evaluation.pictured:
+        of = evaluation.slices[number]
+        its = shown.setdefault(number, SliceImages(of.name, of.truth, []))
+        if torch.equal(its.truth, of.truth):  # another method may have other slices
+            its.methods.append(replace(next(it for it in of.methods if it.name == name), name=method))
 
 
 def config_of(compared: CompareConfig, job: ComparedJob, test: str) -> tuple[Config, bool]:
@@ -186,14 +169,12 @@ def config_of(compared: CompareConfig, job: ComparedJob, test: str) -> tuple[Con
     return replace(config, seed=compared.seed), own
 
 
-def split_anew(methods: list[ComparedMethod], test: str) -> bool:
-    """Whether jobs of the same scan were tested on different slices."""
-    scores = [(method.scans[test], its) for method in methods for its in method.measured.get(test, {}).values()]
-    return len({(scan, *_names(its)) for scan, its in scores}) > len({scan for scan, _ in scores})
-
-
-def _names(scores: list[ImageScore]) -> list[str]:
-    return [score.slice for score in scores]
+def scan_under_test(config: Config) -> object:
+    """The settings behind the sinograms of a test that all compared methods must share."""
+    plain = to_plain(config)
+    data = {key: value for key, value in plain["data"].items() if key not in _NOT_OF_TEST}
+    geometry = {key: value for key, value in plain["geometry"].items() if key != "fbp_filter"}
+    return [geometry, plain["noise"], data]
 
 
 def _data(config: Config, record: SplitRecord | None) -> SliceDataModule:
@@ -201,7 +182,7 @@ def _data(config: Config, record: SplitRecord | None) -> SliceDataModule:
 
 
 @torch.no_grad()
-def _cost(method: ComparedMethod, module: Reconstructor, data: SliceDataModule, split: str) -> Cost:
+def _cost(method: ComparedMethod, module: Reconstructor, data: SliceDataModule, split: str) -> dict[str, float | None]:
     """What the runs of a method recorded, and the time of one reconstruction by its trained module."""
     done = method.done
     rows = [(job, row) for job in done for row in read_metrics(job.folder / "metrics.csv")]
@@ -215,14 +196,14 @@ def _cost(method: ComparedMethod, module: Reconstructor, data: SliceDataModule, 
     norms = [float(norm) for _, row in rows if (norm := row.get("train/grad_norm_max"))]
     batch: Batch = move_data_to_device(default_collate([data.dataset(split)[0]]), module.device)
     reconstruct = module.network if done else module.projector.fbp
-    return Cost(
-        parameters=sum(p.numel() for p in module.network.parameters()) if done else 0,
-        train_seconds=mean(seconds) if seconds else None,
-        step_seconds=median(steps) if steps else None,
-        step_mib=max((mib for mib in memory if mib is not None), default=None),
-        inference_seconds=_seconds_of(reconstruct, module.measure(batch, "test")),
-        largest_gradient=max(norms, default=None),
-    )
+    return {
+        "parameters": sum(p.numel() for p in module.network.parameters()) if done else 0,
+        "train_seconds": mean(seconds) if seconds else None,
+        "step_seconds": median(steps) if steps else None,
+        "step_mib": max((mib for mib in memory if mib is not None), default=None),
+        "inference_seconds": _seconds_of(reconstruct, module.measure(batch, "test")),
+        "largest_gradient": max(norms, default=None),
+    }
 
 
 def _seconds_of(reconstruct: Callable[[Tensor], object], y: Tensor) -> float:

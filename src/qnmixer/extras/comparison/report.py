@@ -1,13 +1,15 @@
 """The report of a comparison: tables (terminal, CSV, Markdown), pictures, and one HTML page."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import numpy as np
+from matplotlib import figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
@@ -15,11 +17,12 @@ from qnmixer.engine.config import to_plain
 from qnmixer.engine.config.commands import CompareConfig
 from qnmixer.engine.evaluation.scores import IN_WINDOW, data_range
 from qnmixer.engine.reports.paths import without_folders
-from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
+from qnmixer.engine.reports.pictures import draw_slices, save_figure
 from qnmixer.engine.reports.tables import NOTHING, Table, csv_table, in_digits, markdown_table, terminal_table
+from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.results import duration, git_commit, versions
+from qnmixer.engine.tracking.sweep_file import as_number
 from qnmixer.extras.comparison.compare import FBP
-from qnmixer.extras.comparison.curves import draw_curves
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.extras.comparison.statistics import Statistic
 from qnmixer.extras.page.page import Figure, write_page
@@ -28,8 +31,16 @@ from qnmixer.models.total_variation import TotalVariation
 
 TV = TotalVariation.title
 CURVES = "comparison_curves.png"
-_DRAWN = 8  # a picture, or a table of pairs, has room for so many methods
-_COSTS = ("parameters", "train_seconds", "step_seconds", "step_mib", "inference_seconds", "largest_gradient")
+_DRAWN = 8  # a picture, or a table of pairs, has room for so many methods or curves
+COSTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "parameters": ("parameters", "{:,}".format),
+    "train_seconds": ("training", duration),
+    "step_seconds": ("step, ms", lambda seconds: _milliseconds(seconds)),
+    "step_mib": ("step, MiB", "{:,.0f}".format),
+    "inference_seconds": ("slice, ms", lambda seconds: _milliseconds(seconds)),
+    "largest_gradient": ("largest gradient", "{:.3g}".format),
+}
+"""Heading and text of each cost. Times and memory depend on the machine, and on its other work."""
 
 Line = dict[str, Any]
 """What is known of one method on one test, by column of comparison.csv. None: not known."""
@@ -41,7 +52,8 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     If a method was validated during training, it also writes comparison_curves.png.
     """
     lines, tables = lines_of(comparison), tables_of(comparison)
-    notes = [*comparison.notes, *_problems(comparison)]
+    problems = [(method, job) for method in comparison.methods for job in method.jobs if job.problem]
+    notes = comparison.notes + [f"{its.name}, job {_job(comparison, job)}: {job.problem}" for its, job in problems]
     sweeps = ", ".join(sweep.name for sweep in comparison.sweeps)
     title = f"Comparison of {sweeps}"
     made_by = {
@@ -56,28 +68,29 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     write_text(folder / "comparison.csv", csv_table([[*lines[0]], *cells]))
     write_text(folder / "images.csv", csv_table(_image_lines(comparison)))
     write_text(folder / "comparison.md", _markdown(title, tables, notes, made_by))
-    pictures = ["comparison.png"] if (drawn := comparison.slices[comparison.tests[0]]) else []
-    if drawn:
-        draw_slices(folder / "comparison.png", [_drawn(of) for of in drawn])
-    figures = []
+    # The best one last, beside its own errors.
+    slices = {
+        test: [replace(of, methods=of.methods[::-1]) for of in its.values()] for test, its in comparison.slices.items()
+    }
+    pictures, figures = [], []
+    if drawn := slices[comparison.tests[0]]:
+        best = [[replace(its, name=fill(its.name, 26)) for its in of.methods[-_DRAWN:]] for of in drawn]
+        draw_slices(folder / "comparison.png", [replace(of, methods=its) for of, its in zip(drawn, best, strict=True)])
+        pictures.append("comparison.png")
     if draw_curves(folder / CURVES, comparison.methods):
         note = "Mean PSNR over validation slices: a line for each seed; a level for methods that learn nothing."
-        figures = [Figure("Validation during training", folder / CURVES, note)]
+        figures.append(Figure("Validation during training", folder / CURVES, note))
         pictures.append(CURVES)
-    slices = [
-        replace(of, name=f"{test}: {of.name}", methods=_in_order(of))
-        for test, its in comparison.slices.items()
-        for of in its
-    ]
+    shown = [replace(of, name=f"{test}: {of.name}") for test, its in slices.items() for of in its]
     n_methods, n_images = len(comparison.methods), sum(_size(lines, test)[0] for test in comparison.tests)
     write_page(
         folder / "comparison.html",
         title,
         tables,
-        slices,
+        shown,
         made_by | {"notes": "; ".join(notes) or "none"},
         subtitle=f"{n_methods} method{'s' * (n_methods != 1)} on {', '.join(comparison.tests)} ({config.split} split)",
-        order=f"by test: {len(slices)} of {n_images}; images.csv has the scores of all",
+        order=f"by test: {len(shown)} of {n_images}; images.csv has the scores of all",
         figures=figures,
     )
     for table in tables[:-1]:  # the table of sources is in the files only
@@ -104,15 +117,15 @@ def _line(comparison: Comparison, method: ComparedMethod, test: str) -> Line:
         "images": max(map(len, measured.values())) if measured else None,
         "patients": psnr and psnr.n_patients,
     }
+    gains = over_tv(comparison, method, test)
     for metric in comparison.titles:
         found = method.spread(test, metric)
         line |= {metric: found and found.mean}
         line |= {f"{metric}_over_{of}": found and getattr(found, f"over_{of}") for of in ("seeds", "patients")}
-    gains = over_tv(comparison, method, test)
     for metric in comparison.titles:
         gain = gains.get(metric)
         line |= {f"{metric}_over_tv": gain and gain.mean, f"{metric}_over_tv_95": gain and gain.over_patients}
-    line |= {name: getattr(method.cost, name, None) for name in _COSTS}
+    line |= {name: method.cost.get(name) for name in COSTS}
     return line | {
         "commit": _joined(map(_commit, method.jobs)),
         "config": _joined(map(config_digest, method.jobs)),
@@ -124,34 +137,27 @@ def _line(comparison: Comparison, method: ComparedMethod, test: str) -> Line:
 def over_tv(comparison: Comparison, method: ComparedMethod, test: str) -> dict[str, Statistic]:
     """By metric, the difference to total variation on the same sinograms, the best one if there are several."""
     others = [other for other in comparison.methods if other is not method and other.network == TV]
-    found = [(other.psnr(test), gains) for other in others if (gains := method.minus(other, test))]
-    return max(found, key=lambda it: it[0])[1] if found else {}
+    return next((gains for other in others if (gains := method.minus(other, test))), {})
 
 
 def pairs_of(comparison: Comparison, test: str) -> list[tuple[ComparedMethod, ComparedMethod, dict[str, Statistic]]]:
-    """Pairs among the first methods that have the same sinograms, without FBP. Methods are sorted: the better first."""
-    by_scan: dict[str, list[ComparedMethod]] = {}
-    for method in comparison.methods:
-        if method.measured.get(test) and method.network != FBP:
-            by_scan.setdefault(method.scans[test], []).append(method)
-    pairs = [pair for methods in by_scan.values() for pair in combinations(methods[:_DRAWN], 2)]
-    return [(one, other, found) for one, other in pairs if (found := one.minus(other, test))]
+    """Pairs of the best methods, without FBP, that have the same sinograms. Methods are sorted: the better first."""
+    best = [method for method in comparison.methods if method.measured.get(test) and method.network != FBP][:_DRAWN]
+    return [(one, other, found) for one, other in combinations(best, 2) if (found := one.minus(other, test))]
 
 
 def tables_of(comparison: Comparison) -> list[Table]:
     """The tables: the first test in full, differences, all tests if there are several, costs, sources of the rows."""
     lines, first = lines_of(comparison), comparison.tests[0]
-    tables = [_quality(comparison, first, lines), _pairs(comparison, first, lines)]
+    of_first = [line for line in lines if line["test"] == first]
+    tables = [_quality(comparison, first, of_first), _pairs(comparison, first, of_first)]
     if len(comparison.tests) > 1:
         tables.append(_all_tests(comparison, lines))
-    of_methods = [line for line in lines if line["test"] == first]
-    tables = [table for table in tables if table.rows]
-    return [*tables, _costs(comparison, of_methods), _sources(of_methods)]
+    return [*(table for table in tables if table.rows), _costs(comparison, of_first), _sources(of_first)]
 
 
 def _quality(comparison: Comparison, test: str, lines: list[Line]) -> Table:
     shown, unit, (n_images, n) = _in_full(comparison), _unit(comparison, test), _size(lines, test)
-    lines = [line for line in lines if line["test"] == test]
     has_tv = any(line["psnr_over_tv"] is not None for line in lines)
     other_steps = len({line["steps"] for line in lines} - {None}) > 1
     rows = []
@@ -166,22 +172,20 @@ def _quality(comparison: Comparison, test: str, lines: list[Line]) -> Table:
             gains = [(line[f"{metric}_over_tv"], line[f"{metric}_over_tv_95"]) for metric in ("psnr", "ssim")]
             row += [in_digits(gain, half, of=line["psnr"], sign="+") for gain, half in gains]
         if other_steps:
-            row += [_cell(line["steps"], "{:,}".format), _cell(line["train_seconds"], duration)]
+            row += [NOTHING if line["steps"] is None else f"{line['steps']:,}", _cost(line, "train_seconds")]
         rows.append(row)
     each = ", each the mean of its slices" if unit == "patients" else ""
     note = (
         f"Mean over seeds of the mean over {n} {unit}{each}, ± standard deviation over seeds. Next: that over {unit}. "
     )
     if has_tv:
-        note += f"Over {TV}: the mean over {unit} of the paired difference, averaged over seeds" + (
-            f"; ± half of its 95 % interval for other {unit}, t({n - 1}) · s/√{n}. " if n > 1 else ". "
-        )
+        interval = f"; ± half of its 95 % interval for other {unit}, t({n - 1}) · s/√{n}" * (n > 1)
+        note += f"Over {TV}: the mean over {unit} of the paired difference, averaged over seeds{interval}. "
     if other_steps:
         note += "Methods with another number of training steps stand below the others. "
-    own = {test in method.own_range for method in comparison.methods if method.measured.get(test)}
-    ranges = " or ".join(map(data_range, sorted(own)))
+    ranges = data_range(test in comparison.own_range)
     return Table(
-        f"{test}: {n_images} slices" + (f" of {n} patients" if unit == "patients" else ""),
+        f"{test}: {n_images} slices" + f" of {n} patients" * (unit == "patients"),
         ["method", "seeds", *(heading for title in shown.values() for heading in (title, unit))]
         + ["over TV, dB", "over TV, SSIM"] * has_tv
         + ["steps", "training"] * other_steps,
@@ -192,7 +196,7 @@ def _quality(comparison: Comparison, test: str, lines: list[Line]) -> Table:
 
 def _pairs(comparison: Comparison, test: str, lines: list[Line]) -> Table:
     shown, unit = _in_full(comparison), _unit(comparison, test)
-    of = {line["method"]: line for line in lines if line["test"] == test}
+    of = {line["method"]: line for line in lines}
     rows = []
     for one, other, found in pairs_of(comparison, test):
         row = [one.name, other.name]
@@ -224,22 +228,10 @@ def _all_tests(comparison: Comparison, lines: list[Line]) -> Table:
 
 
 def _costs(comparison: Comparison, lines: list[Line]) -> Table:
-    rows = [
-        [
-            line["method"],
-            _cell(line["parameters"], "{:,}".format),
-            _cell(line["train_seconds"], duration),
-            _cell(line["step_seconds"], _milliseconds),
-            _cell(line["step_mib"], "{:,.0f}".format),
-            _cell(line["inference_seconds"], _milliseconds),
-            _cell(line["largest_gradient"], "{:.3g}".format),
-        ]
-        for line in lines
-    ]
     return Table(
         "Cost",
-        ["method", "parameters", "training", "step, ms", "step, MiB", "slice, ms", "largest gradient"],
-        rows,
+        ["method", *(heading for heading, _ in COSTS.values())],
+        [[line["method"], *(_cost(line, name) for name in COSTS)] for line in lines],
         f"Training: a whole job, mean over seeds. Step: an optimizer step, median, and the most bytes in its tensors, "
         f"the highest of the seeds; slower where jobs run side by side. Slice: inference, batch 1, median, here "
         f"({comparison.device}). Largest norm of a gradient before clipping, of all jobs.",
@@ -281,8 +273,8 @@ def _plus_minus(value: float | None, of: float | None) -> str:
     return NOTHING if value is None else f"± {in_digits(value, of=of)}"
 
 
-def _cell(value: float | None, text: Callable[[float], str]) -> str:
-    return NOTHING if value is None else text(value)
+def _cost(line: Line, name: str) -> str:
+    return NOTHING if line[name] is None else COSTS[name][1](line[name])
 
 
 def _milliseconds(seconds: float) -> str:
@@ -291,15 +283,6 @@ def _milliseconds(seconds: float) -> str:
 
 def _joined(texts: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(text for text in texts if text)) or NOTHING
-
-
-def _problems(comparison: Comparison) -> list[str]:
-    return [
-        f"{method.name}, job {_job(comparison, job)}: {job.problem}"
-        for method in comparison.methods
-        for job in method.jobs
-        if job.problem
-    ]
 
 
 def _job(comparison: Comparison, job: ComparedJob) -> str:
@@ -332,7 +315,7 @@ def _image_lines(comparison: Comparison) -> list[list[Any]]:
     for test in comparison.tests:
         for method in comparison.methods:
             for seeds, scores in method.measured.get(test, {}).items():
-                which = [test, method.name, *(seeds if method.jobs else ("", ""))]
+                which = [test, method.name, *seeds]
                 lines += [[*which, s.number, s.slice, s.patient, *map(s.values.get, comparison.titles)] for s in scores]
     return lines
 
@@ -347,18 +330,6 @@ def _markdown(title: str, tables: list[Table], notes: list[str], made_by: dict[s
     return without_folders("\n\n".join(parts)) + "\n"
 
 
-def _drawn(of: SliceImages) -> SliceImages:
-    """A slice of the picture: FBP, and the best methods that there is room for."""
-    return replace(of, methods=[replace(method, name=fill(method.name, 26)) for method in _in_order(of, _DRAWN)])
-
-
-def _in_order(of: SliceImages, most: int | None = None) -> list[MethodImages]:
-    """Methods in display order: FBP, then worst to best. At most `most`, the best ones."""
-    fbp = [method for method in of.methods if method.name == FBP]
-    best = [method for method in of.methods if method.name != FBP][: most and most - len(fbp)]
-    return [*fbp, *reversed(best)]
-
-
 def _print(table: Table, console: Console) -> None:
     rows = [[cell.replace(" / ", "\n") for cell in row] for row in table.rows]
     shown = terminal_table(table.headings, rows, title=table.title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -366,3 +337,47 @@ def _print(table: Table, console: Console) -> None:
         column.no_wrap = True
     console.print(shown)
     console.print(f"{table.note}\n", soft_wrap=not console.is_terminal, highlight=False)
+
+
+def curve_of(job: ComparedJob) -> list[tuple[int, float, float]]:
+    """The validations of a job, by its metrics.csv: (steps, seconds of training alone, mean PSNR)."""
+    curve: list[tuple[int, float, float]] = []
+    seconds = samples = 0.0
+    for row in read_metrics(job.folder / "metrics.csv"):
+        if speed := as_number(row.get("train/samples_per_second", "")):  # since the last row with a speed
+            now = float(row.get("samples") or samples)
+            seconds, samples = seconds + (now - samples) / speed, now
+        if decibels := row.get("val/psnr"):
+            curve.append((int(row["step"]), seconds, float(decibels)))
+    return curve
+
+
+def draw_curves(path: Path, methods: Sequence[ComparedMethod]) -> bool:
+    """Draw the validations of the best methods: a line for each seed; a level for methods that learn nothing.
+
+    A validation that is not a finite number is a gap. Returns False, and draws nothing, if none was validated twice.
+    """
+    found = [(method, its) for method in methods if (its := [c for job in method.done if (c := curve_of(job))])]
+    learning = [(method.name, its) for method, its in found if method.steps is not None and max(map(len, its)) > 1]
+    if not learning:
+        return False
+    drawn = figure.Figure(figsize=(11, 4.2), layout="constrained")
+    both = drawn.subplots(1, 2, sharey=True)
+    for k, (name, seeds) in enumerate(learning[:_DRAWN]):
+        for n, curve in enumerate(seeds):
+            look = {"color": f"C{k}", "label": f"_{name}" if n else name, "lw": 1.2}
+            at_steps, seconds, psnrs = (np.array(its) for its in zip(*curve, strict=True))
+            for axes, at in zip(both, (at_steps, seconds / 60), strict=True):
+                axes.plot(at, psnrs, ".-", **look)
+    ends = [curve[-1][2] for _, seeds in learning for curve in seeds if np.isfinite(curve[-1][2])]
+    for axes, label in zip(both, ("steps", "training time, minutes"), strict=True):
+        for method, its in found:
+            if method.steps is None:
+                level = float(np.mean([curve[-1][2] for curve in its]))
+                axes.axhline(level, color="0.4", linestyle="--", label=f"{method.name}, {level:.1f} dB")
+        axes.set(xlabel=label, xlim=(0, None), ylim=(min(ends) - 4 if ends else None, None))  # the start is far below
+        axes.grid(alpha=0.3)
+    both[0].set_ylabel("validation PSNR, dB")
+    drawn.legend(*both[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    save_figure(drawn, path)
+    return True

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import mean
 
-from qnmixer.engine.evaluation.statistics import deviation, half_width
+from qnmixer.engine.evaluation.scores import deviation, half_width
 
 Seeds = tuple[int, int]
 """The seeds of the weights and of the data."""

@@ -1,4 +1,4 @@
-"""Write a page: tables, and a viewer for slices by method."""
+"""Write a page: tables, and a viewer for slices by method. `write_evaluation` writes that of an evaluation."""
 
 import base64
 import hashlib
@@ -19,9 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from qnmixer.engine.config import Config, to_plain, without_places
+from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.reports.paths import without_folders
 from qnmixer.engine.reports.pictures import DISPLAY_WINDOW, ERROR_LIMIT, SliceImages
 from qnmixer.engine.reports.tables import NOTHING, Table
+from qnmixer.engine.tracking.loggers import device_name
+from qnmixer.engine.tracking.results import git_commit, versions
+from qnmixer.engine.tracking.run import name_of_run
 from qnmixer.files import write_text
 
 NOT_A_NUMBER = -32768  # the int16 that stands for a pixel that is not finite
@@ -89,6 +94,38 @@ def write_page(
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _part("page.html"))
     write_text(path, page.encode(errors="replace").decode())  # file names may hold bytes that are not UTF-8
+
+
+def write_evaluation(
+    path: Path, evaluation: Evaluation, title: str, config: Config, device: torch.device, run: Path
+) -> None:
+    """Write the page of an evaluation: its table, the slices that were kept, the worst first, and its config.
+
+    `config`, `device` and `run`: what was measured, where, and with whose weights.
+    """
+    method, n_images, n_kept = evaluation.methods[-1], evaluation.n_images, len(evaluation.slices)
+    size, (low, high) = config.data.image_size, config.evaluation.window
+    lines = [f"Warning: {line}." for line in evaluation.warnings()]
+    lines += [f"{evaluation.gain()}. The window is {low:g} to {high:g} HU.".replace(" -", " −")]
+    order = f"worst first by PSNR of {method}"
+    if n_kept < n_images:
+        order += f": {n_kept} of {n_images}, the worst and those of the picture; images.csv has all"
+    drawn = [k for k, number in enumerate(evaluation.slices) if number in evaluation.pictured]
+    write_page(
+        path,
+        f"{method}, run {name_of_run(run)}",
+        [Table(f"Mean ± standard deviation over {n_images} slices", *evaluation.table(), " ".join(lines))],
+        [*evaluation.slices.values()],
+        {
+            "commit": git_commit() or "none",
+            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+            "hardware": device_name(device.type),
+        },
+        subtitle=f"{title}, {size} × {size} pixels",
+        configuration=to_plain(without_places(config)),
+        order=order,
+        opened=drawn[len(drawn) // 2] if drawn else 0,
+    )
 
 
 def _viewer(slices: Sequence[SliceImages], opened: int) -> dict[str, str]:
