@@ -68,13 +68,13 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     write_text(folder / "comparison.csv", csv_table([[*lines[0]], *cells]))
     write_text(folder / "images.csv", csv_table(_image_lines(comparison)))
     write_text(folder / "comparison.md", _markdown(title, tables, notes, made_by))
-    # The best one last, beside its own errors.
+    # The best one last, beside its own errors. The picture has room for one more, FBP.
     slices = {
         test: [replace(of, methods=of.methods[::-1]) for of in its.values()] for test, its in comparison.slices.items()
     }
     pictures, figures = [], []
     if drawn := slices[comparison.tests[0]]:
-        best = [[replace(its, name=fill(its.name, 26)) for its in of.methods[-_DRAWN:]] for of in drawn]
+        best = [[replace(its, name=fill(its.name, 26)) for its in of.methods[-_DRAWN - 1 :]] for of in drawn]
         draw_slices(folder / "comparison.png", [replace(of, methods=its) for of, its in zip(drawn, best, strict=True)])
         pictures.append("comparison.png")
     if draw_curves(folder / CURVES, comparison.methods):
