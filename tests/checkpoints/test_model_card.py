@@ -13,7 +13,6 @@ from qnmixer.engine.checkpoints.weights_file import digest_of_weights
 from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.reconstructor import Reconstructor
-from qnmixer.extras import model_card as module
 from qnmixer.extras.model_card import model_card
 
 from ..conftest import TINY
@@ -80,15 +79,6 @@ def test_what_nobody_wrote_down_is_unknown(network: Build, tmp_path: Path, name:
     assert {found[key] for key in unknown} == {"unknown"}
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [("finetune=runs/a", "the weights of another run"), ("resume=runs/a/best.ckpt", "a checkpoint of another run")],
-)
-def test_weights_of_another_run_are_named(network: Build, tmp_path: Path, override: str, words: str) -> None:
-    keep(tmp_path, **RECORD | {"overrides": [override]})
-    assert rows(card(network(), tmp_path))["started from"].startswith(words)
-
-
 def test_every_table_of_these_weights_is_there_and_no_other(network: Build, tmp_path: Path) -> None:
     its = network()
     ours = {"evaluated": {"weights": digest_of_weights(its.state_dict())}}
@@ -110,13 +100,6 @@ def test_every_table_of_these_weights_is_there_and_no_other(network: Build, tmp_
     assert "### evaluation\n" not in card(its, tmp_path)
 
 
-def test_measured_sinograms_are_not_called_simulated(network: Build, tmp_path: Path) -> None:
-    keep(tmp_path, **RECORD, sinograms="measured")
-    text = card(network(), tmp_path)
-    assert "on the sinograms of one set (data=phantoms)" in text
-    assert "simulated" not in text[text.index("## Where it fails") :]
-
-
 def finetuning(text: str) -> list[str]:
     """The overrides of the training command, as a shell splits them, without the weights and the slices."""
     (line,) = [line for line in text.splitlines() if "finetune=my.safetensors" in line]
@@ -135,12 +118,3 @@ def test_how_to_use_gives_the_overrides_that_differ_from_the_defaults(
         again = parse(compose("train", finetuning(card(its, tmp_path))))
         assert (again.model, again.geometry, again.noise) == (its.config.model, its.config.geometry, its.config.noise)
         assert again.data.image_size == 16
-
-
-def test_its_commands_can_be_read_for_any_name(network: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = card(network(), tmp_path, file=tmp_path / "it's jürgen.safetensors")
-    (line,) = [line for line in text.splitlines() if "qnmixer.evaluate run=" in line or "evaluate 'run=" in line]
-    given = next(word for word in shlex.split(line) if word.startswith("run="))
-    assert compose("evaluate", [given]).run == "it's jürgen.safetensors"
-    monkeypatch.setattr(module, "SHIPPED", tmp_path / "shipped.safetensors")
-    assert "run=pretrained input=" in card(network(), tmp_path, file=tmp_path / "shipped.safetensors")
