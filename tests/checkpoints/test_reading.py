@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from tests.limits import within_limits
-from torch import Tensor, nn
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.checkpoints.reading import (
@@ -27,12 +26,9 @@ from qnmixer.engine.checkpoints.weights_file import encode
 from qnmixer.engine.config import Config, parse, to_plain
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.data.splits import PARTS
-from qnmixer.engine.plugins import module_of
 from qnmixer.engine.reconstructor import build_geometry, build_network
 from qnmixer.errors import CheckpointError
-from qnmixer.models import UnrolledNetwork
 from qnmixer.module import ReconstructionModule
-from qnmixer.physics import FanBeamProjector
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY
 
 from ..conftest import TINY
@@ -281,35 +277,3 @@ def test_the_matrices_of_a_scan_wait_until_the_weights_fit(tiny_module: Build, t
     torch.save(checkpoint, path)
     with within_limits(memory=2**28), pytest.raises(CheckpointError, match="do not fit its own config"):
         load_run(path)
-
-
-class Odd(UnrolledNetwork[Tensor]):
-    """A user's network that ties its weights, or counts in whole numbers."""
-
-    def __init__(self, projector: FanBeamProjector, n_iterations: int, channels: int, kind: str) -> None:
-        super().__init__(n_iterations)
-        self.projector = projector
-        layers = [nn.Conv2d(1, channels, 3), nn.Conv2d(channels, channels, 3), nn.Conv2d(channels, channels, 3)]
-        if kind == "counting":
-            layers.append(nn.BatchNorm2d(channels))  # type: ignore[arg-type]
-        self.layers = nn.Sequential(*layers)
-        if kind == "tied":
-            self.layers[1].weight = self.layers[2].weight
-
-    def start(self, y: Tensor) -> Tensor:
-        return self.projector.fbp(y)
-
-    def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
-        return state
-
-
-@pytest.mark.parametrize("kind", ["tied", "counting"])
-def test_any_network_of_a_user_comes_back_from_both_files(
-    other_config: Callable[..., Config], tmp_path: Path, kind: str
-) -> None:
-    words = ["model=custom", f"model._target_={__name__}.Odd", "model.channels=8", f"+model.kind={kind}"]
-    module = build_module(other_config(*words))
-    (tmp_path / "a.safetensors").write_bytes(encode(module.config, module.state_dict()))
-    for path in (save(module, tmp_path), tmp_path / "a.safetensors"):
-        again = load_run(path, trust=[module_of(f"{__name__}.Odd")]).state_dict()
-        assert same(dict(again), dict(module.state_dict()))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.build import build_loss, build_module, build_optimizer, learning_rate_factor
+from qnmixer.engine.build import build_module, build_optimizer, learning_rate_factor
 from qnmixer.engine.config import Config
 from qnmixer.engine.reconstructor import build_noise
 from qnmixer.errors import PluginError
@@ -96,12 +96,6 @@ def test_results_that_do_not_fit(tiny_config: TinyConfig) -> None:
     noise = build_noise(tiny_config(*chosen("noise", "options_of_mine.Short")))
     with pytest.raises(PluginError, match=r"Short\.sample gives \[8, 24\] for a sinogram \[1, 8, 24\]"):
         noise(torch.zeros(1, 1, 8, 24), [(1,)])
-
-
-def test_one_number_is_not_enough(tiny_config: TinyConfig) -> None:
-    loss = build_loss(tiny_config(*chosen("loss", "options_of_mine.scalar")).loss)
-    with pytest.raises(PluginError, match=r"gives a tensor \[\] for a batch of 2: it must give \[B\]"):
-        loss(torch.zeros(2, 1, 8, 8), torch.zeros(2, 1, 8, 8))
 
 
 def test_an_optimizer_of_torch(tiny_module: Callable[..., ReconstructionModule]) -> None:

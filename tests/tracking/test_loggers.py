@@ -1,6 +1,5 @@
 import json
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -164,25 +163,6 @@ def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Pa
     assert {run.id for run in (second, third)} == {first.id} != {new.id}
     assert [[row["_step"] for row in run.history] for run in (first, second)] == [[3, 4], [4, 5]]
     assert [(row["_step"], row["test/psnr"]) for row in third.history] == [(5, 31.0)]
-
-
-def test_a_killed_run_lacks_no_row_in_wandb(tmp_path: Path, offline_runs: OfflineRuns) -> None:
-    """Its checkpoint is of its last step, which the resumed run does not repeat."""
-    folder = tmp_path / "a"
-    folder.mkdir()
-    if (child := os.fork()) == 0:  # a new interpreter takes 5 s to load Lightning
-        os.environ.pop("WANDB_SERVICE", None)
-        loggers = build_loggers(OFFLINE, folder, [])
-        for step in range(1, 5):
-            for logger in loggers:
-                logger.log_metrics({"of/a": step}, step)
-        time.sleep(1.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    run_in(folder, 5, resumed_at=4)
-    first, second = offline_runs(tmp_path)
-    rows = {row["_step"]: row["of/a"] for row in [*first.history, *second.history]}
-    assert rows == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}
 
 
 def test_a_logger_gets_nothing_of_the_machine_and_the_patients() -> None:

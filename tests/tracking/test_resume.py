@@ -160,21 +160,6 @@ def test_no_command_begins_where_another_process_writes(make: Make) -> None:
     os.waitpid(holder, 0)
 
 
-def test_ranks_decide_alike_when_the_first_has_gone_ahead(make: Make) -> None:
-    """It has written its overrides, first as Hydra does, then to results.json."""
-    for name, checkpoint in (("new", False), ("old", True)):
-        command = ["seed=1", f"hydra.run.dir=runs/{name}"]
-        folder = make(name, "seed=1") if checkpoint else Path("runs") / name
-        first = resume_overrides(command)
-        (folder / ".hydra").mkdir(parents=True)
-        of_task = [override for override in first if not override.startswith("hydra.")]
-        (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in of_task))
-        assert resume_overrides(command) == first
-        results = {"status": "running", "overrides": record(str(folder), of_task)}
-        (folder / "results.json").write_text(json.dumps(results))
-        assert resume_overrides(command) == first
-
-
 def test_a_finished_run_resumes_only_for_longer(make: Make) -> None:
     make("b", status="done", steps=9)
     for given in (["resume=latest"], ["resume=runs/b", "trainer.max_steps=9"]):

@@ -38,33 +38,6 @@ def test_a_run_is_recorded_while_it_goes_and_resumed_with_what_it_knew(tmp_path:
     assert (record["status"], record["overrides"], record["threads"]) == ("done", ["seed=1"], 3)
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    """Its overrides; and one that is done stays done, or `compare` and the table of a sweep would leave it out."""
-    with contextlib.suppress(KeyboardInterrupt), Run(tmp_path, ["seed=1"]).recording():
-        raise KeyboardInterrupt
-    again = Run(tmp_path, ["seed=2", f"resume={tmp_path}"], str(tmp_path))
-    with contextlib.suppress(ValueError), again.recording():
-        raise ValueError
-    assert (read(tmp_path)["status"], read(tmp_path)["overrides"]) == ("failed", ["seed=1"])
-    with again.recording():
-        again.record_resume(5)
-    done = read(tmp_path)
-    assert (done["status"], done["overrides"]) == ("done", ["seed=2"])
-
-    again = Run(tmp_path, ["seed=3", f"resume={tmp_path}"], str(tmp_path))
-    with contextlib.suppress(ValueError), again.recording():
-        assert read(tmp_path)["status"] == "running"
-        raise ValueError
-    assert read(tmp_path) == done
-    again.record_end("failed", ValueError())  # as the process does that watches the ranks
-    assert read(tmp_path) == done
-    with contextlib.suppress(ValueError), again.recording():
-        again.record_resume(7)
-        raise ValueError
-    again.record_end("failed", ValueError("rank 1"))
-    assert (read(tmp_path)["status"], read(tmp_path)["error"]) == ("failed", "ValueError: rank 1")
-
-
 @pytest.mark.parametrize(("processes", "threads"), [(1, 2), (4, None)])
 def test_a_resumed_run_keeps_the_threads_of_a_single_process(
     tmp_path: Path, processes: int, threads: int | None

@@ -9,29 +9,12 @@ from torch import Tensor
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.checkpoints.reading import load_run
 from qnmixer.engine.config import Config
-from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.parallel.devices import resolve_devices
 from qnmixer.engine.tracking.run import Run
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
 
 TinyConfig = Callable[..., Config]
-
-
-@pytest.mark.parametrize(("replicas", "batch"), [(1, 4), (2, 2), (4, 1)])
-def test_every_step_of_overfitting_has_the_same_slices(replicas: int, batch: int) -> None:
-    samplers = [
-        EpochSampler(8, shuffle=True, batch_size=batch, num_replicas=replicas, rank=rank, overfit=4)
-        for rank in range(replicas)
-    ]
-    for epoch in range(2):
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        shares = [list(sampler) for sampler in samplers]
-        for step in range(2):
-            picks = [pick for share in shares for pick in share[step * batch : (step + 1) * batch]]
-            assert sorted(pick.n for pick in picks) == [0, 1, 2, 3]
-            assert {pick.weight for pick in picks} == {1.0}
 
 
 def trained(config: Config, folder: Path) -> dict[str, Any]:

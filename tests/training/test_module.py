@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.config import Config
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.reconstructor import build_geometry, sample_measurement
+from qnmixer.engine.reconstructor import sample_measurement
 from qnmixer.engine.training.step_metrics import StepMetrics
 from qnmixer.module import ReconstructionModule
 
@@ -24,18 +23,6 @@ def batches(module: ReconstructionModule, part: str = "test", epoch: int = 0) ->
     loader: DataLoader[Any] = SliceDataModule(module.config.data).loader(part)
     loader.sampler.set_epoch(epoch)  # type: ignore[union-attr]  # an EpochSampler
     return list(loader)
-
-
-@pytest.mark.parametrize("noise", ["field", "physical"])
-def test_noise_of_a_slice_does_not_depend_on_its_batch(tiny_module: Build, noise: str) -> None:
-    alone, together = (tiny_module(f"noise={noise}", f"data.batch_size={n}") for n in (1, 4))
-    one_by_one = torch.cat([alone.measure(batch, "test") for batch in batches(alone)])
-    at_once = torch.cat([together.measure(batch, "test") for batch in batches(together)])
-    clean = torch.cat([alone.projector(batch["image"]) for batch in batches(alone)])
-    assert (one_by_one - clean).abs().max() > 1e-3
-    torch.testing.assert_close(one_by_one, at_once, rtol=1e-5, atol=1e-3)
-    noise_of_each = one_by_one - clean
-    assert not torch.allclose(noise_of_each[0], noise_of_each[1], atol=1e-3)
 
 
 def test_training_validation_and_test_draw_different_noise(tiny_module: Build) -> None:
@@ -101,13 +88,6 @@ def test_weights_that_are_not_finite_are_not_written(tiny_module: Build, tmp_pat
     with pytest.raises(FloatingPointError, match="the norm of the weights became nan at step 4"):
         trainer.save_checkpoint(path)
     assert path.read_bytes() == before
-
-
-def test_first_angle_is_half_a_step_unless_given(tiny_config: Callable[..., Config]) -> None:
-    assert build_geometry(tiny_config("geometry.n_views=10")).first_angle == pytest.approx(math.pi / 10)
-    assert build_geometry(tiny_config("geometry.first_angle=0.5")).first_angle == 0.5
-    part = build_geometry(tiny_config("geometry.angle_span=-3.0", "geometry.n_views=6"))
-    assert part.first_angle == pytest.approx(-0.25)
 
 
 def fitted(module: ReconstructionModule, folder: Path, **options: Any) -> L.Trainer:
