@@ -53,10 +53,6 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, or was written by another program, or for another geometry or network."""
 
 
-class UnstableNetwork(UserError):
-    """A network whose images before training are so far from the truth that it cannot learn."""
-
-
 class OutOfMemory(UserError):
     """A training step that needs more memory than the device has."""
 

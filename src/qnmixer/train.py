@@ -30,7 +30,7 @@ from qnmixer.engine.sweeps.jobs import Job, run_jobs
 from qnmixer.engine.sweeps.sweep import sweep
 from qnmixer.engine.tracking.resume import resume_overrides
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.worker import check_processes, check_srun, fit_as_rank, fit_in_processes
+from qnmixer.engine.training.worker import check_processes, fit_as_rank, fit_in_processes
 from qnmixer.errors import ConfigError, UserError
 from qnmixer.files import private_files
 from qnmixer.weights import check_weights
@@ -134,7 +134,6 @@ def check(cfg: DictConfig) -> Config:
     if config.finetune is not None:
         check_weights("finetune", config.finetune)
     check_processes(config)
-    check_srun()
     return config
 
 

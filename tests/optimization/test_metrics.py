@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from qnmixer.engine.build import build_loss
 from qnmixer.engine.config.run import section
-from qnmixer.engine.optimization.metrics import psnr, ssim, to_window
+from qnmixer.engine.optimization.metrics import psnr, ssim
 
 
 def images(n: int = 3, size: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,11 +21,6 @@ def test_psnr_is_the_formula_for_each_image() -> None:
     image, truth = images()
     expected = [10 * math.log10(1 / float(((a - b) ** 2).mean())) for a, b in zip(image, truth, strict=True)]
     assert psnr(image, truth).tolist() == pytest.approx(expected, abs=1e-3)
-
-
-def test_psnr_of_equal_images_is_infinite() -> None:
-    _, truth = images(1)
-    assert psnr(truth, truth).item() == math.inf
 
 
 def uniform_ssim(a: torch.Tensor, b: torch.Tensor, window: int = 7) -> float:
@@ -53,11 +48,6 @@ def test_ssim_of_equal_images_is_1_and_each_image_counts_alone() -> None:
     assert ssim(image[:1], truth[:1]).shape == (1,)
 
 
-def test_window_cuts_and_scales() -> None:
-    hu = torch.tensor([-1000.0, -160.0, 40.0, 240.0, 2000.0])
-    assert to_window(hu, (-160.0, 240.0)).tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
-
-
 def ssim_mix(weight: float) -> Any:
     return build_loss(section("loss", "ssim_mix", ssim_weight=weight))
 
@@ -67,17 +57,6 @@ def test_ssim_mix_is_what_it_says(weight: float) -> None:
     image, truth = images()
     expected = (1 - weight) * (image - truth).abs().mean((1, 2, 3)) + weight * (1 - ssim(image, truth))
     torch.testing.assert_close(ssim_mix(weight)(image, truth), expected)
-
-
-def test_ssim_mix_has_a_gradient_that_leads_down() -> None:
-    image, truth = images()
-    image.requires_grad_()
-    loss = ssim_mix(0.5)
-    before = loss(image, truth).mean()
-    before.backward()
-    assert image.grad is not None
-    assert torch.isfinite(image.grad).all()
-    assert loss(image - 1.0 * image.grad, truth).mean() < before
 
 
 def test_ssim_is_the_same_under_autocast() -> None:

@@ -2,20 +2,13 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from itertools import chain
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config import Config
-from qnmixer.engine.memory.tracker import make_state, optimizer_bytes, without_data
-from qnmixer.engine.reconstructor import Reconstructor
-from qnmixer.errors import ConfigError
-from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.module import ReconstructionModule
 from qnmixer.muon import Muon, orthogonalized
 
 MODELS = ["qn_mixer", "learn", "learned_primal_dual", "learn_pp", "itnet model.channels=8"]
@@ -45,10 +38,6 @@ def test_singular_values_become_one(rows: int, columns: int) -> None:
     torch.testing.assert_close(orthogonalized(1e-9 * matrix), expected, rtol=0, atol=1e-12)
     with torch.autocast("cpu", torch.bfloat16):  # which a step of Lightning's is not in, but may be in one's own
         torch.testing.assert_close(orthogonalized(matrix.float()), expected.float(), rtol=0, atol=1e-5)
-
-
-def test_no_gradient_is_no_step() -> None:
-    assert orthogonalized(torch.zeros(3, 5)).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -101,24 +90,6 @@ def test_the_others_are_changed_by_adamw() -> None:
     assert all(equal)
 
 
-def test_a_loaded_state_goes_on_as_before() -> None:
-    whole, stopped = layers(), layers()
-    optimizers = muon_of(whole), muon_of(stopped)
-    schedules = [LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in optimizers]
-    take_steps(whole, optimizers[0], range(2))
-    take_steps(stopped, optimizers[1], range(2))
-    for schedule in schedules:
-        schedule.step()
-    again = layers()
-    again.load_state_dict(stopped.state_dict())
-    resumed = muon_of(again)
-    resumed.load_state_dict(deepcopy(optimizers[1].state_dict()))
-    assert [group["lr"] for group in resumed.param_groups] == pytest.approx([0.005, 0.0015])
-    take_steps(whole, optimizers[0], range(2, 5))
-    take_steps(again, resumed, range(2, 5))
-    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), again.parameters(), strict=True))
-
-
 def test_a_scaler_skips_the_whole_step() -> None:
     network = layers()
     optimizer, scaler = muon_of(network), torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -154,29 +125,3 @@ def test_which_weights_go_where(other_config: Callable[..., Config], model: str)
             is_scalar = name.partition(".")[0] in rates
             assert (group["orthogonal"], group["lr"]) == (False, pytest.approx(0.02 if is_scalar else 0.002)), name
             assert group["weight_decay"] == (0.07 if p.ndim > 1 and not is_scalar else 0.0), name
-
-
-def test_a_network_without_weights_for_muon(
-    tiny_module: Callable[..., ReconstructionModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = tiny_module("optimizer=muon")
-    monkeypatch.setattr(type(module.network), "hidden_weights", UnrolledNetwork.hidden_weights)
-    groups = build_optimizer(module.config.optimizer, module.network).param_groups
-    assert not any(group["orthogonal"] for group in groups)
-    assert sum(len(group["params"]) for group in groups) == len([*module.network.parameters()])
-    monkeypatch.setattr(type(module.network), "hidden_weights", lambda network: [*network.parameters()])
-    with pytest.raises(ConfigError, match=r"takes no vectors: let QNMixer\.hidden_weights\(\) return none"):
-        build_optimizer(module.config.optimizer, module.network)
-
-
-def test_it_keeps_one_number_for_a_weight_of_its_own(tiny_module: Callable[..., ReconstructionModule]) -> None:
-    """On tensors without data, as the plan counts."""
-    module = tiny_module("optimizer=muon")
-    with without_data():
-        network = Reconstructor(module.config, module.projector).network
-        optimizer = build_optimizer(module.config.optimizer, network)
-        make_state(optimizer)
-    first, *others = (group["params"] for group in optimizer.param_groups)
-    rest = [*chain(*others)]
-    numbers = sum(p.numel() for p in first) + sum(2 * p.numel() + 1 for p in rest)  # AdamW counts its steps too
-    assert optimizer_bytes(optimizer, 1) == 4 * numbers

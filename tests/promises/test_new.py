@@ -104,25 +104,17 @@ def test_its_training_step_is_the_users(project: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("new")
-@pytest.mark.parametrize(
-    ("name", "words", "modules"),
-    [
-        ("train", ["resume=run", "trainer.max_steps=3"], "[my_losses,my_module,my_network]"),
-        ("evaluate", ["run=run", "hydra.run.dir=evaluated"], "my_network"),
-    ],
-)
-def test_one_word_of_trust_resumes_or_evaluates_it(
-    project: Path, warm: Warm, name: str, words: list[str], modules: str
-) -> None:
-    refused = command(warm, project, name, *words)
+def test_it_is_resumed_and_evaluated(project: Path, warm: Warm) -> None:
+    """Resumed without a word: the run is this user's. Evaluated with one of trust."""
+    assert_done(command(warm, project, "train", "resume=run", "trainer.max_steps=3"))
+    assert json.loads((project / "run" / "results.json").read_text())["steps"] == 3
+    assert len(column(project / "run", "train/loss")) == 3
+    evaluate = ["evaluate", "run=run", "hydra.run.dir=evaluated"]
+    refused = command(warm, project, *evaluate)
     assert refused.returncode == 1
-    assert with_trust(refused.stderr) == f"trust={modules}"
-    assert_done(command(warm, project, name, *words, with_trust(refused.stderr)))
-    if name == "train":
-        assert json.loads((project / "run" / "results.json").read_text())["steps"] == 3
-        assert len(column(project / "run", "train/loss")) == 3
-    else:
-        assert "| Mine |" in (project / "evaluated" / "table.md").read_text()
+    assert with_trust(refused.stderr) == "trust=my_network"
+    assert_done(command(warm, project, *evaluate, "trust=my_network"))
+    assert "| Mine |" in (project / "evaluated" / "table.md").read_text()
 
 
 @pytest.mark.slow

@@ -97,15 +97,11 @@ def test_all_of_it_is_used(here: Path) -> None:
 
 
 def test_it_is_resumed_and_exported_where_its_code_is_trusted(here: Path, command: Callable[..., Done]) -> None:
-    longer = ["resume=run", "trainer.max_steps=3"]
-    refused = command("train", *longer)
-    assert refused.returncode == 1
-    assert refused.stderr.endswith("which is not part of qnmixer: if you trust that code, add trust=own\n")
-    resumed = command("train", *longer, "trust=own")
+    """A run of this user is resumed without a word."""
+    resumed = command("train", "resume=run", "trainer.max_steps=3")
     assert resumed.returncode == 0, resumed.stderr
     record = json.loads((here / "run" / "results.json").read_text())
     assert (record["status"], record["steps"], record["resumed"][0]["step"]) == ("done", 3, 2)
-    assert not any(word.startswith("trust") for word in record["overrides"])
 
     assert "add trust=own" in command("export", "run=run", "output=a.safetensors").stderr
     exported = command("export", "run=run", "output=a.safetensors", "trust=own")
@@ -206,12 +202,7 @@ def test_config_files_of_ones_own_are_options_like_others(
 
 
 def test_a_run_of_ones_own_configs_is_resumed_with_them(with_configs: Path, command_there: Callable[..., Done]) -> None:
-    longer = ["resume=run", "trainer.max_steps=3"]
-    forgotten = command_there("train", *longer)
-    assert forgotten.returncode == 1
-    assert forgotten.stderr.startswith("error: a config of run names ")
-    assert "add trust=own" in forgotten.stderr
-    resumed = command_there("train", *longer, "trust=own")
+    resumed = command_there("train", "resume=run", "trainer.max_steps=3")
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads((with_configs / "run" / "results.json").read_text())["steps"] == 3
     assert "add trust=own" in command_there("evaluate", "run=run").stderr

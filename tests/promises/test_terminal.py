@@ -32,7 +32,7 @@ class Noisy(Callback):
 def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     tmp_path: Path, offline_runs: Callable[[Path], list[Any]], warm: Warm
 ) -> None:
-    """The real command, stopped by Ctrl-C; W&B gets the lines of a log, and no other."""
+    """The real command, stopped by Ctrl-C."""
     (tmp_path / "noisy.py").write_text(NOISY)
     train = ["-m", "qnmixer.train"]
     environment = {"OMP_NUM_THREADS": "1"}
@@ -59,7 +59,7 @@ def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     assert [line.split(" · ")[:1] for line in lines if "val PSNR" in line][:2] == [["step 10/5000"], ["step 20/5000"]]
     (end,) = re.findall(r"^interrupted after step (\d+), to resume: ", lines[-1])
 
-    more = ["resume=run", f"trainer.max_steps={int(end) + 5}", "trust=noisy"]
+    more = ["resume=run", f"trainer.max_steps={int(end) + 5}"]
     again = in_terminal([*warm.under, *train, *more], cwd=tmp_path, env=environment)
     assert again.code == 0, again.text
     lines = again.text.splitlines()
@@ -69,13 +69,8 @@ def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     assert steps[0] == int(end)
     assert steps == sorted(steps)
 
-    for part in offline_runs(tmp_path):
-        output = "".join(it["output_logger"]["line"] for it in part.records if it["type"] == "output_logger")
-        assert not [it for it in part.records if it["type"] == "output_raw"]
-        assert "\x1b" not in output
-        assert "\r" not in output
-        assert "━" not in output
-        assert re.search(r"^step \d+/\d+ · val PSNR ", output, re.MULTILINE)
+    for part in offline_runs(tmp_path):  # W&B gets no word of the terminal
+        assert not [it for it in part.records if it["type"] in ("output_raw", "output_logger")]
 
 
 @pytest.mark.slow

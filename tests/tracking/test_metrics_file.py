@@ -1,7 +1,5 @@
 """metrics.csv: its rows after a kill, after a resume, and when columns are added."""
 
-import multiprocessing
-import time
 from pathlib import Path
 
 import pytest
@@ -58,25 +56,3 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
     path.write_text("step,train")  # a torn header is no file
     logged(tmp_path, 1, resumed_at=0)
     assert steps(tmp_path) == [1]
-
-
-def test_a_kill_at_any_moment_leaves_whole_rows(tmp_path: Path) -> None:
-    """Every row brings a column, so nearly all the time goes into writing the file anew."""
-    context = multiprocessing.get_context("fork")  # a new interpreter takes 5 s to load Lightning
-    done = context.Value("i", 0)
-
-    def log() -> None:
-        file = MetricsFile(tmp_path)
-        for step in range(1, 100_000):
-            file.log_metrics({f"metric/{step % 400}": step}, step)
-            done.value = step
-
-    process = context.Process(target=log)
-    process.start()
-    while done.value < 100:
-        time.sleep(0.001)
-    process.kill()
-    process.join()
-    there = steps(tmp_path)
-    assert there == list(range(1, len(there) + 1))
-    assert len(there) in (done.value, done.value + 1)

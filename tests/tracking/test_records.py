@@ -10,15 +10,11 @@ from tests.limits import within_limits
 from qnmixer.engine.sweeps.report import rows_of
 from qnmixer.engine.tracking.metrics_file import MetricsFile
 from qnmixer.engine.tracking.results import read_results
-from qnmixer.engine.tracking.resume import resume_hint
 from qnmixer.engine.tracking.run import overrides_of
 from qnmixer.engine.tracking.sweep_file import read_sweep
 from qnmixer.errors import DataError
 
 BRACKETS = b"[" * 200_000
-BOMB = b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
-    b"%c: &%c [%s]\n" % (k + 1, k + 1, b",".join([b"*%c" % k] * 9)) for k in range(97, 117)
-)
 SWEEP = {"overrides": [], "varying": [], "git_commit": None, "jobs": None}
 
 
@@ -43,17 +39,6 @@ def jobs(folder: Path) -> object:
         ("metrics.csv", b"a,b\n1,2\n", rows),
         ("metrics.csv", b"step,a\n" + b"1" * 5000 + b",2\n", rows),
         ("metrics.csv", b"step,a\n1," + b"x" * 200_000 + b"\n", rows),
-        (".hydra/overrides.yaml", BOMB, overrides_of),
-        (".hydra/overrides.yaml", b"", overrides_of),
-        (".hydra/overrides.yaml", b"- {a: b}\n", overrides_of),
-        (".hydra/overrides.yaml", b"a: b\n", overrides_of),
-        (".hydra/overrides.yaml", b"- [\n", overrides_of),
-        (".hydra/overrides.yaml", b'- !!int ""\n', overrides_of),
-        (".hydra/overrides.yaml", b'- !!bool "zz"\n', overrides_of),
-        (".hydra/overrides.yaml", b'- !!timestamp "x"\n', overrides_of),
-        (".hydra/overrides.yaml", b"- !!python/object:os.x\n", overrides_of),
-        (".hydra/overrides.yaml", b"- caf\xe9\n", overrides_of),
-        (".hydra/overrides.yaml", BRACKETS, overrides_of),
         ("results.json", BRACKETS, read_results),
         ("results.json", b'{"a": ' * 200_000, read_results),
         ("results.json", b"{}" + b" " * 2**24, read_results),
@@ -90,10 +75,3 @@ def test_a_job_without_results_of_its_own_is_a_row(tmp_path: Path) -> None:
     (tmp_path / "1" / "results.json").write_text("{}")
     (first, second) = rows_of(tmp_path, None, ["seed"])
     assert (first.monitor, first.best, second.status) == ("val/psnr", float("-inf"), "not begun")
-
-
-def test_who_stops_sees_the_line_also_beside_a_bomb(tmp_path: Path) -> None:
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_bytes(BOMB)
-    with within_limits():
-        assert f"resume={tmp_path}" in resume_hint(tmp_path)

@@ -1,7 +1,5 @@
 import json
 import os
-import resource
-import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,8 +7,7 @@ from typing import Any
 import pytest
 
 from qnmixer.engine.tracking import results as room
-from qnmixer.engine.tracking.results import PACKAGES, git_commit, git_diff, read_results, results
-from qnmixer.errors import DataError
+from qnmixer.engine.tracking.results import PACKAGES, git_commit, git_diff, results
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -46,29 +43,6 @@ def test_an_error_keeps_what_was_known_and_passes_on(tmp_path: Path, error: Base
     ended = read(tmp_path)
     assert (ended["status"], ended["best"]) == (status, 3)
     assert ended.get("error") == (f"{type(error).__name__}: {error}" if status == "failed" else None)
-
-
-def test_full_disk_leaves_the_record_that_was_there(tmp_path: Path) -> None:
-    """The last writing meets a file-size limit: the file says running, as before, and is whole."""
-    if (child := os.fork()) == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        try:
-            with results(tmp_path, []) as record:
-                record["much"] = "x" * 100_000
-                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-        except OSError:
-            os._exit(3)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    assert read(tmp_path)["status"] == "running"
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-
-
-@pytest.mark.parametrize("text", ['{"status": "do', "[1, 2]", "\x80"])
-def test_a_damaged_record_is_reported(tmp_path: Path, text: str) -> None:
-    (tmp_path / "results.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(DataError, match=r"results\.json is damaged"):
-        read_results(tmp_path)
 
 
 @pytest.fixture

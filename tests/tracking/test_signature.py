@@ -23,12 +23,3 @@ def test_without_a_place_for_a_key_no_run_is_signed(tmp_path: Path, monkeypatch:
     record = signed([])
     assert record["signature"] is None
     assert not is_signed(record)
-
-
-def test_without_a_home_no_run_is_signed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CONFIG_HOME")
-    monkeypatch.setattr(Path, "home", no_home)
-    assert signed([])["signature"] is None

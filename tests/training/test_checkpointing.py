@@ -1,8 +1,6 @@
 import csv
-import errno
 import json
 import math
-import os
 import random
 import signal
 from collections.abc import Callable
@@ -16,7 +14,7 @@ import torch
 
 from qnmixer.engine.config import Config
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.checkpointing import AtomicCheckpointIO, Checkpointing, random_state, set_random_state
+from qnmixer.engine.training.checkpointing import Checkpointing
 from qnmixer.errors import Stopped
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
@@ -81,7 +79,6 @@ def rows(folder: Path) -> list[dict[str, str]]:
     ("stream", "step", "number", "kept_at", "more"),
     [
         ("train", 4, signal.SIGUSR1, 5, ["trainer.accumulate_grad_batches=2", "data.batch_size=1"]),
-        pytest.param("train", 6, signal.SIGINT, 7, [], marks=pytest.mark.long),  # the last step
         ("val", 3, signal.SIGTERM, 3, []),
         # At the end of an epoch, and after training.
         pytest.param("val", 4, signal.SIGTERM, 4, ["trainer.val_every_n_steps=null"], marks=pytest.mark.long),
@@ -158,17 +155,6 @@ def test_a_run_that_was_stopped_after_training_comes_to_its_end(
     assert float(last["test/psnr"]) == pytest.approx(record["test"]["QN-Mixer"]["psnr"])
 
 
-def test_random_states_are_plain_and_come_back(tmp_path: Path) -> None:
-    def draw() -> tuple[float, ...]:
-        return random.random(), random.gauss(0, 1), float(np.random.randn()), float(torch.rand(()))  # noqa: NPY002
-
-    draw()
-    torch.save(random_state(torch.device("cpu")), tmp_path / "state")
-    expected = draw()
-    set_random_state(torch.load(tmp_path / "state", weights_only=True), torch.device("cpu"))
-    assert draw() == expected
-
-
 @pytest.mark.parametrize(
     ("mode", "scores", "best"), [("max", [1, 3, 2, math.nan], [0, 1]), ("min", [math.nan, 3, 1, 2], [0, 1, 2])]
 )
@@ -182,19 +168,3 @@ def test_the_best_is_by_its_mode_and_never_nan(tmp_path: Path, mode: str, scores
         checkpointing.save_validated(trainer)
     assert [step for step, name in saved if name == "best"] == best
     assert [step for step, name in saved if name == "last"] == [0, 1, 2, 3]
-
-
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "last.ckpt"
-    AtomicCheckpointIO().save_checkpoint({"global_step": 1}, path)
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        AtomicCheckpointIO().save_checkpoint({"global_step": 2}, path)
-    assert torch.load(path, weights_only=True) == {"global_step": 1}
-    assert [*tmp_path.iterdir()] == [path]

@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.config import Config
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.reconstructor import build_geometry, build_noise, sample_measurement
+from qnmixer.engine.reconstructor import sample_measurement
 from qnmixer.engine.training.step_metrics import StepMetrics
 from qnmixer.module import ReconstructionModule
-from qnmixer.physics.noise import FieldNoise, NoNoise, PhysicalNoise, attenuation_per_value
 
 Build = Callable[..., ReconstructionModule]
 
@@ -25,18 +23,6 @@ def batches(module: ReconstructionModule, part: str = "test", epoch: int = 0) ->
     loader: DataLoader[Any] = SliceDataModule(module.config.data).loader(part)
     loader.sampler.set_epoch(epoch)  # type: ignore[union-attr]  # an EpochSampler
     return list(loader)
-
-
-@pytest.mark.parametrize("noise", ["field", "physical"])
-def test_noise_of_a_slice_does_not_depend_on_its_batch(tiny_module: Build, noise: str) -> None:
-    alone, together = (tiny_module(f"noise={noise}", f"data.batch_size={n}") for n in (1, 4))
-    one_by_one = torch.cat([alone.measure(batch, "test") for batch in batches(alone)])
-    at_once = torch.cat([together.measure(batch, "test") for batch in batches(together)])
-    clean = torch.cat([alone.projector(batch["image"]) for batch in batches(alone)])
-    assert (one_by_one - clean).abs().max() > 1e-3
-    torch.testing.assert_close(one_by_one, at_once, rtol=1e-5, atol=1e-3)
-    noise_of_each = one_by_one - clean
-    assert not torch.allclose(noise_of_each[0], noise_of_each[1], atol=1e-3)
 
 
 def test_training_validation_and_test_draw_different_noise(tiny_module: Build) -> None:
@@ -74,17 +60,6 @@ def test_workers_measure_as_the_module_does(tiny_module: Build, overrides: list[
             assert torch.equal(module.measure(measured, part), module.measure(plain, part))
 
 
-def test_workers_measure_nothing_without_noise(tiny_config: Callable[..., Config]) -> None:
-    assert sample_measurement(tiny_config()) is None
-
-
-def test_measuring_has_no_gradient(tiny_module: Build) -> None:
-    module = tiny_module()
-    batch = batches(module)[0]
-    batch["image"].requires_grad_()
-    assert not module.measure(batch, "train").requires_grad
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_loss_is_checked_before_the_next_one(tiny_module: Build, value: float, device: str) -> None:
@@ -113,32 +88,6 @@ def test_weights_that_are_not_finite_are_not_written(tiny_module: Build, tmp_pat
     with pytest.raises(FloatingPointError, match="the norm of the weights became nan at step 4"):
         trainer.save_checkpoint(path)
     assert path.read_bytes() == before
-
-
-def test_noise_is_built_as_configured(tiny_config: Callable[..., Config]) -> None:
-    assert build_noise(tiny_config()) == NoNoise()
-    assert build_noise(tiny_config("noise=field", "noise.photons=1e5")) == FieldNoise(1e5, 0.05)
-    config = tiny_config("noise=physical", "noise.water_attenuation=0.02", "data.hu_max=1500")
-    assert build_noise(config) == PhysicalNoise(photons=1e5, water_attenuation=0.02, electronic_sigma=10.0, hu_max=1500)
-
-
-def test_water_has_its_attenuation(tiny_config: Callable[..., Config]) -> None:
-    config = tiny_config("data.hu_max=3000")
-    water = 1000 / (config.data.hu_max + 1000)  # x of 0 HU
-    assert water * attenuation_per_value(0.0192, config.data.hu_max) == pytest.approx(0.0192)
-
-
-def test_image_size_alone_sets_the_resolution(tiny_config: Callable[..., Config]) -> None:
-    for size in (16, 32):
-        geometry = build_geometry(tiny_config(f"data.image_size={size}", "geometry.field_of_view=320"))
-        assert (geometry.image_size, geometry.pixel_size) == (size, 320 / size)
-
-
-def test_first_angle_is_half_a_step_unless_given(tiny_config: Callable[..., Config]) -> None:
-    assert build_geometry(tiny_config("geometry.n_views=10")).first_angle == pytest.approx(math.pi / 10)
-    assert build_geometry(tiny_config("geometry.first_angle=0.5")).first_angle == 0.5
-    part = build_geometry(tiny_config("geometry.angle_span=-3.0", "geometry.n_views=6"))
-    assert part.first_angle == pytest.approx(-0.25)
 
 
 def fitted(module: ReconstructionModule, folder: Path, **options: Any) -> L.Trainer:
@@ -184,18 +133,3 @@ def test_finer_images_bring_sinograms_nearer_to_the_truth(tiny_module: Build) ->
     ]
     assert errors[1] < 0.5 * errors[0]
     assert errors[1] < 0.02
-
-
-def test_measurements_come_from_the_fine_images(tiny_module: Build) -> None:
-    plain, finer = (tiny_module("noise=field", f"data.simulation_factor={f}") for f in (1, 2))
-    keys = set(finer.state_dict())
-    a, b = batches(plain)[0], batches(finer)[0]
-    assert torch.equal(a["image"], b["image"])
-    y, other = plain.measure(a, "test"), finer.measure(b, "test")
-    assert other.dtype == torch.float32
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(finer.measure(b, "test"), other)
-    assert 1e-3 < (y - other).norm() / y.norm() < 0.1
-    averaged: Batch = {**b, "fine": b["image"].repeat_interleave(2, 2).repeat_interleave(2, 3)}
-    torch.testing.assert_close(finer.measure(averaged, "test"), y, rtol=1e-4, atol=1e-2)  # with the same noise
-    assert set(finer.state_dict()) == keys == set(plain.state_dict())

@@ -2,32 +2,25 @@
 
 import math
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback, LambdaCallback
-from rich.console import Console
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import Config, parse
-from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config import Config
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reports import progress
 from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks
-from qnmixer.engine.training.progress import TrainingProgress
 from qnmixer.engine.training.trainer import build_trainer
 from qnmixer.fit import fit
-
-from ..conftest import PHANTOMS, TINY
 
 TinyConfig = Callable[..., Config]
 
@@ -36,21 +29,18 @@ SEVEN = ["data.n_train=7", "data.n_val=3", "data.batch_size=2", "trainer.accumul
 
 
 class Validated(Callback):
-    """Keeps the rows that were there before each step; and takes its time for a validation."""
+    """Keeps the rows that were there before each step."""
 
-    def __init__(self, folder: Path, seconds: float = 0.0) -> None:
-        self.path, self.seconds = folder / "metrics.csv", seconds
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "metrics.csv"
         self.rows: dict[int, list[dict[str, str]]] = {}
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        time.sleep(self.seconds)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.rows.setdefault(trainer.global_step, read_metrics(self.path))
 
 
-def train(config: Config, folder: Path, seconds: float = 0.0, *more: Callback) -> Validated:
-    watch = Validated(folder, seconds)
+def train(config: Config, folder: Path, *more: Callback) -> Validated:
+    watch = Validated(folder)
     L.seed_everything(0, verbose=False)
     trainer = build_trainer(
         config, folder, [watch, *more, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
@@ -71,25 +61,12 @@ def test_a_row_has_the_step_of_the_checkpoint_that_it_goes_with(tiny_config: Tin
     ]  # fmt: skip
 
 
-def test_speed_is_that_of_training_alone(tiny_config: TinyConfig, tmp_path: Path) -> None:
-    """All seconds that the rows account for, of which validations of 0.3 s each are none."""
-    config = tiny_config("trainer.max_steps=4", "trainer.val_every_n_steps=1", "trainer.log_every_n_steps=2")
-    start = time.monotonic()
-    train(config, tmp_path, seconds=0.3)
-    took = time.monotonic() - start
-    rows = read_metrics(tmp_path / "metrics.csv")
-    speeds = [float(speed) for row in rows if (speed := row["train/samples_per_second"])]
-    seconds = [2 * config.data.batch_size / speed for speed in speeds]
-    assert len(seconds) == 2
-    assert 0 < sum(seconds) < took - 4 * 0.3
-
-
 @pytest.mark.parametrize(("precision", "scaled"), [("32", False), ("16-mixed", True)])
 def test_the_scale_is_there_where_there_is_a_scaler(
     tiny_config: TinyConfig, tmp_path: Path, precision: str, scaled: bool
 ) -> None:
     overflow = LambdaCallback(on_after_backward=_overflow_at_the_second_step)
-    train(tiny_config(f"trainer.precision={precision}", "trainer.max_steps=3"), tmp_path, 0.0, *[overflow] * scaled)
+    train(tiny_config(f"trainer.precision={precision}", "trainer.max_steps=3"), tmp_path, *[overflow] * scaled)
     first, *others = (row for row in read_metrics(tmp_path / "metrics.csv") if row["train/grad_norm"])
     assert ("train/loss_scale" in first) == scaled
     if scaled:
@@ -165,14 +142,6 @@ def test_a_log_has_whole_lines_by_optimizer_steps(lines: Callable[..., list[str]
     assert [line.split(" · ")[0] for line in more if "loss" in line] == ["step 5/6", "step 6/6"]
 
 
-def test_the_time_left_is_at_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the steps of this process, validations included."""
-    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    shown = TrainingProgress(Console(quiet=True))
-    shown._begin, shown._step, shown._total = (2, 40.0), 4, 12
-    assert shown._pace_and_time(SimpleNamespace(callback_metrics={})) == ["0:04:00 left"]  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     "override",
     ["+trainer.enable_progress_bar=false", "+callbacks.bar._target_=lightning.pytorch.callbacks.TQDMProgressBar"],
@@ -182,10 +151,3 @@ def test_without_a_bar_and_with_another_one_only_validations_have_lines(
 ) -> None:
     found = lines(override, "trainer.max_steps=2", plain="TQDM" not in override)
     assert [line.split(" · ")[0] for line in found] == ["step 2/2"]
-
-
-def test_a_network_that_does_not_learn_has_no_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [word for word in TINY if not word.startswith("model.")]
-    fit(parse(compose("train", [*words, *PHANTOMS, "model=fbp"])), Run(tmp_path))
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "val PSNR" in line]
-    assert re.fullmatch(r"val PSNR \d+\.\d\d dB · SSIM \d+\.\d\d", line)

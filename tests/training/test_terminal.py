@@ -15,7 +15,6 @@ from qnmixer.engine.reports.tables import Console
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.terminal import print_end, print_start
 from qnmixer.engine.training.trainer import build_trainer
-from qnmixer.models import QNMixer, UnrolledNetwork
 
 
 def test_a_folder_with_spaces_and_brackets_is_printed_as_a_shell_and_hydra_read_it(
@@ -42,23 +41,15 @@ EIGHT = ["data.n_train=8", "trainer.max_steps=-1", "trainer.val_every_n_steps=nu
             ["data.batch_size=1", "trainer.max_steps=4", "data.n_train=8"],
             "= 1 slice an optimizer step; 8 steps an epoch",
         ),
-        (["trainer.max_steps=4", "data.n_train=16"], "training ends after 4 steps (0.5 epochs)"),
-        ([*EIGHT, "trainer.max_epochs=2"], "training ends after 8 steps (2 epochs)"),
-        ([*EIGHT, "trainer.max_epochs=1", "trainer.max_steps=3"], "training ends after 3 steps (0.75 epochs)"),
-        ([*EIGHT, "trainer.max_epochs=1", "trainer.max_steps=9"], "training ends after 4 steps (1 epoch)"),
-        ([*EIGHT, "trainer.max_epochs=3", "+trainer.limit_train_batches=2"], "training ends after 6 steps (3 epochs)"),
+        (["trainer.max_steps=4", "data.n_train=16"], "training ends after 4 steps\n"),
+        ([*EIGHT, "trainer.max_epochs=1", "trainer.max_steps=3"], "ends after 3 steps or 1 epochs (4 steps)\n"),
+        ([*EIGHT, "trainer.max_epochs=3", "+trainer.limit_train_batches=2"], "ends after 3 epochs (6 steps)\n"),
     ],
 )
 def test_batch_and_limit_are_printed_for_what_is_trained(tmp_path: Path, words: list[str], said: str) -> None:
     printed = start(tmp_path, *words)
     assert ("an optimizer step" in printed) is bool(said)
     assert said in printed
-    assert "muon" not in printed
-
-
-def test_muon_without_weights_for_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(QNMixer, "hidden_weights", UnrolledNetwork.hidden_weights)
-    assert "AdamW changes all weights, as QNMixer.hidden_weights() is empty" in start(tmp_path, "optimizer=muon")
 
 
 def start(folder: Path, *words: str) -> str:

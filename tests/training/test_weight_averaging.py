@@ -12,7 +12,7 @@ import torch
 from qnmixer.engine.config import Config
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.weight_averaging import MeanWeights
-from qnmixer.errors import ConfigError, Stopped
+from qnmixer.errors import Stopped
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
 
@@ -76,23 +76,3 @@ def test_a_stopped_run_resumes_with_both(
             for key, value in theirs[part].items():
                 assert torch.equal(ours[part][key], value), (name, part, key)
     assert kept(folder)["qnmixer_run"]["best"] == kept(tmp_path / "whole")["qnmixer_run"]["best"]
-
-
-@pytest.mark.long
-def test_a_run_can_resume_without_it(tiny_config: TinyConfig, tmp_path: Path) -> None:
-    plain = ["schedule=constant", "trainer.max_steps=4", "test_after_training=false"]
-    fit(tiny_config(*plain, "callbacks=none"), Run(tmp_path / "plain"))
-    folder = tmp_path / "averaged"
-    fit(tiny_config(*RUN, *plain, "trainer.max_steps=2"), Run(folder))
-    fit(tiny_config(*plain, "callbacks=none", f"resume={folder}"), Run(folder, resume=str(folder)))
-    for name, value in kept(tmp_path / "plain")["state_dict"].items():
-        assert torch.equal(kept(folder)["state_dict"][name], value), name
-    assert "trained_weights" not in kept(folder)
-
-
-def test_what_cannot_be_averaged_is_refused() -> None:
-    with pytest.raises(ValueError, match="decay must be from 0 to below 1"):
-        MeanWeights(decay=1.0)
-    trainer: Any = type("Trainer", (), {"strategy": object()})
-    with pytest.raises(ConfigError, match="strategy=single or strategy=ddp"):
-        MeanWeights().setup(trainer, None, "fit")  # type: ignore[arg-type]  # not looked at

@@ -3,7 +3,6 @@
 import pickle
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +29,6 @@ from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, checkpoint_in, loca
 if TYPE_CHECKING:
     from qnmixer.engine.run_module import RunModule
 
-_DROPPED = 64 * 2**20
-"""Bytes of weights that a small network may drop while it is built."""
 _OF_RESULTS = ("model", "data", "geometry", "noise", "loss", "optimizer")
 """Sections that a resumed run may not change."""
 _OF_LOADING = {"batch_size", "num_workers", "prefetch_factor", "pin_memory"}
@@ -108,8 +105,7 @@ def load_run(run: str | Path, which: str = "best", trust: Collection[str] = (), 
     try:
         if is_trusted(config.model._target_, ()):
             _require_fit(config, state, path)
-        with _no_larger_than(state, path):
-            module = Reconstructor(config)
+        module = Reconstructor(config)
     finally:
         torch.set_default_dtype(usual)
     _load_state(module, state, path)
@@ -130,43 +126,31 @@ class _Outline(FanBeamProjector):
 def _require_fit(config: Config, state: dict[str, Any], path: Path) -> None:
     """Raise CheckpointError if the weights do not have the shapes that the config of their file gives them.
 
-    It comes before the matrices of the scan: at an image size that the weights do not have these may take gigabytes.
+    The config of a small file may ask for terabytes. So the network is built without data and matrices first, and not
+    beyond the tensors of the file. Storage is counted, because a tensor of any size can be a view of one number.
     """
-    with _no_larger_than(state, path), torch.random.fork_rng(devices=[]):
-        network = build_network(config, _Outline(build_geometry(config)))
-    shapes = {name: tensor.shape for name, tensor in state.items()}
-    if any(shapes.get(f"network.{name}") != tensor.shape for name, tensor in network.state_dict().items()):
-        raise CheckpointError(f"{path} {_NO_FIT}")
+    misfit = CheckpointError(f"{path} {_NO_FIT}")
+    left = 4 * len(state) + 100  # a network may replace layers while it is built
 
-
-@contextmanager
-def _no_larger_than(state: dict[str, Any], path: Path) -> Iterator[None]:
-    """Raise CheckpointError as soon as a network that the block builds has far more weights than its file.
-
-    The config of a file may ask for terabytes. Storage is counted, because a tensor of any size can be a view of one
-    number. A network may drop weights while it is built: it replaces a layer, ties or normalises weights.
-    """
-    storages = [tensor.untyped_storage() for tensor in state.values()]
-    left = 4 * sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) + _DROPPED
-
-    counted: dict[int, nn.Parameter] = {}  # tied weights count once; kept, so that no id is given twice
-
-    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    def count(*_: Any) -> None:
         nonlocal left
-        left -= 0 if id(parameter) in counted else parameter.nbytes
-        counted[id(parameter)] = parameter
+        left -= 1
         if left < 0:
-            raise CheckpointError(f"{path} has the config of a larger network than its weights: it is damaged")
+            raise misfit
 
     handle = register_module_parameter_registration_hook(count)
     try:
-        yield
-    except RuntimeError as error:  # torch raises this if it cannot allocate so much at once
-        raise CheckpointError(
-            f"{path} has the config of a network that cannot be built ({first_line(error)})"
-        ) from error
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            network = build_network(config, _Outline(build_geometry(config)))
+    except RuntimeError as error:  # a size that torch cannot count
+        raise misfit from error
     finally:
         handle.remove()
+    stored = {it.untyped_storage().data_ptr(): it.untyped_storage().nbytes() for it in state.values()}
+    is_larger = sum(p.nbytes for p in network.parameters()) > 2 * sum(stored.values())  # the file may be in 16 bits
+    shapes = {name: tensor.shape for name, tensor in state.items()}
+    if is_larger or any(shapes.get(f"network.{name}") != it.shape for name, it in network.state_dict().items()):
+        raise misfit
 
 
 def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:

@@ -33,7 +33,6 @@ from qnmixer.files import write_text
 
 CODE_DIFF = "code.diff"
 RUN_ID = Path("wandb", "run_id")
-KNOWN_UNTIL = Path("wandb", "known_until")  # W&B has all steps before this one, also those that metrics.csv dropped
 
 # Exit codes of a W&B run; wandb itself uses the last one for Ctrl-C.
 DONE, FAILED, INTERRUPTED = 0, 1, 255
@@ -83,22 +82,19 @@ def _build(config: Config, options: LoggerConfig, folder: Path) -> Logger:
     return logger
 
 
-def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], run_folder: Path, exit_code: int) -> None:
+def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: int) -> None:
     """Finish the W&B run, if one of these loggers started one, as DONE, FAILED or INTERRUPTED."""
     wandb = sys.modules.get("wandb")
     of_wandb = any("wandb" in options._target_.lower() for options in loggers.values())
     if wandb is None or not of_wandb or (run := wandb.run) is None:
         return
-    folder, n_known = Path(run.dir).parent, run.step + 1
     # Without `finish` the next run of this process would log into this one. Without a code it would record success.
     try:
         run.finish(exit_code=exit_code)
-        if (known := run_folder / KNOWN_UNTIL).is_file():  # of the user's own logger there is none
-            write_text(known, str(max(n_known, _known(known))))  # this part may have repeated steps only
     except TimeoutError:
         warnings.warn(
             f"W&B did not get all data, as the network is slow or lost: send it with "
-            f"wandb sync --include-online {folder}",
+            f"wandb sync --include-online {Path(run.dir).parent}",
             stacklevel=2,
         )
 
@@ -113,79 +109,56 @@ def log_checkpoint(loggers: list[Logger], checkpoint: Path) -> None:
 class WandbRun(WandbLogger):
     """Lightning's logger, but W&B's own steps are optimizer steps.
 
-    Then all values of one step share a row. Steps that a resumed run repeats are not logged twice, also if `wandb sync`
-    joins the two parts later. What comes after training is new, even if the run now ends at an earlier step.
+    Then all values of one step share a row. A resumed run does not log again what W&B has, but for the last step. So
+    `wandb sync` can join the parts.
 
     Args:
         run: of `wandb.init`.
-        known_until: W&B has all steps before this one.
+        known: W&B has all steps before this one.
         log_best: whether the best checkpoint becomes an artifact.
     """
 
-    def __init__(self, run: Any, known_until: int, log_best: bool) -> None:
+    def __init__(self, run: Any, known: int, log_best: bool) -> None:
         super().__init__(experiment=run)
-        self.known_until, self.log_best = known_until, log_best
-        self._trained = False
-
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """Note that training has ended: Lightning calls this."""
-        self._trained = True
+        self.known, self.log_best = known, log_best
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add values to the row of a step."""
         assert step is not None
-        if step >= self.known_until or self._trained:
-            row = step if step >= self.known_until else self.known_until + 1  # W&B's steps only rise
-            self.experiment.log({**metrics, _STEP: step}, step=row)
+        # The test comes after training, which may have ended at a known step. W&B's steps only rise.
+        if step >= self.known or any(name.startswith("test/") for name in metrics):
+            self.experiment.log({**metrics, _STEP: step}, step=max(step, self.known))
 
 
 def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: list[str], file: MetricsFile) -> WandbRun:
     """Start the W&B run of a folder. If it resumes, W&B goes on where it was."""
-    id_file, known_file, known_until = folder / RUN_ID, folder / KNOWN_UNTIL, 0
-    resumes = file.resumed_at is not None and id_file.is_file()
-    if resumes:
-        known_until = max(file.last_step(), _known(known_file))
-    write_text(known_file, str(known_until))  # first, so that a folder with an id has it too
-    if not resumes:
-        # `wandb agent` chooses the id of each run that it starts.
-        of_agent = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
-        write_text(id_file, of_agent or uuid.uuid4().hex[:8])
-    logger = WandbRun(_start(config, options, folder, overrides), known_until, options.log_checkpoint)
-    for row in file.rows_before()[-1:] if resumes else ():  # W&B may lack it, and training does not repeat it
+    resumes = file.resumed_at is not None and (folder / RUN_ID).is_file()
+    run = _start(config, options, folder, overrides, resumes)
+    logger = WandbRun(run, file.last_step() if resumes else 0, options.log_checkpoint)
+    for row in file.rows_before()[-1:] if resumes else ():  # a killed W&B lacks it, and training does not repeat it
         values = {name: it for name, text in row.items() if name != "step" and (it := as_number(text)) is not None}
         logger.log_metrics(values, int(row["step"]))
     return logger
 
 
-def _known(path: Path) -> int:
-    """The number in wandb/known_until. Raises DataError if it is none."""
-    text = read_text(path)
-    if not re.fullmatch(r"\d{1,18}", text):
-        raise damaged(path, "it is no number of steps", f"remove {path.parent}, and W&B starts a new run")
-    return int(text)
-
-
-def _id(path: Path) -> str:
-    """The id in wandb/run_id. Raises DataError if W&B has no such ids."""
-    text = read_text(path)
-    if not re.fullmatch(r"[\w.-]{1,128}", text):
-        raise damaged(path, "it is no id of a W&B run", f"remove {path.parent}, and W&B starts a new run")
-    return text
-
-
-def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[str]) -> Any:
-    """Start or resume the W&B run that wandb/run_id names."""
+def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[str], resumes: bool) -> Any:
+    """Start a W&B run, or resume the one that wandb/run_id names. Raises DataError if W&B has no such ids."""
     import wandb
 
     group, name = _place(config, folder, overrides)
-    place = os.environ.get("WANDB_DIR") or folder
+    place, id_file = os.environ.get("WANDB_DIR") or folder, folder / RUN_ID
+    if not resumes:
+        # `wandb agent` chooses the id of each run that it starts.
+        of_agent = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+        write_text(id_file, of_agent or uuid.uuid4().hex[:8])
+    if not re.fullmatch(r"[\w.-]{1,128}", run_id := read_text(id_file)):
+        raise damaged(id_file, "it is no id of a W&B run", f"remove {id_file.parent}, and W&B starts a new run")
     quiet = wandb.Settings(silent=True)  # silent also stops wandb from asking for a key: nobody may sit at the terminal
     wandb.setup(settings=quiet)
     arguments: dict[str, Any] = {
         "mode": options.mode,
-        "id": _id(folder / RUN_ID),
+        "id": run_id,
         "resume": "allow",  # "must" would fail for a run that was offline before
         "project": options.project,
         "entity": options.entity,

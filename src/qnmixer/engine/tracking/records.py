@@ -1,4 +1,4 @@
-"""The one reader of what a run leaves behind: results.json, sweep.json, metrics.csv and the files of Hydra.
+"""The one reader of what a run leaves behind: results.json, sweep.json and metrics.csv.
 
 A run folder may come from anybody. So sizes are bounded, and what no run writes so is one DataError.
 No torch import.
@@ -16,10 +16,8 @@ from qnmixer.engine.config.values import converted
 from qnmixer.errors import ConfigError, DataError
 
 _MOST = 2**23
-_MOST_YAML = 2**20
 _MOST_ROWS = 2**28
 """Bytes of a record. Those of a long run have a tenth of them."""
-_DEEPEST = 50
 _FIX = "give another folder, or write it again"
 _NUMBERS = ("samples", "train/samples_per_second", "train/grad_norm_max", "val/psnr")
 """Columns of metrics.csv that others than people read."""
@@ -61,21 +59,6 @@ def read_json(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
         except ConfigError as error:  # its message has the value, which may be anything
             raise damaged(path, f"its entry {key}") from error
     return record
-
-
-def read_yaml(path: Path) -> Any:
-    """What a YAML file of Hydra has. Raises DataError for bad or deep YAML, and for aliases: Hydra writes none."""
-    import yaml  # late, as OmegaConf does
-
-    text, loader, depth = read_text(path, _MOST_YAML), getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0
-    try:
-        for event in yaml.parse(text, loader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:  # a few lines can stand for gigabytes
-                raise damaged(path, "it has aliases, or is too deep")
-        return yaml.load(text, loader)
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise damaged(path, "it is no YAML") from error
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:

@@ -91,8 +91,9 @@ def best_of(record: dict[str, Any]) -> tuple[str, float | None]:
 
 
 def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:
-    """Set the end of a run in its results.json, if the run's own process could not."""
-    record = (read_results(folder) or signed(overrides)) | {"status": status, "error": error}
+    """Set the state of a run in its results.json, where `results` has not begun, or has died."""
+    record = read_results(folder) or signed(overrides) | {"started": now()}
+    record |= {"status": status, "error": error}
     write_results(folder, {key: value for key, value in record.items() if value is not None})
 
 

@@ -5,31 +5,22 @@ No torch import: this is known before Hydra composes a config.
 
 import re
 import shlex
-from collections.abc import Collection, Iterator
 from datetime import datetime
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.keys import flat_keys
-from qnmixer.engine.config.overrides import LENGTH, key_of, looks_elsewhere, looks_up, of_hydra, quoted, values_of
-from qnmixer.engine.config.search_path import CONF, SEARCH_PATH, places_of, search_path_in, with_search_path
-from qnmixer.engine.config.target import TARGET, options, values_of_option
-from qnmixer.engine.plugins import check_trusted, module_of, trust_words
+from qnmixer.engine.config.overrides import LENGTH, key_of, of_hydra, quoted, values_of
+from qnmixer.engine.config.search_path import CONF, SEARCH_PATH
+from qnmixer.engine.config.target import options
 from qnmixer.engine.processes.ranks import rank
-from qnmixer.engine.tracking.records import read_yaml
-from qnmixer.engine.tracking.results import TIME, read_results
+from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.run import (
     BEGINNING,
-    HYDRA,
     NEXT_HYDRA,
     RUNS,
     has_checkpoint,
-    last_touched,
     overrides_of,
     resumes_in_place,
     run_lock,
@@ -37,15 +28,16 @@ from qnmixer.engine.tracking.run import (
     runs_in,
 )
 from qnmixer.engine.tracking.signature import is_signed
-from qnmixer.errors import CheckpointError, ConfigError, DataError
+from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import check_unused
 from qnmixer.weights import PRETRAINED
-from qnmixer.weights.hub import HUB
 
-_REGULARIZER = "model.regularizer"
-_NAMES_CODE = re.compile(r"_target_|\bregularizer\b")
-_SENDS_OR_WRITES = re.compile("logger|callbacks|cache_dir|searchpath")
-_LETS_HYDRA_RUN_CODE = ("callbacks", "job_logging", "hydra_logging", "job.env_set", "launcher", "sweeper")
+_OURS = ("resume", "hydra.run.dir", "hydra.output_subdir")
+"""Keys that are set here."""
+_ROOT_KEYS = ("seed", "monitor", "compile", "test_after_training", "tags")
+_NAMES_CODE_OR_WRITES = re.compile("_target_|regularizer|cache_dir")
+_LOOKS_ELSEWHERE = re.compile(r"[${}\\]|\.\.")
+"""Interpolations, nested values, and files outside the config folders."""
 
 
 def resume_overrides(overrides: list[str]) -> list[str]:
@@ -56,19 +48,17 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     command whose folder has its own unfinished run resumes that run, because SLURM requeues a job with the same
     command.
 
-    A run may name the user's own code. It is resumed only if this command names the module too, or has `trust=MODULE`.
-    `trust` is not a key of the config. A run that somebody else started has no word on loggers, callbacks and folders
-    to write to, but the options that conf/ has.
+    A run that this user has started may do what it did. Of somebody else's run only plain values are taken, which name
+    no code and no place to send or write data to. Others must be in the command itself.
 
     Raises:
         CheckpointError: there is no such run, or it is done.
-        ConfigError: another process writes to the run, or the folder of a new run has another run; or somebody else's
-            run names loggers, callbacks or folders.
-        PluginError: the run names code that this command does not allow.
+        ConfigError: another process writes to the run; the folder of a new run has another run; or somebody else's run
+            has more than plain values.
     """
     if any(override.startswith("-") for override in overrides):  # --help, or a sweep, whose jobs get here alone
         return overrides
-    found = _resumed(overrides)
+    found = _resumed(_without(overrides, "trust"))  # other commands need `trust` for the user's own code
     folder = folder_of(found)
     if folder and folder.is_dir() and rank() == 0:  # the other ranks may get here when rank 0 has the lock already
         with run_lock(folder):  # before Hydra writes there
@@ -76,8 +66,7 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     return found
 
 
-def _resumed(typed: list[str]) -> list[str]:
-    overrides = _without(typed, "trust")
+def _resumed(overrides: list[str]) -> list[str]:
     asked = values_of(overrides).get("resume", "null")
     path = None if asked == "null" else _asked_path(asked)
     run = None if path is None else run_of(path)
@@ -91,7 +80,7 @@ def _resumed(typed: list[str]) -> list[str]:
         found = _in_place(run, path, given)
     else:
         found = [*_merged(_without(overrides_of(run), *BEGINNING), given), f"resume={quoted(path)}"]
-    _check_trusted(run, found, given, _modules_trusted(typed))
+    _check_plain(run, found, given)
     return found if in_place else _unless_begun(found)
 
 
@@ -148,20 +137,20 @@ def _asked_path(asked: str) -> Path:
 
 def latest() -> Path:
     """The run folder under runs/ that began or resumed last. Raises CheckpointError if there is none."""
-    found = sorted(runs_in(RUNS), key=_begun, reverse=True)
-    if not found:
+    run = max(runs_in(RUNS), key=_begun, default=None)
+    if run is None:
         raise CheckpointError(f"resume=latest finds no run under {RUNS.absolute()}: give the run's folder, resume=DIR")
-    return found[0]
+    return run
 
 
 def _begun(run: Path) -> float:
     """When a run last began, in seconds since 1970, by its record: a copy of an old run has newer files."""
     record = read_results(run)
+    times = [record.get("started"), *(it.get("at") for it in record.get("resumed", []))]
     try:
-        at = record["resumed"][-1]["at"] if record.get("resumed") else record["started"]
-        return datetime.strptime(at, TIME).timestamp()
-    except (KeyError, TypeError, ValueError):  # of another version, or damaged
-        return last_touched(run)
+        return datetime.fromisoformat(times[-1] or "").timestamp()
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def resume_hint(folder: Path) -> str:
@@ -170,114 +159,29 @@ def resume_hint(folder: Path) -> str:
     short = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
     steps = read_results(folder).get("steps")
     at = f" after step {steps}" if steps else ""
-    words = shlex.join([f"resume={quoted(short)}", *trust_words(_named(folder))])
-    return f"interrupted{at}, to resume: python -m qnmixer.train {words}"
+    return f"interrupted{at}, to resume: python -m qnmixer.train {shlex.quote(f'resume={quoted(short)}')}"
 
 
-def _named(run: Path) -> list[str]:
-    """Classes and functions that the config of a run names."""
-    composed = run / HYDRA / "config.yaml"
-    try:
-        config = read_yaml(composed) if composed.is_file() else {}
-    except DataError:  # of a run that is refused
-        return []
-    return [target for _, target in _targets_in(config)] if isinstance(config, dict) else []
-
-
-def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
-    """Classes and functions that overrides name, by key, also inside values. Those in `but` are left out."""
-    named = values_of([it for it in overrides if it not in but and not it.startswith("~")])
-    found = {key: value for key, value in named.items() if _NAMES_CODE.search(f"{key}={value}")}
-    return {key: value for key, value in found.items() if value != "null"}
-
-
-def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collection[str]) -> None:
-    """Raise if a run names untrusted code or values, in its overrides or in the configs on its search path.
-
-    Raises PluginError for code, ConfigError for other values from this machine, such as ${oc.env:NAME}.
-    """
-    if odd := next((it for it in merged if it not in given and (looks_elsewhere(it) or _imports(it))), None):
+def _check_plain(run: Path, found: list[str], given: list[str]) -> None:
+    """Raise ConfigError if somebody else started the run, and it has more than plain values that are not given now."""
+    theirs = [it for it in found if it not in given and key_of(it) not in _OURS and not _is_plain(it)]
+    if theirs and not is_signed(read_results(run)):
         raise ConfigError(
-            f"{run} was started with {odd}, which reads other values of this machine: if you trust it, repeat it"
+            f"{run} was not started by you here, and code, loggers, callbacks and folders are yours to name: repeat "
+            f"what you trust of {shlex.join(theirs):.300}, or give others, such as logger=csv callbacks=default"
         )
-    check_trusted(str(run), _targets(merged, but=given), trust)
-    theirs = [it for it in merged if it not in given and _is_the_users(it)]
-    if theirs and rank() == 0 and not is_signed(read_results(run)):
-        raise ConfigError(
-            f"{run} was not started by you here, and loggers, callbacks and folders are yours to name: repeat what you "
-            f"trust of {shlex.join(theirs):.300}, or give others, such as logger=csv callbacks=default"
-        )
-    # The user has named the folder in this command, or there is none but conf/.
-    if search_path_in(given) or not search_path_in(merged):
-        return
-    # Configs in the run's own folders may have changed since.
-    config = compose("train", with_search_path(merged), with_hydra=True)
-    ours = compose("train", [], with_hydra=True)
-    for key in _LETS_HYDRA_RUN_CODE:  # as Hydra would see them: an interpolation can bring them from any other key
-        if OmegaConf.select(config.hydra, key) != OmegaConf.select(ours.hydra, key):
-            raise ConfigError(
-                f"a config of {run} sets hydra.{key}, which runs code: if you trust it, repeat the folder by "
-                "--config-dir=FOLDER"
-            )
-    values = OmegaConf.to_container(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
-    usual = {text for _, text in _texts_in(OmegaConf.to_container(ours))}
-    for key, text in _texts_in(values):
-        if looks_up(text) and text not in usual:
-            raise ConfigError(
-                f"a config of {run} has {key}={text}, which reads other values of this machine: if you trust it, "
-                "repeat the folder by --config-dir=FOLDER"
-            )
-    check_trusted(f"a config of {run}", dict(_targets_in(values)), trust)
 
 
-def _is_the_users(override: str) -> bool:
-    """Whether an override sends or writes data somewhere, by a logger, a callback, or a folder, as conf/ does not."""
-    ((key, value),) = values_of([override]).items()
-    text = override.replace("\\", "") if "{" in override else key
-    if key == "finetune" and value.startswith(HUB):  # a download with the user's token
-        return True
-    if override.startswith("~") or value == "null" or not _SENDS_OR_WRITES.search(text):
+def _is_plain(override: str) -> bool:
+    """Whether an override sets a value of the network, its data or its training, or chooses an option of conf/."""
+    key, value = key_of(override), override.partition("=")[2]
+    group = re.split(r"[./]", key)[0]
+    if group in ("logger", "callbacks"):
+        words = {*filter(None, re.split(r"[\s,\[\]]+", value))}
+        return override == f"~{key}" or (key == group and words <= {*options(group)})
+    if not re.fullmatch(r"[\w./]+", key) or _NAMES_CODE_OR_WRITES.search(key) or _LOOKS_ELSEWHERE.search(value):
         return False
-    if key in ("logger", "callbacks"):
-        return not {*filter(None, re.split(r"[\s,\[\]]+", value))} <= {*options(key)}
-    ready = {it for option in options("callbacks") for it in flat_keys(values_of_option("callbacks", option))}
-    is_plain = key.removeprefix("callbacks.") in ready and not key.endswith(TARGET)
-    return not is_plain and override not in ("logger.wandb.mode=offline", "logger.wandb.mode=disabled")
-
-
-def _imports(override: str) -> bool:
-    """Whether it names a package with configs: Hydra imports it. Parsed, because Hydra's grammar has escapes."""
-    return key_of(override) == SEARCH_PATH and any("pkg://" in place for place in places_of(override))
-
-
-def _targets_in(values: Any) -> Iterator[tuple[str, str]]:
-    """Classes and functions that a composed config names and conf/ does not, by key. Nothing is resolved."""
-    for key, text in _texts_in(values):
-        if (f".{key}".endswith(f".{TARGET}") or key == _REGULARIZER) and text not in _named_by_conf():
-            yield key, text
-
-
-def _texts_in(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """All values of a composed config by key, as texts."""
-    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-        if isinstance(value, dict | list):
-            yield from _texts_in(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", str(value)
-
-
-@cache
-def _named_by_conf() -> set[str]:
-    """Targets that the configs of this repository name, such as torch's optimizers."""
-    return {
-        it for path in CONF.rglob("*.yaml") for it in re.findall(r"_target_: (\S+)", path.read_text(encoding="utf-8"))
-    }
-
-
-def _modules_trusted(overrides: list[str]) -> list[str]:
-    """Modules that a command line allows: by `trust`, or by naming one of their classes."""
-    trust = values_of(overrides).get("trust", "").strip("[]").split(",")
-    return [*filter(None, map(str.strip, trust)), *map(module_of, _targets(overrides).values())]
+    return group in _ROOT_KEYS or (group not in ("hydra", "local") and (CONF / group).is_dir())
 
 
 def _by_key(overrides: list[str]) -> dict[str, str]:

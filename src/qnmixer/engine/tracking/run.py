@@ -15,12 +15,11 @@ from qnmixer.engine.config.overrides import key_of, of_hydra
 from qnmixer.engine.config.search_path import SEARCH_PATH
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.reports.tables import Console
-from qnmixer.engine.tracking.records import damaged, read_yaml
 from qnmixer.engine.tracking.results import amend, now, read_results, results, was_refused, write_results
 from qnmixer.engine.tracking.signature import signed
 from qnmixer.engine.tracking.sweep_file import SWEEP, sweep_of
 from qnmixer.errors import ConfigError
-from qnmixer.files import check_no_links, is_temporary, last_change, newest_complete, remove, replace
+from qnmixer.files import check_no_links, is_temporary, newest_complete, remove, replace
 from qnmixer.weights import checkpoint_in
 
 RUNS = Path("runs")
@@ -29,7 +28,6 @@ NEXT_HYDRA = ".hydra.next"
 """Where Hydra writes its files if a run resumes: they take the place of the others when the resume is accepted."""
 BEGINNING = ("finetune", "resume")
 """Keys that say where a run began. Its record keeps them when it resumes in its folder."""
-_OVERRIDES = Path(HYDRA, "overrides.yaml")
 
 
 def run_of(path: Path) -> Path | None:
@@ -50,7 +48,7 @@ def name_of_run(run: Path) -> str:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run folder."""
-    return (folder / "results.json").is_file() or (folder / _OVERRIDES).is_file()
+    return (folder / "results.json").is_file()
 
 
 def runs_in(folder: Path) -> Iterator[Path]:
@@ -63,11 +61,6 @@ def runs_in(folder: Path) -> Iterator[Path]:
                 yield here
 
 
-def last_touched(run: Path) -> float:
-    """Time of the last change in a run folder, in seconds since 1970."""
-    return last_change(run / "results.json", run / _OVERRIDES, checkpoint_in(run, "last"))
-
-
 def has_checkpoint(run: Path) -> bool:
     """Whether there is a checkpoint to resume from."""
     return any(newest_complete(checkpoint_in(run, name)).exists() for name in ("last", "best"))
@@ -78,12 +71,8 @@ def overrides_of(run: Path) -> list[str]:
 
     Hydra's own are left out, because they could make Hydra run code. Only its search path stays.
     """
-    found = read_results(run).get("overrides")
-    if found is None and (run / _OVERRIDES).is_file():
-        found = read_yaml(run / _OVERRIDES)
-        if not isinstance(found, list) or any(isinstance(it, dict | list) for it in found):
-            raise damaged(run / _OVERRIDES, "it is no list of overrides")
-    return [it for it in map(str, found or ()) if not of_hydra(it) or key_of(it) == SEARCH_PATH]
+    found: list[str] = read_results(run).get("overrides", [])
+    return [it for it in found if not of_hydra(it) or key_of(it) == SEARCH_PATH]
 
 
 def resumes_in_place(folder: Path, resume: str | None) -> bool:
@@ -163,6 +152,8 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Hold the run lock while the block runs, and remove half-written files of a killed process first.
 
+        A new run is recorded at once: `resume=latest` finds it, even if it is killed before PyTorch is loaded.
+
         Raises ConfigError if another process writes to the folder.
         """
         if rank() != 0:
@@ -171,6 +162,8 @@ class Run:
         with run_lock(self.folder):
             for left in filter(is_temporary, self.folder.rglob(".*")):
                 left.unlink(missing_ok=True)
+            if not is_run(self.folder):
+                amend(self.folder, self.overrides, status="running", error=None)
             try:
                 yield
             finally:
@@ -185,19 +178,15 @@ class Run:
         with results(self.folder, self.overrides, self._before) as self.record:
             yield
 
-    def note(self, key: str, entry: dict[str, Any]) -> None:
-        """Add an entry with its time to a list of the record. It is written at once, because the run may be killed."""
-        self.record[key] = [*self.record.get(key, []), entry | {"at": now()}]
-        if rank() == 0:
-            write_results(self.folder, self.record)
-
     def record_resume(self, step: int) -> None:
         """Record that the run resumes in its folder from a checkpoint of this optimizer step, with its overrides."""
         self.resumed_at = step
-        self.record |= signed(self.overrides)
-        self.note("resumed", {"step": step})
-        if rank() == 0 and (accepted := self.folder / NEXT_HYDRA).is_dir():
-            replace(accepted, self.folder / HYDRA)
+        resumed = [*self.record.get("resumed", []), {"step": step, "at": now()}]
+        self.record |= signed(self.overrides) | {"resumed": resumed}
+        if rank() == 0:
+            write_results(self.folder, self.record)  # at once, because the run may be killed
+            if (accepted := self.folder / NEXT_HYDRA).is_dir():
+                replace(accepted, self.folder / HYDRA)
 
     def record_end(self, status: str, error: BaseException | None = None) -> None:
         """Set the end of the run in results.json, if `recording` could not. A refused resume leaves a done run done."""

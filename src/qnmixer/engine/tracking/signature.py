@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qnmixer.files import make_own_folder
+from qnmixer.files import make_own_folder, private_files
 
 _LENGTH = 32
 
@@ -39,19 +39,16 @@ def _signature(overrides: list[str]) -> str | None:
         if not path.exists() or path.stat().st_size != _LENGTH:
             path.unlink(missing_ok=True)
             _write_key(path)
-        key = path.read_bytes()
+        return hmac.digest(path.read_bytes(), json.dumps(overrides).encode(), "sha256").hex()
     except (OSError, RuntimeError):  # a disk that cannot be written, or no home
         return None
-    return hmac.digest(key, json.dumps(overrides).encode(), "sha256").hex() if len(key) == _LENGTH else None
 
 
 def _write_key(path: Path) -> None:
     """Write a new key. It is complete before it has its name, and one that another process wrote meanwhile stays."""
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-            stream.write(secrets.token_bytes(_LENGTH))
-        with suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with private_files():
+        temporary.write_bytes(secrets.token_bytes(_LENGTH))
+    with suppress(FileExistsError):
+        os.link(temporary, path)
+    temporary.unlink()

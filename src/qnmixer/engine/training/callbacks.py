@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
@@ -70,56 +68,39 @@ class IteratePictures(Callback):
 
     def __init__(self, n_slices: Count, folder: Path | None = None) -> None:
         self.n_slices, self.folder = n_slices, folder
-        self._rows: dict[int, SliceImages] = {}  # of this process, by number of the slice
-
-    def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *_: Any
-    ) -> None:
-        """Run the batches with those slices again and store the iterates. All processes do it, as fsdp requires."""
-        assert isinstance(pl_module, RunModule)
-        sampler = trainer.val_dataloaders.sampler  # type: ignore[union-attr]  # it has been made
-        if batch_idx * sampler.num_replicas * sampler.batch_size >= self.n_slices:
-            return
-        with torch.no_grad(), trainer.precision_plugin.forward_context():
-            T = pl_module.network.n_iterations
-            shown = sorted({round(k * T / (_MOST_SHOWN - 1)) for k in range(_MOST_SHOWN)})
-            state, iterates = pl_module.network.trajectory(pl_module.measure(batch, "val"), shown)
-        if batch_idx == 0:
-            for name, value in pl_module.network.diagnostics(state).items():
-                pl_module.log(f"val/{name}", value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
-        own_range = pl_module.config.data.own_range
-        rows = _iterate_rows(batch, dict(zip(shown, iterates, strict=True)), own_range)
-        drawn = zip(batch["sample"].tolist(), batch["weight"].tolist(), rows, strict=True)
-        self._rows |= {n: row for n, weight, row in drawn if weight and n < self.n_slices}
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the pictures on rank 0."""
-        rows, self._rows = self._rows, {}
-        if dist.is_initialized():
-            shares: list[dict[int, SliceImages]] = [{}] * dist.get_world_size()
-            # Rank 0 has only its own share of the validation slices.
-            dist.all_gather_object(shares, rows)
-            rows = {n: row for share in shares for n, row in share.items()}
+        """Run the slices again, one by one, and draw them. All processes do the same, as fsdp requires."""
+        assert isinstance(pl_module, RunModule)
+        loader: Any = trainer.val_dataloaders
+        rows = []
+        for n in range(min(self.n_slices, loader.sampler.length)):
+            batch = trainer.strategy.batch_to_device(loader.collate_fn([loader.dataset[n]]))
+            with trainer.precision_plugin.forward_context():
+                row, health = _iterates(pl_module, batch)
+            rows.append(row)
+            for name, value in health.items() if n == 0 else ():
+                pl_module.log(f"val/{name}", value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
         if not trainer.is_global_zero:
             return
         folder = self.folder or Path(trainer.default_root_dir) / "pictures"
         path = folder / f"iterates_{trainer.global_step:07d}.png"
-        draw_slices(path, [rows[n] for n in sorted(rows)])
+        draw_slices(path, rows)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_image("val/iterates", [str(path)], trainer.global_step)
 
 
-def _iterate_rows(batch: Batch, iterates: dict[int, Tensor], own_range: bool) -> list[SliceImages]:
-    """Each slice of a batch with x_t for some t."""
-    truths = to_hu(batch, batch["image"]).cpu()
-    rows = [SliceImages(f"slice {n}", truths[b, 0], []) for b, n in enumerate(batch["sample"].tolist())]
-    for t, image in iterates.items():
-        hu = to_hu(batch, image).cpu()
-        values = psnr(image, batch["image"], own_range=own_range).tolist()
-        for b, (row, value) in enumerate(zip(rows, values, strict=True)):
-            row.methods.append(MethodImages(f"x{t}", [hu[b, 0]], f"{value:.2f} dB"))
-    return rows
+def _iterates(module: RunModule, batch: Batch) -> tuple[SliceImages, dict[str, Tensor]]:
+    """Some x_t of a batch of one slice, and the health of H after the last one."""
+    T = module.network.n_iterations
+    shown = sorted({round(k * T / (_MOST_SHOWN - 1)) for k in range(_MOST_SHOWN)})
+    state, iterates = module.network.trajectory(module.measure(batch, "val"), shown)
+    row = SliceImages(f"slice {int(batch['sample'][0])}", to_hu(batch, batch["image"])[0, 0].cpu(), [])
+    for t, image in zip(shown, iterates, strict=True):
+        value = float(psnr(image, batch["image"], own_range=module.config.data.own_range))
+        row.methods.append(MethodImages(f"x{t}", [to_hu(batch, image)[0, 0].cpu()], f"{value:.2f} dB"))
+    return row, module.network.diagnostics(state)
 
 
 def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Path, step: int, samples: int) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from rich.console import Console
 from torch import Tensor
 
 from qnmixer.engine.batch import Batch
@@ -15,30 +14,31 @@ from qnmixer.engine.memory.footprint import MIB
 from qnmixer.engine.memory.leaks import Leak, LeakWatch
 from qnmixer.engine.memory.tracker import PeakTracker
 from qnmixer.engine.memory.usage import read_usage, reset_peak
+from qnmixer.engine.reports.tables import Console
 from qnmixer.engine.training.weight_averaging import MeanWeights
 
 
 class MemoryMonitor(Callback):
     """Logs memory at each optimizer step, measures the memory of a step, and warns about a leak.
 
-    The memory of a step is the figure in the terminal, results.json, sweeps and comparisons. `qnmixer.plan` predicts
-    it. It is the largest number of bytes of tensors on the fullest device during an optimizer step. These are weights,
-    gradients, optimizer state, graph and the scan's matrices. It is measured at the second step, because the optimizer
-    state exists from then on. On CUDA torch's allocator counts, with cuBLAS's workspaces (`on_a_gpu`). On a CPU the
-    tracker of the plan counts the real tensors. It cannot see those of fsdp and compile=true, so there is no figure
-    then.
+    The memory of a step is the largest number of bytes of tensors on the fullest device during the second optimizer
+    step: weights, gradients, optimizer state, graph and the scan's matrices. `qnmixer.plan` predicts it. On CUDA
+    torch's allocator counts. On a CPU the tracker of the plan counts the real tensors. It cannot see those of fsdp and
+    compile=true, so there is no figure then.
 
-    The metric memory/peak_mib is the same figure. On CUDA it is that of each step, on a CPU always that of the second.
-    Other counters of the process help to find a leak: memory/allocated_mib and memory/reserved_mib, on CUDA also
-    memory/device_used_mib. `Usage` defines them. On a CPU they include Python and all libraries.
+    memory/peak_mib is the same figure, on CUDA of each step. memory/allocated_mib, memory/reserved_mib and
+    memory/device_used_mib are counters of the process, see `Usage`. On a CPU they include Python and all libraries.
 
     Args:
         console: prints the lines.
+
+    Attributes:
+        measured_mib: the memory of a step; None before the second one has ended.
     """
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.measured_mib: float | None = None  # of the second step, on the fullest device
+        self.measured_mib: float | None = None
         self.leak: Leak | None = None
         self._watch = LeakWatch()
         self._peak: int | None = None  # bytes, as memory/peak_mib
@@ -83,31 +83,19 @@ class MemoryMonitor(Callback):
             peak = torch.tensor(self._peak / MIB, device=pl_module.device)
             # Of the fullest device: this is what must fit.
             self.measured_mib = float(trainer.strategy.reduce(peak, reduce_op="max"))
-            self._print(f"memory: {self.measured_mib:,.0f} MiB in tensors at the peak of a step")
+            line = f"memory: {self.measured_mib:,.0f} MiB in tensors at the peak of a step"
+            self.console.print(line, highlight=False, soft_wrap=True)
         if leak := self._watch.update(usage.allocated):
             self.leak = leak
-            self._print(
-                f"memory: a leak? The memory at the end of a step has grown for {leak.steps} steps, from "
-                f"{leak.first_bytes / MIB:.0f} to {leak.last_bytes / MIB:.0f} MiB, {leak.bytes_per_step / MIB:.2g} MiB "
-                "a step. Usual causes: a loss or image in a list without .detach() (its whole graph stays), a tensor "
-                "logged with its graph, a state carried from batch to batch without .detach(), a callback that stores "
-                "outputs"
+            self.console.warn(
+                f"a leak? The memory at the end of a step has grown for {leak.steps} steps, by "
+                f"{leak.bytes_per_step / MIB:.2g} MiB a step. The usual cause is a loss, an image or a state that is "
+                "stored or logged without .detach(), and so keeps its whole graph"
             )
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Stop counting."""
         self._tracking.close()
-
-    def record(self, before: dict[str, float | None] | None = None) -> dict[str, float | None]:
-        """The entry for results.json: `measured_step`, the memory of a step in MiB.
-
-        Args:
-            before: the entry from before the run was resumed. A resumed run may train no further step.
-        """
-        return {"measured_step": self.measured_mib or (before or {}).get("measured_step")}
-
-    def _print(self, line: str) -> None:
-        self.console.print(line, highlight=False, soft_wrap=True)
 
 
 def _shows_tensors(module: L.LightningModule) -> bool:

@@ -9,14 +9,11 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.trainer.states import TrainerFn
-from rich.console import Console
 from torch import Tensor
 
-from qnmixer.engine.batch import Batch
 from qnmixer.engine.reports.progress import Bar, Pace, takes_a_bar
-from qnmixer.engine.reports.tables import in_digits
+from qnmixer.engine.reports.tables import Console, in_digits
 from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.tracking.loggers import WandbRun
 
 _RECENT_LOSSES = 20  # their mean is shown
 
@@ -24,10 +21,9 @@ _RECENT_LOSSES = 20  # their mean is shown
 class TrainingProgress(Callback):
     """Shows the step of all steps, the loss, the last main metric of a validation, samples a second and the time left.
 
-    A terminal has one bar for the whole run. A validation is a phase of it and leaves one line above it. A log has
-    lines at intervals and at each validation, and so has W&B's output. Steps are optimizer steps. The loss is the mean
-    over the last 20 steps, and the speed that of the last row. The time left is that of the whole run, validations
-    included, at the pace so far. Values logged with `prog_bar=True` are shown too.
+    A terminal has one bar for the whole run, where Lightning's own have one for each epoch. A log has lines at
+    intervals. Each validation leaves a line. The loss is the mean over the last 20 optimizer steps. The time left is
+    that of the whole run, validations included, at the pace so far. Values logged with `prog_bar=True` are shown too.
 
     Args:
         console: that of the whole run, so that other lines go above the bar. A quiet one shows nothing.
@@ -48,7 +44,7 @@ class TrainingProgress(Callback):
         """Print the step at which a resumed run starts. Start the bar and the clock."""
         self._total, self._step = trainer.estimated_stepping_batches, trainer.global_step
         if self._step:
-            self._print(trainer, f"resumed at {self._place().replace('/', ' of ')}")
+            self._print(f"resumed at {self._place().replace('/', ' of ')}")
         self._begin, self._pace = (self._step, time.monotonic()), Pace()
         self._show(trainer)
 
@@ -56,7 +52,6 @@ class TrainingProgress(Callback):
         """Store the loss of an optimizer step, if the batch ended one."""
         if trainer.global_step != self._step:
             self._step = trainer.global_step
-            # As a tensor: to read its value here would make the host wait for the GPU at every step.
             self._losses.append(trainer.callback_metrics["train/loss"])
             self._show(trainer)
 
@@ -66,7 +61,7 @@ class TrainingProgress(Callback):
         self._show(trainer, 0)
 
     def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *_: Any
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
         """Show how far the validation is."""
         self._show(trainer, batch_idx + 1)
@@ -80,7 +75,7 @@ class TrainingProgress(Callback):
         self._last = [f"{main} {in_digits(values[main])}"]
         place = [self._place()] if self._step else []  # a network that does not learn has no steps
         found = " · ".join(_with_unit(name, values[name], pl_module) for name in (main, *others))
-        self._print(trainer, " · ".join([*place, f"val {found}", *self._pace_and_time(trainer)]))
+        self._print(" · ".join([*place, f"val {found}", *self._pace_and_time(trainer)]))
         if trainer.state.fn != TrainerFn.FITTING:  # the last one, after training
             self._end()
 
@@ -88,20 +83,19 @@ class TrainingProgress(Callback):
         """Remove the bar, and say why training ends before its last step."""
         self._end()
         if trainer.should_stop and trainer.global_step < self._total:
-            self._print(trainer, f"training ends at step {trainer.global_step}: {_why_it_ends(trainer)}")
+            self._print(f"training ends at step {trainer.global_step}: {_why_it_ends(trainer)}")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Remove the bar before the error is printed."""
         self._end()
 
     def _show(self, trainer: L.Trainer, validated: int | None = None) -> None:
-        """Draw the bar and print a line, if they are due. `validated`: batches of a validation that are done."""
+        """Draw the bar or print a line, if it is due. `validated`: batches of a validation that are done."""
         if not self.enabled or trainer.progress_bar_callback is not None:
             return
         if self._bar is None and takes_a_bar(self.console):
             self._bar = Bar(self.console)
-        draws, prints = self._bar is not None and self._bar.is_due(), self._pace.due()
-        if not (draws or prints):
+        if not (self._pace.due() if self._bar is None else self._bar.is_due()):
             return
         if validated is None:
             loss = [f"loss {sum(map(float, self._losses)) / len(self._losses):#.3g}"] if self._losses else []
@@ -109,16 +103,15 @@ class TrainingProgress(Callback):
         else:
             now = [f"validating {validated}/{sum(trainer.num_val_batches)}"]
         words = [*now, *self._last, *self._pace_and_time(trainer)]
-        if self._bar is not None and draws:
+        if self._bar is None:
+            self._print(" · ".join([self._place(), *words]))
+        else:
             total = self._total if math.isfinite(self._total) else None
             self._bar.draw(self._place(), " · ".join(words), self._step, total)
-        if prints:
-            (self._print if self._bar is None else _to_wandb)(trainer, " · ".join([self._place(), *words]))
 
-    def _print(self, trainer: L.Trainer, line: str) -> None:
+    def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)
         self._pace.printed()
-        _to_wandb(trainer, line)
 
     def _end(self) -> None:
         if self._bar is not None:
@@ -141,12 +134,9 @@ class TrainingProgress(Callback):
 def _why_it_ends(trainer: L.Trainer) -> str:
     """The reason for which a callback ends training early, in the words of Lightning's EarlyStopping."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's, untyped
-    for it in callbacks:
-        if isinstance(it, EarlyStopping) and it.stopping_reason_message:
-            return it.stopping_reason_message.removesuffix(" Signaling Trainer to stop.")
-        if isinstance(it, Timer) and (left := it.time_remaining()) is not None and left <= 0:
-            return "its time is over (trainer.max_time)"
-    return "a callback set trainer.should_stop"
+    reasons = [it.stopping_reason_message for it in callbacks if isinstance(it, EarlyStopping)]
+    reasons += ["its time is over (trainer.max_time)" for it in callbacks if isinstance(it, Timer)]
+    return next(filter(None, reasons), "a callback set trainer.should_stop")
 
 
 def _with_unit(name: str, value: float, module: RunModule) -> str:
@@ -155,10 +145,3 @@ def _with_unit(name: str, value: float, module: RunModule) -> str:
     metric = module.config.metrics.get(name)
     title, _, unit = ((metric and metric.title) or name).partition(", ")
     return f"{title.partition(' ×')[0]} {in_digits(value)} {unit}".rstrip()
-
-
-def _to_wandb(trainer: L.Trainer, line: str) -> None:
-    """Add a line to W&B's output. W&B does not listen to the terminal, because other lines there name folders."""
-    for logger in trainer.loggers:
-        if isinstance(logger, WandbRun):
-            logger.experiment.write_logs(line)

@@ -12,7 +12,6 @@ from qnmixer.engine.batch import Batch
 from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.run_module import RunModule
-from qnmixer.errors import ConfigError
 
 _T = TypeVar("_T", bound=Callback)
 
@@ -38,18 +37,13 @@ class StepMetrics(Callback):
     It is the first callback of a run, so that others may read what it computes. `step`, the number of optimizer steps
     done, and `samples`, the slices seen by all devices together, are in each row. Lightning uses `step` as the step of
     the row. The speed is measured since the previous row, with data loading but without validation.
-
-    Attributes:
-        norm: of the gradient of all devices at this step, before clipping.
     """
 
     def __init__(self) -> None:
-        self.norm = torch.tensor(0.0)
         self._names: list[str] = []
         self._asked: tuple[Tensor, torch.cuda.Event | None, Tensor, str] | None = None  # a loss that is being checked
         self._largest_norm: Tensor | float = 0.0
         self._loss: Tensor | float = 0.0
-        self._batches = 1  # of a step, when training began
         self._row = (0, 0.0)  # samples at the previous row, and its time, moved by the time of validations since
         self._paused: float | None = None  # when a validation began
 
@@ -63,19 +57,10 @@ class StepMetrics(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock."""
-        self._batches = trainer.accumulate_grad_batches
         self._row = samples_until(trainer, trainer.global_step), time.monotonic()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any) -> None:
-        """Store the names of the slices, for the message. Leave out the time of a validation.
-
-        Raises ConfigError if a callback has changed the batches of a step: `samples` and resuming rely on their number.
-        """
-        if (now := trainer.accumulate_grad_batches) != self._batches:
-            raise ConfigError(
-                f"a callback changed trainer.accumulate_grad_batches from {self._batches} to {now}: leave it "
-                f"out, and set trainer.accumulate_grad_batches={now}"
-            )
+        """Store the names of the slices, for the message. Leave out the time of a validation."""
         self._names = batch["name"]
         if self._paused is not None:
             samples, since = self._row
@@ -103,7 +88,7 @@ class StepMetrics(Callback):
         assert isinstance(pl_module, RunModule)
         self._raise_if_not_finite()
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-        self.norm = norm = gather(torch.nn.utils.get_total_norm(gradients))  # that of shards is itself in shards
+        norm = gather(torch.nn.utils.get_total_norm(gradients))  # that of shards is itself in shards
         # The scaler skips a step whose gradient overflows. That norm would be the largest for the rest of the run.
         counted = norm if _scaler(trainer) is None else norm.nan_to_num(nan=0.0, posinf=0.0)
         self._largest_norm = torch.maximum(counted, torch.as_tensor(self._largest_norm, device=norm.device))

@@ -1,10 +1,14 @@
 """The steps of a training run. `qnmixer.fit` has their order."""
 
 import math
+import re
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -15,7 +19,7 @@ from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.engine.config import Config, effective_batch
 from qnmixer.engine.config.named import modes_of
-from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig
+from qnmixer.engine.config.sections import FewBatchesConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit, seen_by
 from qnmixer.engine.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation
@@ -31,21 +35,12 @@ from qnmixer.engine.processes.ranks import another_rank_failed, rank, world_size
 from qnmixer.engine.processes.signals import stop_signals
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.tracking.loggers import (
-    CODE_DIFF,
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    close_loggers,
-    device_name,
-)
+from qnmixer.engine.tracking.loggers import CODE_DIFF, DONE, FAILED, INTERRUPTED, close_loggers, device_name
 from qnmixer.engine.tracking.results import git_diff, read_results
 from qnmixer.engine.tracking.resume import resume_hint
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks, log_evaluation
 from qnmixer.engine.training.checkpointing import Checkpointing
-from qnmixer.engine.training.debugging import MemorySnapshot, Profile, naming_nan_gradients
-from qnmixer.engine.training.health import HealthMonitor
 from qnmixer.engine.training.memory_monitor import MemoryMonitor
 from qnmixer.engine.training.progress import TrainingProgress
 from qnmixer.engine.training.step_metrics import callback_of, samples_until
@@ -73,7 +68,7 @@ def session(config: Config, run: Run) -> Iterator[None]:
             exit_code = FAILED if failed else INTERRUPTED
             raise
         finally:
-            close_loggers(config.logger, run.folder, exit_code)
+            close_loggers(config.logger, exit_code)
 
 
 @contextmanager
@@ -152,19 +147,14 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataMo
 
 
 def all_callbacks(config: Config, run: Run) -> list[Callback]:
-    """Build those of every run (checkpoints, memory, progress, health), and those that the config names."""
+    """Build those of every run (checkpoints, memory, progress), and those that the config names."""
     mode = modes_of(config.metrics)[config.monitor]
-    callbacks: list[Callback] = [
+    return [
         Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode),
         MemoryMonitor(run.console),
         TrainingProgress(run.console, config.trainer.extra.get("enable_progress_bar") is not False),
-        HealthMonitor(run),
+        *build_callbacks(config.callbacks, config.metrics),
     ]
-    if isinstance(config.debug, ProfileConfig):
-        callbacks.append(Profile(run.folder / "profile", config.debug, run.console))
-    if config.debug.name == "memory":
-        callbacks.append(MemorySnapshot(run.folder, run.console))
-    return [*callbacks, *build_callbacks(config.callbacks, config.metrics)]
 
 
 def save_code_diff(run: Run) -> None:
@@ -183,7 +173,8 @@ def recording_training(run: Run, trainer: L.Trainer) -> Iterator[None]:
     try:
         yield
     finally:
-        run.record["memory"] = callback_of(trainer, MemoryMonitor).record(run.record.get("memory"))
+        before = run.record.get("memory", {}).get("measured_step")  # a resumed run may train no further step
+        run.record["memory"] = {"measured_step": callback_of(trainer, MemoryMonitor).measured_mib or before}
         if trainer.global_step or run.resumed_at is None:  # else it failed before Lightning read its checkpoint
             run.record |= {"steps": trainer.global_step, "seconds": callback_of(trainer, Checkpointing).seconds}
 
@@ -200,6 +191,46 @@ def out_of_memory_advice(config: Config, module: RunModule, trainer: L.Trainer) 
         # Frames of the error own the tensors that filled the memory. The plan needs that memory.
         traceback.clear_frames(error.__traceback__)
         raise OutOfMemory(advice(Planner(config, module.projector.cpu()), config, available)) from error
+
+
+@contextmanager
+def naming_nan_gradients() -> Iterator[None]:
+    """Turn an error of torch's anomaly detection into a FloatingPointError that names the operator and its caller."""
+    traces: list[str] = []
+    show = warnings.showwarning
+
+    # torch names the code line in a warning only. The error that follows names the operator.
+    def keep(message: Warning | str, *rest: Any, **more: Any) -> None:
+        if str(message).startswith("Error detected in"):
+            traces.append(str(message))
+        else:
+            show(message, *rest, **more)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message="Error detected in")
+        warnings.showwarning = keep
+        try:
+            yield
+        except RuntimeError as error:
+            if not (found := re.search(r"Function '(\w+)' returned nan values", str(error))):
+                raise
+            frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n +(.*)', "".join(traces))
+            own = [frame for frame in frames if "site-packages" not in frame[0]]
+            where = [f" of `{code}` ({path}:{line})" for path, line, code in (own or frames)[-1:]]
+            raise FloatingPointError(f"the gradient became NaN in {found[1]}{''.join(where)}") from error
+
+
+@contextmanager
+def memory_snapshot(run: Run) -> Iterator[None]:
+    """Record who allocates a GPU's memory, and write it at the end of the block, also if memory runs out."""
+    torch.cuda.memory._record_memory_history(max_entries=100_000)  # the last ones: some tens of MB
+    try:
+        yield
+    finally:
+        path = run.folder / f"memory_rank_{rank()}.pickle"
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        run.console.print(f"memory: {path} (open it at https://docs.pytorch.org/memory_viz)", soft_wrap=True)
 
 
 @contextmanager
@@ -229,8 +260,10 @@ def train(
 ) -> None:
     """Train from a checkpoint, or from the start. Does nothing for a network without parameters."""
     print_start(config, module, data, trainer, run.console)
-    naming = naming_nan_gradients() if config.debug.name == "anomaly" else nullcontext()
-    with recording_training(run, trainer), out_of_memory_advice(config, module, trainer), naming:
+    modes: dict[str, Callable[[], AbstractContextManager[None]]]
+    modes = {"anomaly": naming_nan_gradients, "memory": partial(memory_snapshot, run)}
+    debugging = modes.get(config.debug.name, nullcontext)()
+    with recording_training(run, trainer), out_of_memory_advice(config, module, trainer), debugging:
         if any(p.requires_grad for p in module.parameters()):
             with interrupts_as_raised():
                 trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)

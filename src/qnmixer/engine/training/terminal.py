@@ -10,7 +10,6 @@ import lightning as L
 from qnmixer.engine.checkpoints.reading import built_from
 from qnmixer.engine.config import Config, effective_batch
 from qnmixer.engine.config.overrides import quoted
-from qnmixer.engine.config.sections import TrainerConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.plugins import trust_words
@@ -31,12 +30,6 @@ _NOT_FOR_USERS = (
     # has the memory layout of its bucket. Only torch's comparison of the numbers says otherwise.
     "Grad strides do not match bucket view strides",
 )
-
-_DEBUG = {
-    "few_batches": "debug=few_batches: a few slices of each split, and the numbers mean nothing",
-    "overfit": "debug=overfit: training and validation have the slices of one step, and the loss must fall far",
-    "anomaly": "debug=anomaly: a gradient that becomes NaN ends the run and names the operator. Steps are slower",
-}
 
 
 def quieten() -> None:
@@ -67,16 +60,15 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
     ]
     if n_parameters:
         steps = _steps_per_epoch(config, len(data.dataset("train")))
+        limits = [f"{t.max_steps:,} steps"] * (t.max_steps > -1)
+        limits += [f"{t.max_epochs:,} epochs ({t.max_epochs * steps:,} steps)"] if t.max_epochs else []
         lines += [
             f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} "
             f"slice{'s' * (batch > 1)} an optimizer step; {steps:,} step{'s' * (steps > 1)} an epoch",
-            _length(t, steps),
+            f"training ends after {' or '.join(limits)}",
         ]
-    if config.optimizer.name == "muon" and not module.network.hidden_weights():
-        name = type(module.network).__name__
-        lines.append(f"optimizer muon: AdamW changes all weights, as {name}.hidden_weights() is empty")
-    if config.debug.name in _DEBUG:
-        lines.append(_DEBUG[config.debug.name])
+    if config.debug.name != "off":
+        lines.append(f"debug={config.debug.name}: the numbers of such a run mean little")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     if data.measured and (doubt := _other_unit(module, data)):
         console.warn(doubt, style="bold red")
@@ -98,6 +90,8 @@ def _other_unit(module: RunModule, data: SliceDataModule) -> str | None:
 def print_end(config: Config, run: Run) -> None:
     """Print where the results are, and how to try the network on other slices."""
     run.console.print(f"run folder: {run.folder}", soft_wrap=True)
+    if (profile := run.folder / "profile").is_dir():
+        run.console.print(f"profile: {profile} (traces for https://ui.perfetto.dev, tables as text)", soft_wrap=True)
     if picture := run.record.get("picture"):
         words = [f"run={quoted(run.folder)}", *trust_words(built_from(config, "metrics.").values()), "data=dicom"]
         lines = f"on your own slices: python -m qnmixer.evaluate {shlex.join(words)} data.root=/path/to/dicom"
@@ -109,14 +103,3 @@ def _steps_per_epoch(config: Config, n_slices: int) -> int:
     limit = config.trainer.extra.get("limit_train_batches")
     steps = limit // config.trainer.accumulate_grad_batches if isinstance(limit, int) else limit
     return EpochSampler(n_slices, shuffle=False, batch_size=effective_batch(config), batches=steps).steps
-
-
-def _length(t: TrainerConfig, steps_an_epoch: int) -> str:
-    """The text on the limit that ends a run, which is the first one of steps and epochs."""
-    by_epochs = [] if t.max_epochs is None else [t.max_epochs * steps_an_epoch]
-    steps = min([*by_epochs, *([t.max_steps] if t.max_steps > -1 else [])])
-    epochs = steps / steps_an_epoch
-    return (
-        f"training ends after {steps:,} steps "
-        f"({epochs:,.{'0f' if epochs >= 1000 else '3g'}} epoch{'s' * (epochs != 1)})"
-    )

@@ -1,5 +1,6 @@
 """Lightning's Trainer, built from the config."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from torch.profiler import schedule
 
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.sections import TrainerConfig
+from qnmixer.engine.config.sections import ProfileConfig, TrainerConfig
 from qnmixer.engine.lightning_private import disable_signal_handling
 from qnmixer.engine.parallel.devices import allow_tf32
 from qnmixer.engine.parallel.strategies import build_precision, build_strategy
@@ -47,7 +49,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         enable_model_summary=False,
         default_root_dir=folder,
-        profiler=_profiler(t.extra.get("profiler"), folder / "profile"),
+        profiler=_profiler(config, folder / "profile"),
         **_validations(t),
         **{name: value for name, value in t.extra.items() if name not in _BUILT and value is not None},
     )
@@ -64,6 +66,11 @@ def _validations(t: TrainerConfig) -> dict[str, Any]:
     }
 
 
-def _profiler(name: str | None, folder: Path) -> Profiler | None:
-    """Lightning's profiler of this name, which writes its results into a folder."""
+def _profiler(config: Config, folder: Path) -> Profiler | None:
+    """Lightning's profiler that the config asks for, which writes its results into a folder."""
+    name, debug = config.trainer.extra.get("profiler"), config.debug
+    if isinstance(debug, ProfileConfig):
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to the terminal
+        recorded = schedule(skip_first=debug.warm_up - 1, wait=0, warmup=1, active=debug.steps, repeat=1)
+        return PyTorchProfiler(folder, "operators", schedule=recorded, record_shapes=True, acc_events=True)
     return None if name is None else _PROFILERS[name](dirpath=folder, filename="lightning")

@@ -28,8 +28,17 @@ from qnmixer.files import naming, write_text
 
 
 def check_processes(config: Config) -> None:
-    """Raise ConfigError if the config needs another number of processes than were started."""
+    """Raise ConfigError if the config needs another number of processes than were started.
+
+    Also for a SLURM job of several processes that Lightning would not recognise.
+    """
     trainer, n = config.trainer, world_size()
+    if by_srun() and "SLURM_NTASKS_PER_NODE" not in os.environ:
+        raise ConfigError("SLURM got --ntasks only: give --ntasks-per-node=GPUS_OF_A_NODE instead")
+    if by_srun() and (name := os.environ.get("SLURM_JOB_NAME")) in ("bash", "interactive"):
+        raise ConfigError(
+            f"Lightning treats a job named {name} as a single process: put SLURM_JOB_NAME=train before srun"
+        )
     if not is_rank():
         if trainer.num_nodes > 1:
             raise ConfigError(
@@ -42,18 +51,6 @@ def check_processes(config: Config) -> None:
         raise ConfigError(
             f"trainer.devices={trainer.devices} × trainer.num_nodes={trainer.num_nodes} is not the number of processes "
             f"that were started, {n}: change them, or the command that started this one"
-        )
-
-
-def check_srun() -> None:
-    """Raise ConfigError for a SLURM job of several processes that Lightning would not recognise."""
-    if not by_srun():
-        return
-    if "SLURM_NTASKS_PER_NODE" not in os.environ:
-        raise ConfigError("SLURM got --ntasks only: give --ntasks-per-node=GPUS_OF_A_NODE instead")
-    if (name := os.environ.get("SLURM_JOB_NAME")) in ("bash", "interactive"):
-        raise ConfigError(
-            f"Lightning treats a job named {name} as a single process: put SLURM_JOB_NAME=train before srun"
         )
 
 
