@@ -20,8 +20,7 @@ from qnmixer.engine import cli
 from qnmixer.engine.checkpoints.reading import load_run
 from qnmixer.engine.config import parse
 from qnmixer.engine.config.commands import parse_compare
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.search_path import CONF
+from qnmixer.engine.config.compose import CONF, compose
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.errors import ConfigError

@@ -106,9 +106,12 @@ def test_noise_of_the_set_has_its_largest_value() -> None:
         (["geometry.field_of_view=400"], r"geometry\.field_of_view"),
         (["data.augment=true"], r"data\.augment=True changes images"),
         (["data.simulation_factor=2"], r"data\.simulation_factor=2 changes images"),
-        (["data.hu_max=2000"], r"data\.hu_max=2000 is not that of data=lodopab, 3071"),
+        (["data.hu_max=2000"], r"data\.hu_max=2000.0 is not that of data=lodopab: give 3071"),
         (["data.scaling=minmax"], r"data\.scaling=minmax changes images"),
-        (["data.scaling=minmax", "data.sinograms=simulated"], r"scale of its own"),
+        (
+            ["data.scaling=minmax", "data.sinograms=simulated"],
+            r"data\.scaling=minmax is not that of data=lodopab",
+        ),
     ],
 )
 def test_settings_that_do_not_fit(overrides: list[str], says: str) -> None:

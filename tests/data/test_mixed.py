@@ -188,17 +188,17 @@ def symmetries(image: torch.Tensor) -> list[torch.Tensor]:
 
 
 BAD: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
-    r"shares of data.sources \(slices 0.7, phantoms 0.3, more 0.2\) add up to 1.2": ({"slices": {"share": 0.7}}, {}),
-    r"data.sources.slices.share=-0.1 is not a share: give a number from 0 to 1": ({"slices": {"share": -0.1}}, {}),
-    r"shares of data.sources \(.*\) add up to 0.6": ({"slices": {"share": 0.1}}, {}),
-    r"data.sources.slices.share=most is not a share": ({"slices": {"share": "most"}}, {}),
-    r"data.sources.slices.share=None is not a share": ({"slices": {"share": None}}, {}),
-    r"data.sources.slices.name=dicm is not known: did you mean dicom\?": ({"slices": {"name": "dicm"}}, {}),
+    r"shares of data.sources \(slices 0.7, phantoms 0.3, more 0.2\) must add up to 1": ({"slices": {"share": 0.7}}, {}),
+    r"data.sources.slices.share=-0.1 should be greater than or equal to 0": ({"slices": {"share": -0.1}}, {}),
+    r"shares of data.sources \(slices 0.1, .*\) must add up to 1": ({"slices": {"share": 0.1}}, {}),
+    r"data.sources.slices.share=most should be a valid number": ({"slices": {"share": "most"}}, {}),
+    r"data.sources.slices.share=null should be a valid number": ({"slices": {"share": None}}, {}),
+    r"data.sources.slices.name=dicm is not known: choose deeplesion, dicom": ({"slices": {"name": "dicm"}}, {}),
     r"data.sources.slices.name=mixed is not known: choose deeplesion, dicom": ({"slices": {"name": "mixed"}}, {}),
     r"data.sources.slices.splitt": ({"slices": {"splitt": "all"}}, {}),
-    r"data.sources.slices.split=alll is not known: did you mean all\?": ({"slices": {"split": "alll"}}, {}),
+    r"data.sources.slices.split=alll should be 'random', 'aapm'": ({"slices": {"split": "alll"}}, {}),
     r"image_size is the same for all sources: give it as data.image_size": ({"slices": {"image_size": 8}}, {}),
-    r"data.evaluate_on=slice: did you mean slices\?, or null": ({}, {"evaluate_on": "slice"}),
+    r"data.evaluate_on=slice is no source: give one of data.sources, or null": ({}, {"evaluate_on": "slice"}),
     r"data.simulation_factor=3 is too large: give 2 or less \(data.sources.phantoms": ({}, {"simulation_factor": 3}),
     r"data.sources.more._target_ has no value": ({"more": {"name": "custom"}}, {}),
     r"data.sources.more.root=/nowhere": ({"more": {"root": "/nowhere"}}, {}),
@@ -229,7 +229,7 @@ def test_one_folder_is_not_split_twice(root: Path) -> None:
     ("words", "line"),
     [
         (["data=mixed", "data.sources.slices.splt=all"], "did you mean data.sources.slices.split?"),
-        (["data.sources.slices.root=/ct"], "choose data=mixed, or add it to a source of your own as +data.sources"),
+        (["data.sources.slices.root=/ct"], "unknown key data.sources.slices.root: choose data=mixed"),
     ],
 )
 def test_a_misspelt_key_of_a_source(words: list[str], line: str) -> None:

@@ -147,7 +147,7 @@ def test_the_users_environment_has_the_mode(monkeypatch: pytest.MonkeyPatch, var
     assert config_of("logger.wandb.mode=online").logger["wandb"].mode == "online"
     monkeypatch.setenv("WANDB_MODE", "dryrun")
     monkeypatch.delenv("WANDB_DISABLED", raising=False)
-    with pytest.raises(ConfigError, match=r"^WANDB_MODE=dryrun is not known: choose offline, online, disabled$"):
+    with pytest.raises(ConfigError, match=r"^WANDB_MODE=dryrun should be 'offline', 'online' or 'disabled'$"):
         config_of()
 
 

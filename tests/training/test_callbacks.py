@@ -11,7 +11,7 @@ import torch
 
 from qnmixer.engine.checkpoints.reading import read_checkpoint
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.named import parse_callbacks
+from qnmixer.engine.config.sections import parse_callbacks
 from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.run import Run
@@ -143,5 +143,5 @@ def test_ready_callbacks_log_beside_ours(tiny_config: TinyConfig, tmp_path: Path
 
 def test_pictures_need_a_slice(tiny_config: TinyConfig) -> None:
     config = tiny_config("callbacks.pictures.n_slices=0")
-    with pytest.raises(ConfigError, match=r"callbacks\.pictures\.n_slices=0 is too small: give 1 or more"):
+    with pytest.raises(ConfigError, match=r"callbacks\.pictures\.n_slices=0 should be greater than or equal to 1"):
         build_callbacks(config.callbacks, config.metrics)

@@ -7,7 +7,7 @@ from math import inf, isfinite, isnan, nan
 from statistics import mean
 from typing import Any
 
-from qnmixer.engine.config.named import MetricConfig, default_metrics
+from qnmixer.engine.config.sections import MetricConfig, default_metrics
 from qnmixer.engine.evaluation.statistics import deviation, half_width
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.reports.tables import in_digits

@@ -14,11 +14,22 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.keys import flat_keys
-from qnmixer.engine.config.overrides import LENGTH, key_of, looks_elsewhere, looks_up, of_hydra, quoted, values_of
-from qnmixer.engine.config.search_path import CONF, SEARCH_PATH, places_of, search_path_in, with_search_path
-from qnmixer.engine.config.target import TARGET, options, values_of_option
+from qnmixer.engine.config.compose import (
+    CONF,
+    LENGTH,
+    SEARCH_PATH,
+    compose,
+    key_of,
+    looks_elsewhere,
+    looks_up,
+    of_hydra,
+    places_of,
+    quoted,
+    search_path_in,
+    values_of,
+    with_search_path,
+)
+from qnmixer.engine.config.options import TARGET, flat_keys, options, values_of_option
 from qnmixer.engine.plugins import check_trusted, module_of, trust_words
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.tracking.records import read_yaml
