@@ -180,7 +180,7 @@ def test_one_line_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
         ([f"sweep={sweep}", "tests=[as_traind]"], "did you mean as_trained?"),
         ([f"sweep={sweep}", "tests=[real]"], "give it as root=/path/to/slices"),
         ([f"sweep={sweep}", "root=nowhere"], "root=nowhere does not exist"),
-        ([f"sweep={sweep}", "lr=3"], "unknown key lr"),
+        ([f"sweep={sweep}", "lr=3"], "lr is not known here"),
     ):
         code, stdout, stderr = run(*arguments)
         assert (code, stdout) == (1, ""), arguments

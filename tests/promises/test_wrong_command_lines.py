@@ -61,7 +61,7 @@ TRAIN = {
     "trainer=3": "trainer",
     # arguments of Lightning's Trainer
     "trainer.profiler=simple": "An argument that is not in conf/ takes a plus: +trainer.profiler=…",
-    "+trainer.max_steps=3": "An item is already at 'trainer.max_steps'. Either remove + prefix",
+    "+trainer.max_steps=3": "trainer.max_steps exists already: leave out the + before it",
     "+trainer.fast_dev_run=true": "trainer.fast_dev_run is not known here: it writes no checkpoint",
     "trainer.fast_dev_run=true": "use debug=few_batches",
     # habits from elsewhere
@@ -113,7 +113,7 @@ TRAIN = {
     "data.image_size=30": "data.image_size=30 is not divisible by model.patch_size=4",
     "model.latent_factor=3 model.latent_channels=9": "not divisible by model.latent_factor=3",
     "model.channels=10": "model.channels=10 should be a multiple of 4",
-    "model.latent_channels=17": "model.latent_channels=17 is more than",
+    "model.latent_channels=17": "model: latent_channels=17 is more than",
     "finetune=. resume=a_file": "finetune",
     "trainer.max_steps=-1": "trainer.max_steps",
     "optimizer.betas=[0.9]": "optimizer.betas=[0.9]: field required",

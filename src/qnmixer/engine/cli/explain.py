@@ -74,9 +74,10 @@ def _explain_system(error: OSError | RuntimeError) -> str | None:
     name_error(error, _folder_of_hydra(error))
     if not error.filename:
         return None
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    why = "the disk is full" if full else error.strerror or first_line(error)
-    return f"{error.filename} cannot be used ({why}): choose another place (hydra.run.dir=…, output=…)"
+    what = f"{error.filename} cannot be used ({error.strerror or first_line(error)})"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"the disk is full writing {error.filename}"
+    return f"{what}: choose another place (hydra.run.dir=…, output=…)"
 
 
 def _folder_of_hydra(error: BaseException) -> str:
@@ -119,7 +120,9 @@ def _explain_composition(error: Exception, config_name: str) -> str:
     if found := re.search(r"Multiple values for (\S+)\. To|config groups is not supported: '\+\+([^=@]+)", text):
         group = found[1] or found[2]
         return f"{group} has an option already: leave out the +, as in {group}=…"
-    if "An item is already at" not in text and (found := re.search(r"Could not [a-z. ]+ '([^']+)'", text)):
+    if found := re.search(r"An item is already at '([^']+)'", text):
+        return f"{found[1]} exists already: leave out the + before it"
+    if found := re.search(r"Could not [a-z. ]+ '([^']+)'", text):
         return _explain_key(found[1].lstrip("+~").split("=")[0].split("@")[0], config_name)
     return text
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from annotated_types import Ge, Gt, Le, Lt
 
 from qnmixer.engine.config.groups import Group, parse_section
-from qnmixer.engine.config.options import TARGET, keys_of, options, values_of_option
+from qnmixer.engine.config.options import TARGET, keys_of, options, unknown_key, values_of_option
 from qnmixer.engine.config.values import converted, has_no_value
 from qnmixer.engine.plugins import Kind
 from qnmixer.errors import ConfigError, DataError
@@ -129,7 +129,6 @@ class FolderData(DataConfig):
     )
     n_ours: ClassVar[int] = 0
     offered: ClassVar[tuple[str, ...]] = ()
-    closed: ClassVar[bool] = True
 
     root: str | None
     include: str
@@ -164,13 +163,14 @@ class MixedData(DataConfig):
     """
 
     target: ClassVar[str] = "qnmixer.engine.data.mixed.MixedSource"
-    closed: ClassVar[bool] = True
 
     evaluate_on: str | None
     sources: dict[str, dict[str, Any]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.arguments:
+            raise unknown_key(f"data.{next(iter(self.arguments))}")
         for name, share in self.shares.items():
             converted(f"data.sources.{name}.share", share, Annotated[float, Ge(0), Le(1)])
         if abs(sum(self.shares.values()) - 1) > 1e-6:

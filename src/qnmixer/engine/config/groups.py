@@ -7,7 +7,6 @@ targets are trusted. A target that loads Lightning is read when it is built.
 
 import importlib
 import inspect
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, partial
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_type_hints
 
 from annotated_types import Ge, Gt, Le
 
-from qnmixer.engine.config.options import TARGET, keys_of_options, option_of, options, unknown_key
+from qnmixer.engine.config.options import TARGET, option_of, unknown_key
 from qnmixer.engine.config.values import as_text, check_names, converted, converted_arguments, has_no_value
 from qnmixer.engine.plugins import Kind, is_trusted, load_plugin, parameters_of, subclass_of, taken
 from qnmixer.errors import ConfigError, PluginError, first_line
@@ -43,10 +42,7 @@ def parse_section(section: str, schema: type, value: Any, **parsed: Any) -> Any:
         parsed: values of the dataclass that are parsed already.
     """
     if not isinstance(value, Mapping):
-        group = section.partition(".")[0]
-        raise ConfigError(
-            f"{section}={value} is not a group of keys: choose an option, as in {group}={options(group)[0]}"
-        )
+        raise ConfigError(f"{section}={value} is not a group of keys: choose one of its options by name")
     prefix = f"{section}." if section else ""
     declared = {f.name: f for f in fields(schema) if f.name not in ("arguments", "section")}
     rest = {str(name): it for name, it in value.items() if name not in declared}
@@ -84,7 +80,6 @@ class Group:
         n_ours: its positional arguments, which qnmixer gives. A module that may be a function too gets none.
         ours: its arguments that qnmixer gives by name.
         offered: its arguments that qnmixer gives by name if it has them, and the config does not give them.
-        closed: whether our own targets of this group take no arguments but those that conf/ lists.
         late: whether the target is checked when it is built, because it loads Lightning or another large library.
         arguments: keys of the section that are not in its schema. They become keyword arguments of the target.
         section: its place in the config, such as model or metrics.psnr.
@@ -95,7 +90,6 @@ class Group:
     n_ours: ClassVar[int] = 0
     ours: ClassVar[tuple[str, ...]] = ()
     offered: ClassVar[tuple[str, ...]] = ()
-    closed: ClassVar[bool] = False
     late: ClassVar[bool] = False
 
     _target_: str
@@ -106,20 +100,13 @@ class Group:
     def schema_of(cls, value: Any) -> type["Group"]:
         """The schema of a section of this group. Raises ConfigError for a section without a target."""
         if isinstance(value, Mapping) and not isinstance(value.get(TARGET), str):
-            raise ConfigError(
-                f"{cls.group} has no {TARGET} (as_trained is for evaluate only): choose an option, as in "
-                f"{cls.group}={options(cls.group)[0]}"
-            )
+            raise ConfigError(f"{cls.group} has no {TARGET} (as_trained is for evaluate only): choose another option")
         return cls
 
     def __post_init__(self) -> None:
         self.section = self.section or self.group
         if odd := next((it for it in self.arguments if it.startswith("_") and it not in _WORDS), None):
             raise ConfigError(f"{self.section}.{odd} is not known: give {TARGET} and arguments of the target")
-        if self.closed and self._target_.startswith("qnmixer."):
-            listed = keys_of_options(self.group).get(self.name, ())
-            if unknown := next((it for it in self.arguments if it not in listed), None):
-                raise unknown_key(f"{self.section}.{unknown}")
 
     def __getattr__(self, name: str) -> Any:
         """The value of an argument."""
@@ -308,8 +295,8 @@ class ModelConfig(Group):
         section = super().checked()
         try:
             section.load().rules(section._all())
-        except ConfigError as error:  # it names its arguments; on the command line the group comes first
-            raise ConfigError(with_group(self.group, str(error), section._all())) from error
+        except ConfigError as error:  # it names its arguments as a program does
+            raise ConfigError(f"{self.group}: {error}") from error
         return section
 
     def _all(self) -> dict[str, Any]:
@@ -387,7 +374,6 @@ class ModuleConfig(Group):
 
     group: ClassVar[str] = "module"
     kind: ClassVar[Kind] = subclass_of("qnmixer.engine.run_module.RunModule")
-    closed: ClassVar[bool] = True
     late: ClassVar[bool] = True
 
 
@@ -398,11 +384,4 @@ class DataModuleConfig(Group):
     group: ClassVar[str] = "datamodule"
     kind: ClassVar[Kind] = subclass_of("qnmixer.engine.data.datamodule.SliceDataModule")
     n_ours: ClassVar[int] = 1
-    closed: ClassVar[bool] = True
     late: ClassVar[bool] = True
-
-
-def with_group(group: str, message: str, arguments: Collection[str]) -> str:
-    """A message that names arguments, with the keys of the command line. One word counts only with its value."""
-    long = "|".join(name for name in arguments if "_" in name) or "(?!)"
-    return re.sub(rf"(?<![\w.])(({'|'.join(arguments) or '(?!)'})(?==)|({long})\b)", rf"{group}.\g<0>", message)
