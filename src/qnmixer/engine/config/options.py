@@ -86,7 +86,7 @@ def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 @cache
-def _owners() -> dict[str, list[str]]:
+def owners() -> dict[str, list[str]]:
     """The options that have a key, by the key as on a command line."""
     found: dict[str, list[str]] = {}
     for path in sorted(CONF.glob("*/*.yaml")):
@@ -122,9 +122,9 @@ def unknown_key(key: str, known: Collection[str] = ()) -> ConfigError:
         return ConfigError(way)
     if name == "name":
         return ConfigError(f"{key} is no key: choose an option by its name, as in {section}={options(section)[0]}")
-    if its := _owners().get(key):
+    if its := owners().get(key):
         return ConfigError(f"{key} works with {section}={' or '.join(its)} only: choose that, or leave {key} out")
-    everything = {*known, *_owners()} - {key}
+    everything = {*known, *owners()} - {key}
     if parent.startswith("data.sources."):  # a source has the keys of its own option
         near = difflib.get_close_matches(leaf, {it.rpartition(".")[2] for it in everything}, n=1)
         way = f"did you mean {parent}.{near[0]}?" if near and near[0] != leaf else "choose data=mixed"

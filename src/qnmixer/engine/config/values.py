@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
+from qnmixer.engine.config.options import owners, unknown_key
 from qnmixer.engine.plugins import parameters_of
 from qnmixer.errors import ConfigError, PluginError
 
@@ -124,6 +125,8 @@ def check_names(
     own = {it.name: it for it in parameters[n_ours:] if it.kind in named and it.name not in ours}
     takes_all = any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters)
     for odd in (name for name in arguments if name not in own and not takes_all):
+        if f"{section}.{odd}" in owners():
+            raise unknown_key(f"{section}.{odd}")
         if near := difflib.get_close_matches(odd, own, n=1):
             raise PluginError(f"unknown key {section}.{odd}: did you mean {section}.{near[0]}?")
         takes = f"only {', '.join(own)}" if own else "and takes none"
