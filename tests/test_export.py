@@ -13,8 +13,7 @@ import torch
 from qnmixer.engine import cli
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config import parse
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.overrides import quoted
+from qnmixer.engine.config.compose import compose, quoted
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.export import check, export
 from qnmixer.reconstruct import check as check_reconstruct

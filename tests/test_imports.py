@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import qnmixer
-from qnmixer.engine.config.search_path import CONF
+from qnmixer.engine.config.compose import CONF
 
 SRC = Path(qnmixer.__file__).parent
 

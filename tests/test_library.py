@@ -105,7 +105,7 @@ def test_train_returns_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("word", "message"),
     [
         ("--multirun", "python -m qnmixer.train -m$"),
-        ("optimizer.lr=-1", "is too small"),
+        ("optimizer.lr=-1", "should be greater than 0"),
         ("optimizer.learning_rate=1", "optimizer.lr"),
         ("optimizer.lrr=1", "did you mean optimizer.lr"),
     ],

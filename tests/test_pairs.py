@@ -108,13 +108,6 @@ def test_a_run_trains_resumes_and_is_scored_as_the_set_is(
             assert found[batch["name"][0], method] == pytest.approx(expected, abs=1e-4)
 
 
-def test_nothing_is_added_to_what_was_measured() -> None:
-    module = build_module(parse(compose("train", [*TINY, "noise=physical"])))
-    y = torch.rand(2, 1, 8, 24)
-    batch: Any = {"image": torch.zeros(2, 1, 16, 16), "sinogram": y, "sample": torch.tensor([0, 1])}
-    assert module.measure(batch, "train") is y
-
-
 class Pairs:
     """A user's own: slices in HU, with what was measured of them."""
 
@@ -175,15 +168,11 @@ class Water:
 def test_sinograms_in_another_unit_are_doubted(tmp_path: Path) -> None:
     config = parse(compose("train", [*TINY, "trainer.accelerator=cpu", "logger=csv"]))
     module, trainer = build_module(config), build_trainer(config, tmp_path, [], [])
-
-    def printed(factor: float) -> str:
+    for factor, line in {1.0: None, 0.06: "warning: FBP of the sinogram of train 0 is 0.0"}.items():
         data, text = custom(_target_=f"{__name__}.Water", factor=factor), io.StringIO()
         print_start(config, module, data, trainer, Console(file=text))
-        return text.getvalue()
-
-    assert "warning" not in printed(1.0)
-    assert "warning: FBP of the sinogram of train 0 is 0.0" in printed(0.06)
-    assert "times its image" in printed(10.0)
+        assert (line or "views") in text.getvalue()
+        assert ("warning" in text.getvalue()) == (line is not None)
 
 
 def test_sinograms_of_another_scan_and_images_that_change_are_refused() -> None:

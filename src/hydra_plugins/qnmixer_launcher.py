@@ -34,8 +34,7 @@ class ProcessLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run these jobs and wait for all of them."""
-        from qnmixer.engine.config.compose import fitted
-        from qnmixer.engine.config.search_path import search_path_in
+        from qnmixer.engine.config.compose import fitted, search_path_in
         from qnmixer.engine.sweeps.jobs import (  # imported here, because Hydra loads this file for every command
             Job,
             run_jobs,

@@ -21,9 +21,8 @@ from omegaconf import DictConfig
 
 from qnmixer.engine import cli
 from qnmixer.engine.config import Config, parse
-from qnmixer.engine.config.compose import compose_as_given
+from qnmixer.engine.config.compose import CONF, compose_as_given, search_path_in
 from qnmixer.engine.config.data import check_data
-from qnmixer.engine.config.search_path import CONF, search_path_in
 from qnmixer.engine.processes.ranks import is_rank
 from qnmixer.engine.processes.signals import loading
 from qnmixer.engine.sweeps.jobs import Job, run_jobs

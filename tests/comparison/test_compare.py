@@ -15,8 +15,7 @@ from PIL import Image
 from qnmixer.compare import check, compare
 from qnmixer.engine.checkpoints.reading import load_run
 from qnmixer.engine.config import parse
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.search_path import CONF
+from qnmixer.engine.config.compose import CONF, compose
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.extras.comparison.compare import scan_under_test
@@ -157,7 +156,7 @@ def test_one_line_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
         ([f"sweep={sweep}", "tests=[as_traind]"], "did you mean as_trained?"),
         ([f"sweep={sweep}", "tests=[real]"], "give it as root=/path/to/slices"),
         ([f"sweep={sweep}", "root=nowhere"], "root=nowhere does not exist"),
-        ([f"sweep={sweep}", "lr=3"], "unknown key lr"),
+        ([f"sweep={sweep}", "lr=3"], "lr is not known here"),
         ([f"sweep={sweep}", "tests=[]"], "no tests are left"),
         ([f"sweep={sweep}", f"output={tmp_path}/old"], "old/comparison.csv is a link to another place"),
     ):

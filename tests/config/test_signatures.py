@@ -84,11 +84,11 @@ def save(config: Config, path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.n_iterations=0"], "model.n_iterations=0 is too small: give 1 or more"),
-        (["model.channels=65"], "model.channels=65 is too large: give 64 or less"),
-        (["+model.kind=c"], "model.kind=c is not known: choose a, b"),
-        (["+model.scale=much"], "model.scale=much is not a number: give one"),
-        (["+model.pair=1"], r"model.pair=1 is not a list: write model.pair=\[1\]"),
+        (["model.n_iterations=0"], "model.n_iterations=0 should be greater than or equal to 1"),
+        (["model.channels=65"], "model.channels=65 should be less than or equal to 64"),
+        (["+model.kind=c"], "model.kind=c should be 'a' or 'b'"),
+        (["+model.scale=much"], "model.scale=much should be a valid number"),
+        (["+model.pair=1"], "model.pair=1 should be a valid tuple"),
         (["+model.sacle=2"], "unknown key model.sacle: did you mean model.scale?"),
         (["+model.xyz=2"], "model.xyz: signatures_of_mine.Net has no such argument, only n_iterations, channels, kind"),
         (["+model.part={_target_: nowhere.X}"], "model.part._target_=nowhere.X, but there is no module nowhere"),
@@ -96,13 +96,12 @@ def save(config: Config, path: Path) -> Path:
             ["+model.part={_target_: signatures_of_mine.Wide, widht: 2}"],
             "unknown key model.part.widht: did you mean m",
         ),
-        (["model._target_=signatures_of_mine.Wide"], "is not a subclass of qnmixer.models.UnrolledNetwork"),
     ],
 )
 def test_what_does_not_fit_is_one_line(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         train(*NET, *words)
-    assert message.replace("\\", "") in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -111,7 +110,7 @@ def test_a_new_argument_is_one_place(mine: Path, tmp_path: Path) -> None:
     before = save(train(*NET), tmp_path / "a.ckpt")
     mine.write_text(MINE.replace("kind:", "added: Annotated[int, Ge(3)] = 5, kind:"))
     __import__("sys").modules.pop("signatures_of_mine")
-    with pytest.raises(ConfigError, match=r"model\.added=2 is too small: give 3 or more"):
+    with pytest.raises(ConfigError, match=r"model\.added=2 should be greater than or equal to 3"):
         train(*NET, "+model.added=2")
     load_run(before, trust=["signatures_of_mine"])
     load_weights(Reconstructor(train(*NET, "+model.added=5")), before)
@@ -136,14 +135,11 @@ def test_a_network_says_its_iterations() -> None:
     assert train("model=regformer").model.period == 2
 
 
-def test_a_function_may_be_partial_as_in_hydra() -> None:
+def test_hydras_words_are_those_of_hydra() -> None:
     config = train("loss=custom", "loss._target_=signatures_of_mine.huber", "+loss._partial_=true", "+loss.delta=0.5")
     value = build_loss(config.loss)(torch.ones(2, 1, 8, 8), torch.zeros(2, 1, 8, 8))
     torch.testing.assert_close(value, torch.full((2,), 0.375))
     assert parse(to_plain(config)) == config
-
-
-def test_a_part_is_built_as_in_hydra() -> None:
     config = train(*NET, "+model.part={_target_: signatures_of_mine.Wide, width: 6, bias: '${compile}'}")
     part = Reconstructor(config).network.part
     assert (part.layer.out_channels, part.layer.bias) == (6, None)

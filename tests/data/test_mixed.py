@@ -168,12 +168,12 @@ def symmetries(image: torch.Tensor) -> list[torch.Tensor]:
 
 
 BAD: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
-    r"shares of data.sources \(slices 0.7, phantoms 0.3, more 0.2\) add up to 1.2": ({"slices": {"share": 0.7}}, {}),
-    r"data.sources.slices.share=most is not a share": ({"slices": {"share": "most"}}, {}),
-    r"data.sources.slices.name=dicm is not known: did you mean dicom\?": ({"slices": {"name": "dicm"}}, {}),
+    r"shares of data.sources \(slices 0.7, phantoms 0.3, more 0.2\) must add up to 1": ({"slices": {"share": 0.7}}, {}),
+    r"data.sources.slices.share=most should be a valid number": ({"slices": {"share": "most"}}, {}),
+    r"data.sources.slices.name=dicm is not known: choose deeplesion, dicom": ({"slices": {"name": "dicm"}}, {}),
     r"data.sources.slices.splitt": ({"slices": {"splitt": "all"}}, {}),
     r"image_size is the same for all sources: give it as data.image_size": ({"slices": {"image_size": 8}}, {}),
-    r"data.evaluate_on=slice: did you mean slices\?": ({}, {"evaluate_on": "slice"}),
+    r"data.evaluate_on=slice is no source: give one of data.sources": ({}, {"evaluate_on": "slice"}),
     r"data.simulation_factor=3 is too large: give 2 or less \(data.sources.phantoms": ({}, {"simulation_factor": 3}),
     r"data.sources.more._target_ has no value": ({"more": {"name": "custom"}}, {}),
     r"data.sources.more.root=/nowhere": ({"more": {"root": "/nowhere"}}, {}),

@@ -121,5 +121,5 @@ def test_files_that_never_say_a_size(tmp_path: Path) -> None:
         SliceDataModule(data, geometry=scan(60.0)).setup()
     with pytest.raises(ConfigError, match="geometry"):
         SliceDataModule(data).setup()
-    with pytest.raises(ConfigError, match=r"data\.pixel_size=heder.*did you mean header"):
+    with pytest.raises(ConfigError, match=r"data\.pixel_size=heder should be 'field_of_view' or 'header'"):
         section("data", "numpy", root=str(tmp_path), pixel_size="heder")

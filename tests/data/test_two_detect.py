@@ -161,7 +161,7 @@ def test_counts_that_reach_nothing_stay_finite() -> None:
         ("geometry=paper", r"geometry\.n_detectors=512 is not that of data=two_detect, 956: take geometry=two_detect"),
         ("geometry.detector_offset=-1", r"geometry\.detector_offset=-1\.0"),
         ("data.augment=true", r"data\.augment=True changes images"),
-        ("data.mode=4", r"data\.mode=4 is too large"),
+        ("data.mode=4", r"data\.mode=4 should be less than or equal to 3"),
     ],
 )
 def test_settings_that_do_not_fit(override: str, says: str) -> None:

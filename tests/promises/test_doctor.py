@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from qnmixer.engine.config.search_path import CONF
+from qnmixer.engine.config.compose import CONF
 
 from ..warm import Warm
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from wandb.sdk.launch.sweeps.utils import DEFAULT_SWEEP_COMMAND, create_sweep_command, create_sweep_command_args
 
-from qnmixer.engine.config.search_path import CONF
+from qnmixer.engine.config.compose import CONF
 from qnmixer.engine.tracking.results import read_results
 
 from ..warm import Warm

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qnmixer.engine.config.search_path import CONF
+from qnmixer.engine.config.compose import CONF
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [

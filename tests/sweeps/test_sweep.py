@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.config.compose import compose_sweep
-from qnmixer.engine.config.overrides import values_of
+from qnmixer.engine.config.compose import compose_sweep, values_of
 from qnmixer.engine.sweeps.report import rows_of, write_report
 from qnmixer.engine.sweeps.sweep import place_jobs, sweep
 from qnmixer.engine.tracking.results import amend

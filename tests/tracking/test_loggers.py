@@ -138,7 +138,7 @@ def test_the_users_environment_is_under_the_command_line(
         "online",
     ]
     monkeypatch.setenv("WANDB_MODE", "dryrun")
-    with pytest.raises(ConfigError, match=r"^WANDB_MODE=dryrun is not known: choose offline, online, disabled$"):
+    with pytest.raises(ConfigError, match=r"^WANDB_MODE=dryrun should be 'offline', 'online' or 'disabled'$"):
         config_of()
     assert {row["_step"] for run in (one, two) for row in run.history if "of/a" in row} == {1, 2}
 

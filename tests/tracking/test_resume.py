@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from qnmixer.engine.config.overrides import values_of
+from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.tracking.resume import latest, resume_hint, resume_overrides
 from qnmixer.engine.tracking.run import Run, run_lock
 from qnmixer.engine.tracking.signature import signed

@@ -10,7 +10,7 @@ import torch
 
 from qnmixer.engine.checkpoints.reading import read_checkpoint
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.named import parse_callbacks
+from qnmixer.engine.config.sections import parse_callbacks
 from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks
@@ -108,5 +108,5 @@ def test_early_stopping_ends_a_run_in_order(
 
 def test_pictures_need_a_slice(tiny_config: TinyConfig) -> None:
     config = tiny_config("callbacks.pictures.n_slices=0")
-    with pytest.raises(ConfigError, match=r"callbacks\.pictures\.n_slices=0 is too small: give 1 or more"):
+    with pytest.raises(ConfigError, match=r"callbacks\.pictures\.n_slices=0 should be greater than or equal to 1"):
         build_callbacks(config.callbacks, config.metrics)

@@ -4,7 +4,6 @@ A checkpoint also names classes, but contains no code. Only code on this machine
 kind.
 """
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -118,40 +117,3 @@ def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str,
     """The offered arguments that a function or class has a parameter for."""
     parameters = {it.name for it in parameters_of(function) or ()}
     return {name: value for name, value in offered.items() if name in parameters}
-
-
-def check_names(
-    key: str,
-    target: str,
-    function: Callable[..., Any],
-    arguments: Collection[str],
-    n_ours: int = 0,
-    ours: Collection[str] = (),
-    *,
-    partial: bool = False,
-) -> None:
-    """Raise PluginError for an argument that `function` does not have, or that is missing.
-
-    Args:
-        key: of the target, such as model._target_; messages name the keys beside it.
-        target: its name, for messages.
-        arguments: names of those from a config section.
-        n_ours: positional arguments that come from qnmixer.
-        ours: names of arguments that come from qnmixer.
-        partial: others may be missing.
-    """
-    parameters, section = parameters_of(function), key.rpartition(".")[0]
-    if parameters is None:
-        return
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    own = {it.name: it for it in parameters[n_ours:] if it.kind in named and it.name not in ours}
-    if not any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters):
-        for name in arguments:
-            if name not in own:
-                if near := difflib.get_close_matches(name, own, n=1):
-                    raise PluginError(f"unknown key {section}.{name}: did you mean {section}.{near[0]}?")
-                takes = f"only {', '.join(own)}" if own else "and takes none"
-                raise PluginError(f"{section}.{name}: {target} has no such argument, {takes}")
-    for name, parameter in own.items():
-        if parameter.default is parameter.empty and name not in arguments and not partial:
-            raise PluginError(f"{key}={target} needs an argument {name}: give it as +{section}.{name}=VALUE")

@@ -12,10 +12,9 @@ from typing import Any
 from qnmixer.engine.checkpoints.reading import built_from, steps_of
 from qnmixer.engine.checkpoints.weights_file import digest_of_weights
 from qnmixer.engine.config import Config, effective_batch, to_plain, without_places
-from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.compose import compose, quoted, values_of
 from qnmixer.engine.config.data import PhantomData
-from qnmixer.engine.config.overrides import quoted, values_of
-from qnmixer.engine.config.target import TARGET, keys_of
+from qnmixer.engine.config.options import TARGET, keys_of
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.reconstructor import Reconstructor, method_name
 from qnmixer.engine.reports.tables import markdown_table

@@ -15,8 +15,8 @@ from qnmixer.engine.checkpoints.weights_file import decode
 from qnmixer.engine.config import Config, effective_batch
 from qnmixer.engine.config.data import DataConfig, FolderData, MixedData, PairData
 from qnmixer.engine.config.groups import Group
+from qnmixer.engine.config.options import TARGET, keys_of
 from qnmixer.engine.config.run import checked, parse_file, targets_of
-from qnmixer.engine.config.target import TARGET, keys_of
 from qnmixer.engine.data.splits import SplitRecord, is_split_record
 from qnmixer.engine.parallel.shards import load_checked, merge_shards
 from qnmixer.engine.plugins import check_trusted, is_trusted

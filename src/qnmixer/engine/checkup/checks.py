@@ -31,10 +31,9 @@ from qnmixer.engine.checkup.rank import (
 )
 from qnmixer.engine.cli import explain
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.named import averages_weights
 from qnmixer.engine.config.rules import validate
 from qnmixer.engine.config.run import batch_of_replica, devices_per_replica, with_iterations
-from qnmixer.engine.config.sections import PipelineConfig
+from qnmixer.engine.config.sections import PipelineConfig, averages_weights
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.memory.footprint import MIB
 from qnmixer.engine.parallel.devices import gpu_problem, has_bf16, resolve_devices

@@ -1,9 +1,7 @@
 """Turn an error into one line: what is wrong, and how to fix it."""
 
 import errno
-import os
 import re
-import shlex
 import sys
 import traceback
 import warnings
@@ -14,19 +12,14 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qnmixer.engine.config.compose import OF_A_RUN, compose
-from qnmixer.engine.config.keys import flat_keys, unknown_key
-from qnmixer.engine.config.overrides import key_of, quoted
-from qnmixer.engine.config.search_path import CONF
-from qnmixer.engine.config.target import names_targets, options, values_of_option
+from qnmixer.engine.config.compose import CONF, OF_A_RUN, compose, key_of
+from qnmixer.engine.config.options import answer, flat_keys, unknown_key
 from qnmixer.errors import UserError, first_line, in_a_line, suggest, visible
 from qnmixer.files import name_error
 
 _EXTRAS = {"optuna": "search", "submitit": "slurm", "ray": "ray"}
 """What to install for a plugin of Hydra."""
 _OF_WORKER = re.compile(r"(?s)Caught \w+ in DataLoader worker .*\n\w+: \[Errno (\d+)\] ([^\n]*?)(?:: '([^\n]*)')?\s*$")
-_FOLDER_OF = {"reconstruct": "input=", "evaluate": "run=", "export": "run=", "compare": "sweep="}
-"""The key of the folder that a command is about."""
 
 
 def explain(error: BaseException, config_name: str) -> str | None:
@@ -56,7 +49,7 @@ def _explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):  # from Hydra
         return "a group has no option of that name: give it the name of one, as in data=dicom"
     if isinstance(error, OverrideParseException):
-        return _explain_word(str(error.override), "missing EQUAL" in error.message, config_name)
+        return _explain_word(str(error.override))
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name)
     return None
@@ -81,13 +74,10 @@ def _explain_system(error: OSError | RuntimeError) -> str | None:
     name_error(error, _folder_of_hydra(error))
     if not error.filename:
         return None
+    what = f"{error.filename} cannot be used ({error.strerror or first_line(error)})"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            f"the disk is full writing {error.filename}: free some space, or choose another folder "
-            "(hydra.run.dir=…, output=…)"
-        )
-    why = error.strerror or first_line(error)
-    return f"{error.filename} cannot be used ({why}): choose another place (hydra.run.dir=…, output=…)"
+        what = f"the disk is full writing {error.filename}"
+    return f"{what}: choose another place (hydra.run.dir=…, output=…)"
 
 
 def _folder_of_hydra(error: BaseException) -> str:
@@ -98,35 +88,23 @@ def _folder_of_hydra(error: BaseException) -> str:
 
 @contextmanager
 def warnings_in_one_line() -> Iterator[None]:
-    """Print warnings of this package as `warning: …` while the block runs. Python adds its file and a line of code."""
-    package, as_python_does = os.path.dirname(os.path.dirname(os.path.dirname(__file__))), warnings.formatwarning
-
-    def of(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-        ours = category is UserWarning and filename.startswith(package + os.sep)
-        shown = visible(str(message), keep="" if ours else "\n")
-        return f"warning: {shown}\n" if ours else as_python_does(shown, category, filename, lineno, line)
-
-    warnings.formatwarning = of
+    """Print warnings as `warning: …` while the block runs. Python adds the file, and a line of code."""
+    as_python_does = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {visible(str(message))}\n"
     try:
         yield
     finally:
         warnings.formatwarning = as_python_does
 
 
-def _explain_word(word: str, alone: bool, config_name: str) -> str:
-    """The line for a word that Hydra's grammar does not take. `alone`: it has no =."""
-    key, _, value = word.partition("=")
-    if not alone and "/" not in key:
-        if key and value and not re.search(r"""[\[\]{},'"]""", value):  # no list, and no quotes of the user
-            return f"{word} cannot be read: put quotes around the value: {shlex.quote(f'{key}={quoted(value)}')}"
-        return f"{word} cannot be read: put quotes around a value with brackets, commas or quotes: 'key=\"a,b\"'"
+def _explain_word(word: str) -> str:
+    """The line for a word that Hydra's grammar does not take."""
     if groups := sorted(path.parent.name for path in CONF.glob("*/*.yaml") if path.stem == word):
-        meant = f"write {groups[0]}={word}"
-    elif "/" in word or word in (".", ".."):
-        meant = f"write {_FOLDER_OF.get(config_name, 'data=dicom data.root=')}{word}"
-    else:
-        meant = f"write {word}=… without blanks around the =, and quotes around a value with blanks: 'key=\"a b\"'"
-    return f"{word} is not KEY=VALUE: {meant}"
+        return f"{word} is not KEY=VALUE: write {groups[0]}={word}"
+    return (
+        f"{word} is not KEY=VALUE: leave out blanks around the =, and put quotes around a value with blanks, brackets, "
+        "commas or other letters than a to z: 'key=\"a b\"'"
+    )
 
 
 def _explain_composition(error: Exception, config_name: str) -> str:
@@ -135,39 +113,31 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{_EXTRAS[found[2]]}]"'
     if isinstance(error, MissingConfigException) and (found := re.search(r"'(\w+(?:/\w+)?)/([^']*)'", text)):
         group, name = found.groups()
-        if re.match(r"[/~.]", name):
-            path = f"for a folder of slices write data=dicom data.root={name}"
-            return f"{group}={name} is no option: {path if group == 'data' else 'choose one by its name'}"
         left_out = "as_trained" if config_name in OF_A_RUN else ""
         if known := [it.stem for it in sorted((CONF / group).glob("[!_]*.yaml")) if it.stem != left_out]:
-            return f"{group}={name} does not exist: {suggest(name, known, most=99)}"
-    if found := re.search(r"Error merging override (([^= ]+)\.[^.= ]+=.*)", text):
-        parent = key_of(found[2])
-        return f"{found[1]} cannot be set: {parent} is no group of keys. Give it as a whole: {parent}=…"
+            does_not_exist = f"{group}={name} does not exist: {suggest(name, known, most=99)}"
+            return answer(f"{group}={name}") or does_not_exist
     if found := re.search(r"Multiple values for (\S+)\. To|config groups is not supported: '\+\+([^=@]+)", text):
         group = found[1] or found[2]
         return f"{group} has an option already: leave out the +, as in {group}=…"
     if found := re.search(r"An item is already at '([^']+)'", text):
         return f"{found[1]} exists already: leave out the + before it"
-    if found := re.search(r"Could not (?:override|append[^']*|delete from config\.) '([^']+)'", text):
+    if found := re.search(r"Could not [a-z. ]+ '([^']+)'", text):
         return _explain_key(found[1].lstrip("+~").split("=")[0].split("@")[0], config_name)
     return text
 
 
 def _explain_key(key: str, config_name: str) -> str:
     """The line for a key that the command does not have."""
-    group = key.partition(".")[0]
-    groups, known = [path.name for path in CONF.iterdir() if path.is_dir()], known_keys(config_name)
+    group, known = key.partition(".")[0], known_keys(config_name)
+    groups = [path.name for path in CONF.iterdir() if path.is_dir()]
     as_trained = (CONF / group / "as_trained.yaml").is_file() and group not in map(key_of, sys.argv)
     if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
         way = ", or choose other slices with data=dicom" if group == "data" and group in known else ""
         return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
-    ready = dict(_keys_of_ready())
-    if key in ready:
-        return f"{key} works with {ready[key]} only: choose that, or leave {key} out"
-    line = str(unknown_key(key, [*groups, *known, *ready]))
-    if line.startswith("unknown key") and not line.endswith("?") and group in known and names_targets(group):
-        return f"{line}. An argument of your own takes a plus: +{key}=…"
+    line = str(unknown_key(key, [*groups, *known]))
+    if line.startswith("unknown key") and not line.endswith("?") and group != key:
+        return f"{line}. An argument that is not in conf/ takes a plus: +{key}=…"
     return line
 
 
@@ -176,11 +146,3 @@ def known_keys(config_name: str) -> list[str]:
     values = OmegaConf.to_container(compose(config_name, []), resolve=False)
     assert isinstance(values, dict)
     return list(flat_keys({str(key): value for key, value in values.items()}))
-
-
-def _keys_of_ready() -> Iterator[tuple[str, str]]:
-    """Dotted names of the keys of all callbacks, metrics and loggers in conf/, and the option that has each."""
-    for group in ("callbacks", "metrics", "logger"):
-        for option in reversed(options(group)):  # default comes last: the others include its keys
-            prefix = f"logger.{option}." if group == "logger" else f"{group}."
-            yield from ((key, f"{group}={option}") for key in flat_keys(values_of_option(group, option), prefix))

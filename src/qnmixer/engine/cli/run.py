@@ -13,12 +13,18 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from qnmixer.engine.cli.explain import explain, known_keys, warnings_in_one_line
+from qnmixer.engine.cli.explain import explain, warnings_in_one_line
 from qnmixer.engine.cli.help import usage
-from qnmixer.engine.config.compose import OF_A_RUN, compose_as_given, compose_sweep, fitted
-from qnmixer.engine.config.keys import habit, unknown_key
-from qnmixer.engine.config.overrides import is_override, with_home, with_length
-from qnmixer.engine.config.search_path import CONF, with_search_path
+from qnmixer.engine.config.compose import (
+    CONF,
+    OF_A_RUN,
+    compose_as_given,
+    compose_sweep,
+    fitted,
+    is_override,
+    with_length,
+    with_search_path,
+)
 from qnmixer.engine.processes.cores import wait_briefly
 from qnmixer.engine.processes.output import lasting_output
 from qnmixer.engine.processes.ranks import is_rank, rank, world_size
@@ -28,15 +34,12 @@ from qnmixer.files import naming, private_files
 TRACEBACK = "HYDRA_FULL_ERROR"
 _SWEEP = {"-m", "--multirun"}
 _SWEEP_MODE = "hydra.mode=MULTIRUN"
+Task = Callable[[DictConfig], object]
+Complete = Callable[[list[str]], list[str]]
+Sweep = Callable[[list[str], DictConfig], AbstractContextManager[str]]
 
 
-def run(
-    task: Callable[[DictConfig], object],
-    check: Callable[[DictConfig], object],
-    config_name: str,
-    sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]] | None = None,
-    complete: Callable[[list[str]], list[str]] = list,
-) -> None:
+def run(task: Task, check: Task, config_name: str, sweep: Sweep | None = None, complete: Complete = list) -> None:
     """Run a command: compose its config, `check` it before any folder is made, then call `task`.
 
     Args:
@@ -56,25 +59,19 @@ def run(
         with _raising_exceptions(), warnings_in_one_line(), files:
             _run(task, check, config_name, sweep or (lambda *_: nullcontext(_SWEEP_MODE)), complete)
     except KeyboardInterrupt as stop:
-        _fail(str(stop) or "interrupted", stop.code if isinstance(stop, Stopped) else 130)
+        print(str(stop) or "interrupted", file=sys.stderr)
+        sys.exit(stop.code if isinstance(stop, Stopped) else 130)
     except Exception as error:
-        if asked_for_traceback:
-            raise
-        line = explain(error, config_name)
+        line = None if asked_for_traceback else explain(error, config_name)
         if line is None:
             raise
         for note in getattr(error, "__notes__", ()):  # for a bug in a rank: its traceback
             print(note, file=sys.stderr)
-        _fail(f"error: {line}", 1)
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(1)
 
 
-def _run(
-    task: Callable[[DictConfig], object],
-    check: Callable[[DictConfig], object],
-    config_name: str,
-    sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]],
-    complete: Callable[[list[str]], list[str]],
-) -> None:
+def _run(task: Task, check: Task, config_name: str, sweep: Sweep, complete: Complete) -> None:
     if "--version" in sys.argv[1:]:
         print(f"qnmixer {version('qnmixer')}")
         return
@@ -83,7 +80,7 @@ def _run(
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     flags = {argument for argument in sys.argv[1:] if argument.startswith("-")}
     if flags & {"--help", "-h"}:
-        print(usage(compose_as_given(config_name, overrides, with_hydra=True), CONF, config_name))
+        print(usage(compose_as_given(config_name, overrides, with_hydra=True), config_name))
         return
     failures: list[Exception] = []
     decorate = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)
@@ -103,12 +100,9 @@ def _run(
         raise failures[0]
 
 
-def completed(arguments: list[str], config_name: str, complete: Callable[[list[str]], list[str]] = list) -> list[str]:
+def completed(arguments: list[str], config_name: str, complete: Complete = list) -> list[str]:
     """The arguments for Hydra, from those that the user gave. `complete` and the errors are as in `run`."""
-    arguments = with_home(accepted(arguments))
-    if config_name in OF_A_RUN and (way := habit(arguments)):
-        raise ConfigError(way)
-    arguments = with_search_path(arguments)
+    arguments = with_search_path(_in_hydras_form(arguments))
     if config_name in OF_A_RUN:
         arguments = with_length(arguments)
         if not _is_sweep(arguments):  # in a sweep the launcher does this for each job
@@ -118,7 +112,14 @@ def completed(arguments: list[str], config_name: str, complete: Callable[[list[s
         arguments = _overrides_of_rank(arguments)
     # Hydra wants these flags first, and takes no override after another flag.
     arguments = sorted(arguments, key=lambda word: (word not in _SWEEP, not is_override(word)))
-    _check_flags(arguments, config_name)
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        _, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}: --hydra-help lists these flags") from error
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is not an option: write {unknown[0].lstrip('-')}=…")
     return arguments
 
 
@@ -126,32 +127,21 @@ def _is_sweep(arguments: list[str]) -> bool:
     return not _SWEEP.isdisjoint(arguments) or _SWEEP_MODE in arguments
 
 
-def accepted(arguments: list[str]) -> list[str]:
-    """Arguments in Hydra's form. `wandb agent` passes --KEY=VALUE, and None instead of null."""
-    flags = get_args_parser()._option_string_actions
-    by_agent = "WANDB_SWEEP_ID" in os.environ
+def _in_hydras_form(arguments: list[str]) -> list[str]:
+    """Arguments as Hydra takes them.
+
+    `wandb agent` passes --KEY=VALUE, and None instead of null. ~ is the user's home: Hydra would make a folder `~`.
+    """
+    flags, by_agent = get_args_parser()._option_string_actions, "WANDB_SWEEP_ID" in os.environ
     found = []
     for argument in arguments:
         key, equal, value = argument.partition("=")
         if equal and key not in flags and re.fullmatch(r"--[a-z][\w./@]*", key):
             key = key.removeprefix("--")
+        if key in ("hydra.run.dir", "hydra.sweep.dir"):
+            value = re.sub(r"""^(["']?)~(?=/)""", lambda it: it[1] + os.path.expanduser("~"), value)
         found.append(f"{key}=null" if by_agent and value == "None" else f"{key}{equal}{value}")
     return found
-
-
-def _check_flags(arguments: list[str], config_name: str) -> None:
-    """Raise ConfigError for a flag that Hydra does not have, such as `--lr 3`."""
-    parser = get_args_parser()
-    parser.exit_on_error = False
-    try:
-        _, unknown = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}: --hydra-help lists these flags") from error
-    for word in unknown:
-        key, equal, _ = word.lstrip("-").partition("=")
-        known = [*known_keys(config_name)]
-        hint = f"write {word.lstrip('-')}{'' if equal else '=…'}" if key in known else str(unknown_key(key, known))
-        raise ConfigError(f"{word} is not an option: {hint}")
 
 
 @contextmanager
@@ -181,7 +171,7 @@ def _overrides_of_rank(overrides: list[str]) -> list[str]:
     return overrides if rank() == 0 else [*overrides, "hydra.output_subdir=null"]
 
 
-def _storing_errors(task: Callable[[DictConfig], object], failures: list[Exception]) -> Callable[[DictConfig], object]:
+def _storing_errors(task: Task, failures: list[Exception]) -> Task:
     """Store the errors of jobs for `run`. Hydra would print its own lines, and end a sweep at the first failure."""
 
     def job(cfg: DictConfig) -> object:
@@ -195,8 +185,3 @@ def _storing_errors(task: Callable[[DictConfig], object], failures: list[Excepti
     # Hydra takes the name of the job, and so of folders, from this module.
     job.__module__ = task.__module__
     return job
-
-
-def _fail(line: str, code: int) -> None:
-    print(line, file=sys.stderr)
-    sys.exit(code)

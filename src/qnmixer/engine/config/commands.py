@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from os.path import expanduser
 from typing import Any, Literal, TypeVar
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.data import AsTrained, DataConfig
 from qnmixer.engine.config.groups import NoiseConfig, parse_section
-from qnmixer.engine.config.run import Config, Seed, check_targets, fill_roots, parse, schema_of, targets_of
+from qnmixer.engine.config.options import TARGET, keys_of_options
+from qnmixer.engine.config.run import Config, Seed, check_targets, parse, schema_of
 from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, check_window
-from qnmixer.engine.config.target import TARGET, keys_of_options, values_of_option
 from qnmixer.engine.config.values import plain_values
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.files import check_there
@@ -20,6 +20,8 @@ from qnmixer.weights.hub import check_repository
 
 _T = TypeVar("_T")
 Which = Literal["best", "last"]
+_OF_RUN = ("data", "noise")
+"""Sections of an evaluation that may be those of the run: their target is null."""
 
 DEVICES = {
     "V100-16": 16160.0,
@@ -112,9 +114,6 @@ class ExportConfig:
     trust: list[str]  # modules of the user's own that the run may name
 
 
-_Beside = TypeVar("_Beside", PlanConfig, DoctorConfig)
-
-
 def _parsed(schema: type[_T], values: dict[str, Any], **sections: Any) -> _T:
     """The config of a command from its values, and from sections that are parsed already. Raises ConfigError."""
     lists = {key: [values[key]] for key in ("trust", "sweep") if isinstance(values.get(key), str)}  # one of them
@@ -125,15 +124,15 @@ def _parsed(schema: type[_T], values: dict[str, Any], **sections: Any) -> _T:
 def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     """Parse and check the config of `qnmixer.evaluate`. Raises ConfigError."""
     values = plain_values(cfg)
-    data, noise = values["data"], values["noise"]
+    data, noise = (None if values[key].get(TARGET, "") is None else schema_of(key, values[key]) for key in _OF_RUN)
     config = _parsed(
         EvaluateConfig,
         values,
-        data=parse_section("data", AsTrained if _is_as_trained(data) else schema_of("data", data), data),
-        noise=None if _is_as_trained(noise) else parse_section("noise", schema_of("noise", noise), noise),
+        data=parse_section("data", data or AsTrained, values["data"]),
+        noise=noise and parse_section("noise", noise, values["noise"]),
         evaluation=parse_section("evaluation", EvaluationConfig, values["evaluation"]),
     )
-    check_targets(targets_of(config))
+    check_targets(config)
     if isinstance(config.data, DataConfig):
         config.data = config.data.checked()
     if config.noise is not None:
@@ -141,31 +140,19 @@ def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     return config
 
 
-def _is_as_trained(section: Any) -> bool:
-    """Whether a section takes its target from the run."""
-    return isinstance(section, dict) and section.get(TARGET, "") is None
-
-
 def parse_compare(cfg: DictConfig) -> CompareConfig:
     """Parse and check the config of `qnmixer.compare`. Raises ConfigError."""
     values = plain_values(cfg)
     evaluation: EvaluationConfig = parse_section("evaluation", EvaluationConfig, values["evaluation"])
-    usual = values_of_option("evaluation", "default")
-    for key in ("tv_weight", "tv_noise_weight"):
-        if (value := getattr(evaluation, key)) != usual[key]:
-            raise ConfigError(
-                f"evaluation.{key}={value:g} has no effect in compare: leave it out, and train model=tv in the sweep "
-                "for total variation"
-            )
     config = _parsed(CompareConfig, values, evaluation=evaluation)
-    sets = config.sets
-    wanted = sets if config.tests is None else config.tests
-    for name in wanted:
+    sets, wanted = config.sets, config.tests
+    for name in wanted or []:
         if name not in sets:
             raise ConfigError(f"tests={name} is not known: {suggest(name, sets)}, or give it to sets.{name}=[…]")
-        if config.root is None and config.tests is not None and needs_root(sets[name]):
+        if config.root is None and needs_root(sets[name]):
             raise ConfigError(f"tests={name} needs a folder of slices: give it as root=/path/to/slices")
-    config.sets = {name: sets[name] for name in wanted if config.root is not None or not needs_root(sets[name])}
+    chosen = sets if wanted is None else wanted
+    config.sets = {name: sets[name] for name in chosen if config.root is not None or not needs_root(sets[name])}
     if not config.sets:
         raise ConfigError("no tests are left: give tests=[as_trained], or leave it out")
     return config
@@ -178,9 +165,13 @@ def needs_root(overrides: list[str]) -> bool:
 
 
 def parse_plan(cfg: DictConfig) -> PlanConfig:
-    """Parse and check the config of `qnmixer.plan`. Raises ConfigError."""
-    fill_roots(cfg)
-    config = _beside_training(PlanConfig, cfg, "plan")
+    """Parse and check the config of `qnmixer.plan`, which reads no slices. Raises ConfigError."""
+    for key in OmegaConf.missing_keys(cfg):
+        if key.startswith("data.") and key.endswith(".root"):
+            OmegaConf.update(cfg, key, ".")
+    values = plain_values(cfg)
+    config = _parsed(PlanConfig, {name: values.pop(name) for name in ("format", "device")}, run=None)
+    config.run = _with_training_step(values)
     if config.device is not None:
         device_memory(config.device)
     return config
@@ -188,20 +179,17 @@ def parse_plan(cfg: DictConfig) -> PlanConfig:
 
 def parse_doctor(cfg: DictConfig) -> DoctorConfig:
     """Parse and check the config of `qnmixer.doctor`. Raises ConfigError."""
-    return _beside_training(DoctorConfig, cfg, "try")
-
-
-def _beside_training(schema: type[_Beside], cfg: DictConfig, what: str) -> _Beside:
-    """The config of a command whose other keys are those of a run that has training steps."""
     values = plain_values(cfg)
-    own = {name: values.pop(name) for name in ("format", "device") if name in values}
-    config = _parsed(schema, own, run=None)  # their own keys first, which need no torch
-    config.run = run = parse(values)
-    if not run.model.has_weights:
-        raise ConfigError(
-            f"model={run.model.name} has no weights, so it has no training step to {what}: choose another model"
-        )
+    config = _parsed(DoctorConfig, {"format": values.pop("format")}, run=None)
+    config.run = _with_training_step(values)
     return config
+
+
+def _with_training_step(values: dict[str, Any]) -> Config:
+    run = parse(values)
+    if not run.model.has_weights:
+        raise ConfigError(f"model={run.model.name} has no weights, so it has no training step: choose another model")
+    return run
 
 
 def device_memory(name: str) -> float:

@@ -1,22 +1,120 @@
-"""Compose the config of a command from conf/ and overrides."""
+"""The words of a command line, the user's own config folders, and the config that Hydra composes from them and conf/.
 
+Hydra is imported when something is composed. A program that only loads a network does not need it.
+"""
+
+import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import hydra
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from omegaconf import DictConfig
 
-from qnmixer.engine.config.overrides import is_override, key_of, values_of, with_length
-from qnmixer.engine.config.search_path import CONF
 from qnmixer.errors import ConfigError, first_line
 
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+CONF = (Path(__file__).parents[2] / "conf").resolve()
+"""In a clone, a link to conf/ of the repository; in a wheel, a copy of the files."""
 OF_A_RUN = ("train", "plan", "doctor")
 """Commands with the full config of a run; the others read it from a run folder."""
-
+LENGTH = ("trainer.max_steps", "trainer.max_epochs")
+"""The keys that set the length of a run."""
+SEARCH_PATH = "hydra.searchpath"
+_FLAGS = ("--config-dir", "-cd")
+_FILE, _PACKAGE = "file://", "pkg://"
 _FOR_EVERY_OPTION = {"geometry": ["n_views"], "model": [], "optimizer": []}
 """Keys of an experiment that fit every option of a group, as a bin's width does not fit every scanner. Others: all."""
+
+
+def quoted(path: Path | str) -> str:
+    """A path or address, quoted for Hydra's command line."""
+    text = str(path)
+    if all((c.isascii() and c.isalnum()) or c in "/-_.:" for c in text):  # Hydra's grammar knows ASCII letters only
+        return text
+    return '"' + text.replace('"', '\\"') + '"'  # single quotes are for the shell around it
+
+
+def is_override(word: str) -> bool:
+    """Whether a word of a command line is an override: KEY=VALUE or ~KEY, no flag and no value of a flag."""
+    return not word.startswith("-") and ("=" in word or word.startswith("~"))
+
+
+def key_of(override: str) -> str:
+    """The key of an override, without Hydra's signs before it."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def values_of(overrides: list[str]) -> dict[str, str]:
+    """Values of overrides by key, without quotes."""
+    pairs = [(key_of(override), override.partition("=")[2]) for override in overrides]
+    return {key: value.strip("'\"").replace("\\'", "'").replace('\\"', '"') for key, value in pairs}
+
+
+def of_hydra(override: str) -> bool:
+    """Whether an override is for Hydra itself, also in the forms hydra={…} and …@hydra.…."""
+    return re.search(r"(^|@)\s*hydra\b", key_of(override)) is not None
+
+
+def with_length(overrides: list[str]) -> list[str]:
+    """The overrides, with max_steps=-1 if they set max_epochs only: max_steps of a config file must not end the run."""
+    given = values_of(overrides)
+    if given.get("trainer.max_epochs", "null") in ("null", "") or "trainer.max_steps" in given:
+        return overrides
+    return [*overrides, "trainer.max_steps=-1"]
+
+
+def with_search_path(arguments: list[str]) -> list[str]:
+    """Put the user's config folders into one override, `hydra.searchpath=[…]`, with absolute paths.
+
+    They come from `--config-dir FOLDER` and from that override. The record of a run then has them, like any other
+    override. Raises ConfigError for a folder that does not exist, or that has a file with the name of one of ours:
+    Hydra would take ours.
+    """
+    rest, folders, given = [], [], ""
+    words = iter(arguments)
+    for word in words:
+        flag, equal, value = word.partition("=")
+        if flag in _FLAGS:
+            folders.append(value if equal else next(words, ""))
+        elif key_of(word) == SEARCH_PATH:
+            given = word
+        else:
+            rest.append(word)
+    places = [*map(_located, [*folders, *places_of(given)])]
+    return [f"{SEARCH_PATH}=[{','.join(map(quoted, places))}]", *rest] if places else rest
+
+
+def search_path_in(overrides: list[str]) -> list[str]:
+    """The override that names the config folders, in a list; [] if there is none."""
+    return [override for override in overrides if key_of(override) == SEARCH_PATH]
+
+
+def places_of(override: str) -> list[str]:
+    """The folders that such an override names; [] if it is empty. Raises ConfigError if it is no list of texts."""
+    if not override:
+        return []
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    (parsed,) = OverridesParser.create().parse_overrides([override])
+    value = parsed.value()
+    if not isinstance(value, list):
+        raise ConfigError(f"{override} is no list of folders: write {SEARCH_PATH}=[file:///abs/my_conf]")
+    return [str(getattr(place, "text", place)) for place in value]
+
+
+def _located(place: str) -> str:
+    if place.startswith(_PACKAGE):
+        return place
+    folder = Path(place.removeprefix(_FILE)).expanduser()
+    if not place or not folder.is_dir():
+        raise ConfigError(f"no config folder at {place or folder}: give it as --config-dir FOLDER")
+    ours = [path.relative_to(CONF) for path in sorted(CONF.rglob("*.yaml")) if folder.resolve() != CONF]
+    if same := next((path for path in ours if (folder / path).is_file()), None):
+        raise ConfigError(f"{folder / same} has the name of a file of qnmixer, which would be used instead: rename it")
+    return _FILE + os.path.abspath(folder)
 
 
 def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
@@ -43,7 +141,7 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
     experiment = [it for it in overrides if key_of(it).partition("/")[0] == "experiment"]
     if not sections or not experiment:
         return words
-    search = [it for it in overrides if key_of(it) == "hydra.searchpath"]
+    search = search_path_in(overrides)
     its_choices = compose_as_given(config_name, [*search, *experiment], with_hydra=True).hydra.runtime.choices
     together = compose_as_given(config_name, overrides)
     alone = compose_as_given(config_name, [*search, *(it for it in chosen if it not in experiment)])
@@ -64,6 +162,9 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
 
 def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
     """Compose as `compose` does, from exactly these overrides and no others."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+
     if not CONF.is_dir():
         raise ConfigError(f"no configs at {CONF}: in a clone, `git config core.symlinks true` and check it out again")
     if nameless := next((it for it in overrides if it[:1] in ("+", "~") and not key_of(it).strip("+~")), None):
@@ -73,11 +174,12 @@ def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = 
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         try:
             return hydra.compose(config_name, overrides, return_hydra_config=with_hydra)
-        except (ValueError, TypeError) as error:  # Hydra raises these for data=null, trainer=3 or model=[1]
+        except (ValueError, TypeError) as error:  # data=null, trainer=3, model=[1], or a number of 5,000 digits
             groups = " ".join(o for o in overrides if (CONF / o.partition("=")[0]).is_dir())
-            if not groups:  # a number of 5,000 digits
-                raise ConfigError(f"a value cannot be read ({first_line(error)}): give a shorter one") from error
-            raise ConfigError(f"{groups}: give a group the name of one of its options, as in data=dicom") from error
+            raise ConfigError(
+                f"{groups or 'a value'} cannot be read ({first_line(error)}): give a group the name of one of its "
+                "options, as in data=dicom"
+            ) from error
 
 
 def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
@@ -85,6 +187,9 @@ def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
 
     Every value is tried with the first values of all other keys. So a misspelt value fails before the first job.
     """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import ValueType
+
     parsed = OverridesParser.create().parse_overrides(overrides)
     # A glob only finds names that exist.
     values = [list(_values(override)) for override in parsed if override.value_type != ValueType.GLOB_CHOICE_SWEEP]
@@ -95,11 +200,11 @@ def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
     return compose(config_name, first, with_hydra=True)
 
 
-def _values(override: Override) -> Iterator[str]:
+def _values(override: "Override") -> Iterator[str]:
     """One override for each value that a sweep gives a key. An interval gives its start."""
     if override.is_discrete_sweep():
         yield from (f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator())
-    elif isinstance(interval := override.value(), IntervalSweep):
-        yield f"{override.get_key_element()}={interval.start}"
+    elif override.is_interval_sweep():
+        yield f"{override.get_key_element()}={override.value().start}"  # type: ignore[union-attr]  # of an interval
     else:
         yield override.input_line or ""

@@ -3,6 +3,7 @@
 Keys that only one class has are arguments of that class: its signature has their types and bounds.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from qnmixer.engine.config.groups import Group, Late, parse_section
-from qnmixer.engine.config.target import TARGET, keys_of, options, values_of_option
-from qnmixer.engine.config.values import has_no_value
+from qnmixer.engine.config.groups import Group, parse_section
+from qnmixer.engine.config.options import TARGET, keys_of, options, unknown_key, values_of_option
+from qnmixer.engine.config.values import converted, has_no_value
 from qnmixer.engine.plugins import Kind
-from qnmixer.errors import ConfigError, DataError, suggest
+from qnmixer.errors import ConfigError, DataError
 from qnmixer.files import check_no_nifti, check_there
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _PRIVATE: dict[str, Any] = {
 
 
 @dataclass(kw_only=True)
-class DataConfig(Late):
+class DataConfig(Group):
     """The keys of every source. `qnmixer.engine.data.sources` builds a class of slices with `(part, **arguments)`.
 
     conf/data/_common.yaml says what each key is. Simulation and reconstruction use different matrices with a
@@ -44,6 +45,7 @@ class DataConfig(Late):
     )
     n_ours: ClassVar[int] = 1
     offered: ClassVar[tuple[str, ...]] = ("image_size", "fine", "geometry", "hu_max", "seed")
+    late: ClassVar[bool] = True
     own_range: ClassVar[bool] = False
     """Whether PSNR and SSIM take each reference's own range, as skimage does, instead of 1."""
     measured: ClassVar[bool] = False
@@ -105,16 +107,13 @@ class PhantomData(DataConfig):
     """Random phantoms: no files needed. `PhantomSource` has their keys."""
 
     target: ClassVar[str] = "qnmixer.engine.data.phantoms.PhantomSource"
+    late: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.simulation_factor > 2:  # they are painted at twice the image size
             factor = self.simulation_factor
             raise ConfigError(f"data.simulation_factor={factor} is too large: give 2 or less ({self.section})")
-
-    def checked(self) -> Self:
-        """As for every target: its module is light."""
-        return Group.checked(self)
 
 
 @dataclass(kw_only=True)
@@ -130,7 +129,6 @@ class FolderData(DataConfig):
     )
     n_ours: ClassVar[int] = 0
     offered: ClassVar[tuple[str, ...]] = ()
-    closed: ClassVar[bool] = True
 
     root: str | None
     include: str
@@ -150,10 +148,7 @@ class FolderData(DataConfig):
             key = f"{self.section}.split"
             raise ConfigError(f"lists of patients are used only with {key}=explicit, not {key}={self.split}")
         if self.val_fraction + self.test_fraction >= 1:
-            raise ConfigError(
-                f"{self.section}.val_fraction and {self.section}.test_fraction leave nothing to train on: their sum "
-                "must be below 1"
-            )
+            raise ConfigError(f"{self.section}.val_fraction + test_fraction leave nothing to train on: lower them")
 
 
 @dataclass(kw_only=True)
@@ -168,22 +163,21 @@ class MixedData(DataConfig):
     """
 
     target: ClassVar[str] = "qnmixer.engine.data.mixed.MixedSource"
-    closed: ClassVar[bool] = True
 
     evaluate_on: str
     sources: dict[str, dict[str, Any]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.arguments:
+            raise unknown_key(f"data.{next(iter(self.arguments))}")
         for name, share in self.shares.items():
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-                raise ConfigError(f"data.sources.{name}.share={share} is not a share: give a number from 0 to 1")
-        total = sum(self.shares.values())
-        if abs(total - 1) > 1e-6:
+            converted(f"data.sources.{name}.share", share, Annotated[float, Ge(0), Le(1)])
+        if abs(sum(self.shares.values()) - 1) > 1e-6:
             each = ", ".join(f"{name} {share:g}" for name, share in self.shares.items()) or "none"
-            raise ConfigError(f"the shares of data.sources ({each}) add up to {total:g}: they must add up to 1")
+            raise ConfigError(f"the shares of data.sources ({each}) must add up to 1")
         if self.evaluate_on not in self.sources:
-            raise ConfigError(f"data.evaluate_on={self.evaluate_on}: {suggest(self.evaluate_on, self.sources)}")
+            raise ConfigError(f"data.evaluate_on={self.evaluate_on} is no source: give one of data.sources")
         sources = self.by_section().values()
         if pairs := [it.section for it in sources if isinstance(it, PairData)]:
             raise ConfigError(f"{pairs[0]} has images and sinograms of its own: take it alone, not in data={self.name}")
@@ -205,17 +199,16 @@ class MixedData(DataConfig):
 
     def _source(self, key: str, given: dict[str, Any]) -> DataConfig:
         common = self._common()
-        for one in given.keys() & common.keys():
-            raise ConfigError(f"{key}.{one} is the same for all sources: give it as data.{one}")
+        if both := next(iter(given.keys() & common.keys()), None):
+            raise ConfigError(f"{key}.{both} is the same for all sources: give it as data.{both}")
         values = {one: value for one, value in given.items() if one not in ("share", "name")}
         if TARGET not in given or "name" in given:
             known = [one for one in (*options("data"), "custom") if one != self.name]
             if (option := given.get("name")) not in known:
-                raise ConfigError(f"{key}.name={option} is not known: {suggest(str(option), known)}")
-            values = values_of_option("data", option) | values
-        for one, value in values.items():
-            if value == "???":
-                raise has_no_value(f"{key}.{one}")
+                raise ConfigError(f"{key}.name={option} is not known: choose {', '.join(known)}")
+            values = values_of_option("data", str(option)) | values
+        if missing := next((one for one, value in values.items() if value == "???"), None):
+            raise has_no_value(f"{key}.{missing}")
         source: DataConfig = parse_section(key, DataConfig.schema_of(values), values | common)
         return source
 
@@ -249,6 +242,7 @@ class PairData(DataConfig):
         root: folder of the set.
     """
 
+    late: ClassVar[bool] = False
     own_range: ClassVar[bool] = True
 
     root: str | None
@@ -258,8 +252,8 @@ class PairData(DataConfig):
         return {"root": self.root} | super().keywords()
 
     def checked(self) -> Self:
-        """As for every target: its module is light. Then the keys that change images."""
-        section = Group.checked(self)
+        """As for every target. Then the keys that change images."""
+        section = super().checked()
         if section.measured:
             check_untouched(section)
         return section
@@ -282,21 +276,17 @@ class PairData(DataConfig):
         return found or super().hu_scaling
 
     def check(self, run: "Config") -> None:
-        """Check that the scan is the one that the sinograms were measured with, and hu_max."""
-        if self.scaling != "attenuation":
-            raise ConfigError(f"data={self.name} has a scale of its own: leave out data.scaling={self.scaling}")
+        """Check that the scan is the one that the sinograms were measured with, and the scale of the images."""
         its_class = self.load()
         for key, value in its_class.scan.items() if self.measured else ():
             its = getattr(run.geometry, key)
-            if its != value and not (isinstance(value, float) and abs(its - value) <= 1e-4 * abs(value)):
+            if its != value and not (isinstance(value, float) and math.isclose(its, value, rel_tol=1e-4)):
                 raise ConfigError(
                     f"geometry.{key}={its} is not that of data={self.name}, {value}: take geometry={self.name}"
                 )
-        if self.hu_max != (largest := getattr(its_class, "hu_max", self.hu_max)):
-            raise ConfigError(
-                f"data.hu_max={self.hu_max:g} is not that of data={self.name}, {largest:g}: train with "
-                f"data.hu_max={largest:g}"
-            )
+        for key, value in {"scaling": "attenuation", "hu_max": getattr(its_class, "hu_max", self.hu_max)}.items():
+            if getattr(self, key) != value:
+                raise ConfigError(f"data.{key}={getattr(self, key)} is not that of data={self.name}: give {value}")
 
 
 def check_untouched(config: DataConfig) -> None:

@@ -7,7 +7,6 @@ targets are trusted. A target that loads Lightning is read when it is built.
 
 import importlib
 import inspect
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, partial
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_type_hints
 
 from annotated_types import Ge, Gt, Le
 
-from qnmixer.engine.config.keys import unknown_key
-from qnmixer.engine.config.target import TARGET, keys_of_options, option_of, options
-from qnmixer.engine.config.values import as_text, converted, converted_arguments, has_no_value
-from qnmixer.engine.plugins import Kind, check_names, is_trusted, load_plugin, parameters_of, subclass_of, taken
+from qnmixer.engine.config.options import TARGET, option_of, unknown_key
+from qnmixer.engine.config.values import as_text, check_names, converted, converted_arguments, has_no_value
+from qnmixer.engine.plugins import Kind, is_trusted, load_plugin, parameters_of, subclass_of, taken
 from qnmixer.errors import ConfigError, PluginError, first_line
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ FUNCTION_OR_MODULE = Kind(
 def parse_section(section: str, schema: type, value: Any, **parsed: Any) -> Any:
     """Convert a section to its dataclass, with types and bounds checked. Raises ConfigError.
 
-    Keys that are not in the schema become arguments of its target. Text with ${…} stays text.
+    Keys that are not in the schema become arguments of its target, or its `extra`. Text with ${…} stays text.
 
     Args:
         section: its place in the config, such as model or metrics.psnr; "" for root keys.
@@ -44,20 +42,19 @@ def parse_section(section: str, schema: type, value: Any, **parsed: Any) -> Any:
         parsed: values of the dataclass that are parsed already.
     """
     if not isinstance(value, Mapping):
-        group = section.partition(".")[0]
-        raise ConfigError(
-            f"{section}={value} is not a group of keys: choose an option, as in {group}={options(group)[0]}"
-        )
+        raise ConfigError(f"{section}={value} is not a group of keys: choose one of its options by name")
     prefix = f"{section}." if section else ""
     declared = {f.name: f for f in fields(schema) if f.name not in ("arguments", "section")}
-    of_target = {str(name): it for name, it in value.items() if name not in declared}
+    rest = {str(name): it for name, it in value.items() if name not in declared}
     given = dict(parsed)
     if issubclass(schema, Group):
-        given |= {"arguments": of_target, "section": section}
-    elif of_target:
-        raise unknown_key(f"{prefix}{next(iter(of_target))}", [f"{prefix}{name}" for name in declared])
+        given |= {"arguments": rest, "section": section}
+    elif "extra" in declared:
+        given["extra"] = converted(f"{prefix}extra", value.get("extra") or {}, dict[str, Any]) | rest
+    elif rest:
+        raise unknown_key(f"{prefix}{next(iter(rest))}", [f"{prefix}{name}" for name in declared])
     for name, hint in _hints(schema).items():
-        if name in value and name not in parsed:
+        if name in value and name not in given:
             given[name] = converted(f"{prefix}{name}", value[name], hint)
         elif name not in given and declared[name].default is declared[name].default_factory is MISSING:
             raise has_no_value(f"{prefix}{name}")
@@ -83,7 +80,7 @@ class Group:
         n_ours: its positional arguments, which qnmixer gives. A module that may be a function too gets none.
         ours: its arguments that qnmixer gives by name.
         offered: its arguments that qnmixer gives by name if it has them, and the config does not give them.
-        closed: whether our own targets of this group take no arguments but those that conf/ lists.
+        late: whether the target is checked when it is built, because it loads Lightning or another large library.
         arguments: keys of the section that are not in its schema. They become keyword arguments of the target.
         section: its place in the config, such as model or metrics.psnr.
     """
@@ -93,7 +90,7 @@ class Group:
     n_ours: ClassVar[int] = 0
     ours: ClassVar[tuple[str, ...]] = ()
     offered: ClassVar[tuple[str, ...]] = ()
-    closed: ClassVar[bool] = False
+    late: ClassVar[bool] = False
 
     _target_: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -103,20 +100,13 @@ class Group:
     def schema_of(cls, value: Any) -> type["Group"]:
         """The schema of a section of this group. Raises ConfigError for a section without a target."""
         if isinstance(value, Mapping) and not isinstance(value.get(TARGET), str):
-            raise ConfigError(
-                f"{cls.group} has no {TARGET} (as_trained is for evaluate only): choose an option, as in "
-                f"{cls.group}={options(cls.group)[0]}"
-            )
+            raise ConfigError(f"{cls.group} has no {TARGET} (as_trained is for evaluate only): choose another option")
         return cls
 
     def __post_init__(self) -> None:
         self.section = self.section or self.group
         if odd := next((it for it in self.arguments if it.startswith("_") and it not in _WORDS), None):
             raise ConfigError(f"{self.section}.{odd} is not known: give {TARGET} and arguments of the target")
-        if self.closed and self._target_.startswith("qnmixer."):
-            listed = keys_of_options(self.group).get(self.name, ())
-            if unknown := next((it for it in self.arguments if it not in listed), None):
-                raise unknown_key(f"{self.section}.{unknown}")
 
     def __getattr__(self, name: str) -> Any:
         """The value of an argument."""
@@ -177,20 +167,25 @@ class Group:
 
         Raises PluginError or ConfigError, which names the key and how to fix it.
         """
+        if self.late:
+            return self
         function, given = self.load(), self.keywords()
         self._check_names(function, given)
         simple = {key: value for key, value in given.items() if not [*_parts(key, value)]}
         for key, part in _parts(self.section, given):
-            its = load_plugin(f"{key}.{TARGET}", str(part[TARGET]), _kind_of_part(str(part[TARGET])))
-            missing = bool(part.get("_partial_") or part.get("_args_"))
-            words = {TARGET, "_args_", *_WORDS}
-            check_names(f"{key}.{TARGET}", str(part[TARGET]), its, part.keys() - words, partial=missing)
+            its, words = _load_part(key, part), {TARGET, "_args_", *_WORDS}
+            partial = bool(part.get("_partial_") or part.get("_args_"))
+            check_names(key, str(part[TARGET]), its, part.keys() - words, partial=partial)
         typed = converted_arguments(self.section, function, simple)
-        return self.changed(**{key: _plain(value) for key, value in typed.items() if key in self.arguments})
+        return self.changed(**{key: _plain(value) for key, value in typed.items()})
 
     def build(self, *args: Any, offered: Mapping[str, Any] | None = None, **ours: Any) -> Any:
         """Call the target with these arguments and those of the config. Raises PluginError if it does not take them."""
-        return self.bound(offered=offered, **ours)(*args)
+        target = self.bound(offered=offered, **ours)
+        try:
+            return target(*args)
+        except (TypeError, ValueError) as error:
+            raise PluginError(f"{self.key}={self._target_} refuses its arguments ({first_line(error)})") from error
 
     def bound(self, offered: Mapping[str, Any] | None = None, **ours: Any) -> Any:
         """The target with all but its positional arguments. It gets `offered` ones that it has a parameter for."""
@@ -202,16 +197,9 @@ class Group:
 
     def _check_names(self, function: Any, given: Mapping[str, Any], ours: Collection[str] = ()) -> None:
         """Raise ConfigError for arguments that the target lacks or misses."""
-        parameters = parameters_of(function)
-        if parameters is not None and not any(it.kind is it.VAR_KEYWORD for it in parameters):
-            mine, known = option_of(self.group, self._target_), {it.name for it in parameters}
-            of_others = {it for option, keys in keys_of_options(self.group).items() if option != mine for it in keys}
-            for name in given:
-                if name not in known and name in of_others | {"name"}:
-                    raise unknown_key(f"{self.section}.{name}")
         offered = [name for name in self.offered if name not in given]
         n_ours = 0 if self.kind is FUNCTION_OR_MODULE and isinstance(function, type) else self.n_ours
-        check_names(self.key, self._target_, function, given, n_ours, [*self.ours, *ours, *offered])
+        check_names(self.section, self._target_, function, given, n_ours, [*self.ours, *ours, *offered])
 
     def _built(self, key: str, value: Any) -> Any:
         """The value of an argument, with the targets inside it built as by Hydra."""
@@ -222,7 +210,7 @@ class Group:
         from hydra.utils import instantiate
 
         for name, part in parts:  # Hydra would also find a.b.c where a only imports b
-            load_plugin(f"{name}.{TARGET}", str(part[TARGET]), _kind_of_part(str(part[TARGET])))
+            _load_part(name, part)
         try:
             return instantiate(as_text(value), _convert_="all")
         except InstantiationException as error:
@@ -241,9 +229,14 @@ def _parts(key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield from _parts(f"{key}.{i}", item)
 
 
-def _kind_of_part(target: str) -> Kind:
-    """A file may name anything in qnmixer without being trusted. So parts from there are layers, and no functions."""
-    return subclass_of("torch.nn.Module") if is_trusted(target, ()) else Kind("a class or function", callable)
+def _load_part(key: str, part: Mapping[str, Any]) -> Any:
+    """Import the target of a section inside a value.
+
+    A file may name anything in qnmixer without being trusted. So parts from there are layers, and no functions.
+    """
+    target = str(part[TARGET])
+    kind = subclass_of("torch.nn.Module") if is_trusted(target, ()) else Kind("a class or function", callable)
+    return load_plugin(f"{key}.{TARGET}", target, kind)
 
 
 def _plain(value: Any) -> Any:
@@ -302,8 +295,8 @@ class ModelConfig(Group):
         section = super().checked()
         try:
             section.load().rules(section._all())
-        except ConfigError as error:  # it names its arguments; on the command line the group comes first
-            raise ConfigError(with_group(self.group, str(error), section._all())) from error
+        except ConfigError as error:  # it names its arguments as a program does
+            raise ConfigError(f"{self.group}: {error}") from error
         return section
 
     def _all(self) -> dict[str, Any]:
@@ -355,12 +348,7 @@ class OptimizerConfig(Group):
         section = super().checked()
         if section._target_.startswith("torch."):
             weight = importlib.import_module("torch").zeros(1, requires_grad=True)
-            try:
-                section.build([{"params": [weight]}], lr=section.lr)
-            except (TypeError, ValueError) as error:
-                line, given = first_line(error), section.keywords()
-                name = next((it for it in given if it.rstrip("s") in line), TARGET)
-                raise ConfigError(f"optimizer.{name}={given.get(name, section._target_)}: {line}") from error
+            section.build([{"params": [weight]}], lr=section.lr)
         return section
 
 
@@ -381,34 +369,19 @@ class ScheduleConfig(Group):
 
 
 @dataclass(kw_only=True)
-class Late(Group):
-    """A section whose target is checked when it is built, because it loads Lightning or another large library."""
-
-    def checked(self) -> Self:
-        """The section itself."""
-        return self
-
-
-@dataclass(kw_only=True)
-class ModuleConfig(Late):
+class ModuleConfig(Group):
     """A `RunModule`, built with `(network, loss, optimizer, schedule, metrics, **arguments)`."""
 
     group: ClassVar[str] = "module"
     kind: ClassVar[Kind] = subclass_of("qnmixer.engine.run_module.RunModule")
-    closed: ClassVar[bool] = True
+    late: ClassVar[bool] = True
 
 
 @dataclass(kw_only=True)
-class DataModuleConfig(Late):
+class DataModuleConfig(Group):
     """A `qnmixer.engine.data.datamodule.SliceDataModule`, built with the section `data` and `(**arguments)`."""
 
     group: ClassVar[str] = "datamodule"
     kind: ClassVar[Kind] = subclass_of("qnmixer.engine.data.datamodule.SliceDataModule")
     n_ours: ClassVar[int] = 1
-    closed: ClassVar[bool] = True
-
-
-def with_group(group: str, message: str, arguments: Collection[str]) -> str:
-    """A message that names arguments, with the keys of the command line. One word counts only with its value."""
-    long = "|".join(name for name in arguments if "_" in name) or "(?!)"
-    return re.sub(rf"(?<![\w.])(({'|'.join(arguments) or '(?!)'})(?==)|({long})\b)", rf"{group}.\g<0>", message)
+    late: ClassVar[bool] = True

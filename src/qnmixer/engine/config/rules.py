@@ -4,10 +4,10 @@ Rules inside a section are in its dataclass, and those of a network in its class
 noise that the config names. So they are checked after the targets of a file are trusted.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from qnmixer.engine.config.named import averages_weights
-from qnmixer.engine.config.sections import LONGEST_TAG, DDPConfig, FSDPConfig, PipelineConfig, ProfileConfig
+from qnmixer.engine.config.sections import DDPConfig, FSDPConfig, PipelineConfig, ProfileConfig, averages_weights
 from qnmixer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,38 +17,13 @@ if TYPE_CHECKING:
 def validate(run: "Config") -> None:
     """Check all of them. Raises ConfigError for the first that is broken."""
     run.data.check(run)
-    for rule in (
-        image_size,
-        one_scale,
-        tags,
-        weights_for_devices,
-        number_of_devices,
-        static_graph,
-        whole_weights,
-        stages,
-        one_start,
-        an_end,
-        enough_to_profile,
-    ):
-        rule(run)
-
-
-def image_size(run: "Config") -> None:
-    """The patches, windows or levels of a network divide the image: it would need padding, which none of them has."""
-    size, model = run.data.image_size, run.model
-    for key, part in model.divisors().items():
-        if size % part:
-            value = model.settings().get(key)
-            given = f"model.{key}={value}"
-            needed = given if part == value else f"{part}, as {given} needs"
-            raise ConfigError(
-                f"data.image_size={size} is not divisible by {needed}: "
-                f"choose data.image_size={size - size % part or part} or another model.{key}"
-            )
+    one_scale(run)
+    if message := next(_broken(run), None):
+        raise ConfigError(message)
 
 
 def one_scale(run: "Config") -> None:
-    """Photon counts make sense only if all slices have the same scale of attenuation."""
+    """Photon counts make sense only if all slices have the same scale of attenuation. Raises ConfigError."""
     if run.data.scaling == "minmax" and run.noise.load().needs_one_scale:
         raise ConfigError(
             f"noise={run.noise.name} needs the same attenuation scale in all slices: use data.scaling=attenuation, or "
@@ -56,134 +31,82 @@ def one_scale(run: "Config") -> None:
         )
 
 
-def tags(run: "Config") -> None:
-    """W&B refuses longer tags, and would say so only when the run starts."""
-    for tag in run.tags:
-        if not 1 <= len(tag) <= LONGEST_TAG:
-            raise ConfigError(
-                f"the tag {tag[:20]!r} has {len(tag)} characters: give tags=[…] of 1 to {LONGEST_TAG} characters"
+def _broken(run: "Config") -> Iterator[str]:
+    """What to say of each rule that is broken."""
+    size, model, trainer, strategy = run.data.image_size, run.model, run.trainer, run.strategy
+    # Patches, windows or levels of a network divide the image: it would need padding, which none of them has.
+    for key, part in model.divisors().items():
+        if size % part:
+            value = model.settings().get(key)
+            needed = f"model.{key}={value}" if part == value else f"{part}, as model.{key}={value} needs"
+            yield (
+                f"data.image_size={size} is not divisible by {needed}: "
+                f"choose data.image_size={size - size % part or part} or another model.{key}"
             )
-
-
-def weights_for_devices(run: "Config") -> None:
-    """Without weights there are no gradients for several devices to share."""
-    if run.strategy.name != "single" and not run.model.has_weights:
-        raise ConfigError(
-            f"strategy={run.strategy.name} trains on several devices, but model={run.model.name} has no weights to "
-            "train: use strategy=single"
-        )
-
-
-def number_of_devices(run: "Config") -> None:
-    """strategy=single would leave all devices but one idle."""
-    trainer = run.trainer
-    if run.strategy.name == "single" and (trainer.devices not in (None, 1) or trainer.num_nodes > 1):
-        several = trainer.num_nodes > 1
-        given = f"trainer.num_nodes={trainer.num_nodes}" if several else f"trainer.devices={trainer.devices}"
-        raise ConfigError(f"{given} does not work with strategy=single: choose strategy=ddp, fsdp or pipeline")
-
-
-def static_graph(run: "Config") -> None:
-    """torch's static graph allows one backward pass per step."""
-    strategy = run.strategy
-    if isinstance(strategy, DDPConfig) and strategy.static_graph and run.trainer.accumulate_grad_batches > 1:
-        raise ConfigError(
-            "strategy.static_graph=true does not work with trainer.accumulate_grad_batches above 1 (a limit of "
-            "torch): set static_graph=false, or accumulate_grad_batches=1"
-        )
-
-
-def whole_weights(run: "Config") -> None:
-    """Adafactor takes means over rows and columns of a weight, and ema copies weights: both need whole weights."""
-    if isinstance(run.strategy, FSDPConfig) and run.optimizer.name == "adafactor":
-        raise ConfigError(
-            "optimizer=adafactor does not work with sharded weights (a limit of torch): choose optimizer=adamw or "
-            "strategy=ddp"
-        )
-    if averages_weights(run.callbacks) and run.strategy.planned_as != "replica":
-        raise ConfigError(
-            f"callbacks=ema needs all weights on each device, but strategy={run.strategy.name} spreads them: use "
-            "strategy=single or strategy=ddp"
-        )
-
-
-def stages(run: "Config") -> None:
-    """The stages of a pipeline are iterations, of which each device needs one, with micro-batches for all of them."""
-    strategy = run.strategy
-    if not isinstance(strategy, PipelineConfig):
-        return
-    T = run.model.T
-    if not run.model.is_unrolled:
-        raise ConfigError(
-            f"strategy=pipeline cuts the iterations of a network into stages, but model={run.model.name} has {T}: "
-            "use strategy=ddp or fsdp"
-        )
-    if (strategy.schedule == "interleaved") != (strategy.stages_per_device > 1):
-        raise ConfigError(
-            f"strategy.schedule={strategy.schedule} does not work with strategy.stages_per_device="
-            f"{strategy.stages_per_device}: interleaved takes 2 or more, every other schedule 1"
-        )
-    if strategy.cut is not None and (sum(strategy.cut) != T or min(strategy.cut, default=0) < 1):
-        raise ConfigError(
-            f"strategy.cut={strategy.cut} is wrong: each stage needs at least 1 iteration, and their sum must be "
-            f"model.n_iterations={T}"
-        )
-    if run.trainer.devices is not None:  # else this is checked again when the devices are counted
-        _check_devices(run, strategy, run.trainer.devices)
-
-
-def _check_devices(run: "Config", strategy: PipelineConfig, n_devices: int) -> None:
-    T, size, devices = run.model.T, strategy.microbatch_size, strategy.devices_per_replica(run.trainer)
-    if devices == 1:
-        raise ConfigError("strategy=pipeline needs at least two devices: give trainer.devices=…, or strategy=single")
-    if n_devices % devices:
-        raise ConfigError(
-            f"strategy.devices_per_pipeline={devices} does not divide trainer.devices={n_devices}: "
-            "a pipeline stays on one node"
-        )
-    stages = devices * strategy.stages_per_device
-    if stages > T:
-        raise ConfigError(
-            f"{stages} stages are more than model.n_iterations={T}: lower strategy.devices_per_pipeline or "
-            "strategy.stages_per_device, or raise model.n_iterations"
-        )
-    if strategy.cut is not None and len(strategy.cut) != stages:
-        raise ConfigError(f"strategy.cut={strategy.cut} has {len(strategy.cut)} stages, but the devices have {stages}")
-    n, rest = divmod(run.data.batch_size * devices, size)
-    if rest:
-        raise ConfigError(
-            f"the batch of a pipeline, data.batch_size={run.data.batch_size} × {devices} devices, does not divide "
-            f"into strategy.microbatch_size={size}: choose data.batch_size={size}"
-        )
-    if strategy.schedule == "1f1b" and n < devices:
-        raise ConfigError(
-            f"strategy.schedule=1f1b needs as many micro-batches as devices, {devices}, and has {n}: "
-            f"set data.batch_size={size} or strategy.microbatch_size={run.data.batch_size}"
-        )
-    if strategy.schedule == "interleaved" and n % max(1, n // devices):
-        raise ConfigError(
-            f"strategy.schedule=interleaved takes micro-batches in equal rounds of at least {devices}, not {n}: "
-            f"make data.batch_size={run.data.batch_size} a multiple of strategy.microbatch_size={size}"
-        )
-
-
-def one_start(run: "Config") -> None:
-    """A run starts from one set of weights."""
     if run.finetune is not None and run.resume is not None:
-        raise ConfigError("finetune= starts a new run from weights, resume= continues a run: give only one of them")
-
-
-def an_end(run: "Config") -> None:
-    """Schedules need the length of a run."""
-    if run.trainer.max_steps == -1 and run.trainer.max_epochs is None:
-        raise ConfigError("training would never end: give trainer.max_steps=… or trainer.max_epochs=…")
-
-
-def enough_to_profile(run: "Config") -> None:
-    """A run that ends before the profiler begins gives no profile."""
+        yield "finetune= starts a new run from weights, resume= continues a run: give only one of them"
+    # Schedules need the length of a run.
+    if trainer.max_steps == -1 and trainer.max_epochs is None:
+        yield "training would never end: give trainer.max_steps=… or trainer.max_epochs=…"
     debug = run.debug
-    if isinstance(debug, ProfileConfig) and -1 < run.trainer.max_steps < debug.warm_up + debug.steps:
-        raise ConfigError(
-            f"debug.warm_up={debug.warm_up} and debug.steps={debug.steps} are more steps than trainer.max_steps="
-            f"{run.trainer.max_steps}, so nothing would be profiled: raise trainer.max_steps, or lower the two"
+    if isinstance(debug, ProfileConfig) and -1 < trainer.max_steps < debug.warm_up + debug.steps:
+        yield f"nothing would be profiled: raise trainer.max_steps={trainer.max_steps}, or lower debug.warm_up"
+    # The last step of an epoch would be smaller.
+    limit, window = trainer.extra.get("limit_train_batches"), trainer.accumulate_grad_batches
+    if isinstance(limit, int) and limit % window:
+        yield f"trainer.limit_train_batches={limit} is no multiple of trainer.accumulate_grad_batches={window}"
+    # All devices but one would be idle.
+    if strategy.name == "single" and (trainer.devices or 1) * trainer.num_nodes > 1:
+        yield (
+            f"trainer.devices={trainer.devices or 1} with trainer.num_nodes={trainer.num_nodes} does not work with "
+            "strategy=single: choose strategy=ddp, fsdp or pipeline"
+        )
+    # Without weights there are no gradients for several devices to share.
+    if strategy.name != "single" and not model.has_weights:
+        yield f"model={model.name} has no weights to train on several devices: use strategy=single"
+    # torch's static graph allows one backward pass per step.
+    if isinstance(strategy, DDPConfig) and strategy.static_graph and window > 1:
+        yield "strategy.static_graph=true does not work with trainer.accumulate_grad_batches above 1: leave out one"
+    # It takes means over rows and columns of a weight.
+    if isinstance(strategy, FSDPConfig) and run.optimizer.name == "adafactor":
+        yield "optimizer=adafactor does not work with sharded weights: choose optimizer=adamw or strategy=ddp"
+    # It copies all weights.
+    if averages_weights(run.callbacks) and strategy.planned_as != "replica":
+        yield f"callbacks=ema does not work with strategy={strategy.name}: use strategy=single or strategy=ddp"
+    if isinstance(strategy, PipelineConfig):
+        yield from _broken_by_pipeline(run, strategy)
+
+
+def _broken_by_pipeline(run: "Config", strategy: PipelineConfig) -> Iterator[str]:
+    """The stages of a pipeline are iterations, of which each device needs one, with micro-batches for all of them."""
+    T, cut, schedule, per_device = run.model.T, strategy.cut, strategy.schedule, strategy.stages_per_device
+    if not run.model.is_unrolled:
+        yield (
+            f"strategy=pipeline cuts iterations into stages, but model={run.model.name} has {T}: use strategy=ddp or "
+            "fsdp"
+        )
+    if (schedule == "interleaved") != (per_device > 1):
+        yield (
+            f"strategy.schedule={schedule} does not work with strategy.stages_per_device={per_device}: interleaved "
+            "takes 2 or more, every other schedule 1"
+        )
+    if cut is not None and (sum(cut) != T or min(cut, default=0) < 1):
+        yield f"strategy.cut={cut} is wrong: give each stage 1 iteration or more, in sum model.n_iterations={T}"
+    if run.trainer.devices is None:  # the rest is checked when the devices are counted
+        return
+    devices, size, batch = strategy.devices_per_replica(run.trainer), strategy.microbatch_size, run.data.batch_size
+    stages, (n, rest) = devices * per_device, divmod(batch * devices, size)
+    if devices == 1:
+        yield "strategy=pipeline needs at least two devices: give trainer.devices=…, or strategy=single"
+    if run.trainer.devices % devices:
+        yield f"strategy.devices_per_pipeline={devices} does not divide trainer.devices={run.trainer.devices}"
+    if stages > T:
+        yield f"{stages} stages are more than model.n_iterations={T}: lower strategy.devices_per_pipeline"
+    if cut is not None and len(cut) != stages:
+        yield f"strategy.cut={cut} has {len(cut)} stages, but the devices have {stages}"
+    unequal = schedule == "interleaved" and n % max(1, n // devices)
+    if rest or unequal or (schedule == "1f1b" and n < devices):
+        yield (
+            f"strategy.schedule={schedule} cannot cut data.batch_size={batch} × {devices} devices by "
+            f"strategy.microbatch_size={size}: choose data.batch_size={size}"
         )

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, get_type_hints
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, Len
 from omegaconf import DictConfig, OmegaConf
 
+from qnmixer.engine.config.compose import CONF
 from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.groups import (
     DataModuleConfig,
@@ -22,11 +23,19 @@ from qnmixer.engine.config.groups import (
     ScheduleConfig,
     parse_section,
 )
-from qnmixer.engine.config.keys import check_trainer
-from qnmixer.engine.config.named import (
+from qnmixer.engine.config.options import TARGET, keys_of, options, values_of_option
+from qnmixer.engine.config.rules import validate
+from qnmixer.engine.config.sections import (
+    LONGEST_TAG,
     CallbackConfig,
+    DebugConfig,
+    EvaluationConfig,
+    GeometryConfig,
     LoggerConfig,
+    MemoryConfig,
     MetricConfig,
+    StrategyConfig,
+    TrainerConfig,
     WandbConfig,
     check_monitor,
     default_metrics,
@@ -34,21 +43,9 @@ from qnmixer.engine.config.named import (
     parse_loggers,
     parse_metrics,
 )
-from qnmixer.engine.config.rules import validate
-from qnmixer.engine.config.search_path import CONF
-from qnmixer.engine.config.sections import (
-    PASSED_ON,
-    DebugConfig,
-    EvaluationConfig,
-    GeometryConfig,
-    MemoryConfig,
-    StrategyConfig,
-    TrainerConfig,
-)
-from qnmixer.engine.config.target import TARGET, keys_of, options, values_of_option
 from qnmixer.engine.config.values import plain_values
 from qnmixer.engine.plugins import check_plugin, is_trusted
-from qnmixer.errors import ConfigError, suggest
+from qnmixer.errors import ConfigError
 
 _ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.", "torchmetrics.")
 """Packages that the check of targets does not look for, which would take seconds."""
@@ -70,7 +67,7 @@ class Config:
     resume: str | None
     compile: bool
     test_after_training: bool
-    tags: list[str] = field(default_factory=list)
+    tags: list[Annotated[str, Len(1, LONGEST_TAG)]] = field(default_factory=list)
     geometry: GeometryConfig
     noise: NoiseConfig
     model: ModelConfig
@@ -101,16 +98,8 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     """
     config = parse_file(cfg)
     check_monitor(config.monitor, config.metrics)
-    check_targets(targets_of(config))
+    check_targets(config)
     return checked(config)
-
-
-def fill_roots(config: DictConfig) -> None:
-    """Give each source of slices that lacks its folder the folder `.`, for what reads no slices."""
-    if isinstance(data := config.get("data"), DictConfig):
-        for source in (data, *data.get("sources", {}).values()):
-            if isinstance(source, DictConfig) and OmegaConf.is_missing(source, "root"):
-                source.root = "."
 
 
 def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
@@ -124,28 +113,15 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     for key in _SECTIONS:
         if key not in values:
             raise ConfigError(f"the config has no {key}: choose one with {key}=…")
-    named: dict[str, Any] = {
-        "callbacks": parse_callbacks(values.pop("callbacks", {})),
-        "metrics": parse_metrics(values.pop("metrics")) if "metrics" in values else default_metrics(),
-        "logger": parse_loggers(values.pop("logger", None)),
+    named = {
+        "callbacks": parse_callbacks(values.get("callbacks", {})),
+        "metrics": parse_metrics(values["metrics"]) if "metrics" in values else default_metrics(),
+        "logger": parse_loggers(values.get("logger")),
     }
-    values["trainer"] = _gathered(values["trainer"])
     config: Config = parse_section("", Config, values, **dict.fromkeys(_SECTIONS), **named)  # root keys first
     for key in _SECTIONS:
         setattr(config, key, parse_section(key, schema_of(key, values[key]), values[key]))
     return config
-
-
-def _gathered(trainer: Any) -> Any:
-    """The section, with arguments for Lightning's Trainer under `extra`. Raises ConfigError for refused ones."""
-    if not isinstance(trainer, Mapping):
-        return trainer
-    check_trainer([name for name in trainer if name not in PASSED_ON])
-    extra = {name: value for name, value in trainer.items() if name in PASSED_ON}
-    rest = {name: value for name, value in trainer.items() if name not in PASSED_ON}
-    if not isinstance(given := rest.get("extra") or {}, Mapping):
-        raise ConfigError("trainer.extra is no key: write +trainer.KEY=… for an argument of Lightning's Trainer")
-    return rest | {"extra": {**given, **extra}}
 
 
 def schema_of(section: str, value: Any) -> type:
@@ -155,10 +131,9 @@ def schema_of(section: str, value: Any) -> type:
         return base.schema_of(value)
     by_name = {getattr(schema, "name", None): schema for schema in base.__subclasses__()}
     name = value.get("name") if isinstance(value, Mapping) else None
-    if name is not None and not isinstance(name, str):
-        raise ConfigError(f"{section}.name={name} is not known: choose an option by its name, as in {section}=…")
-    if by_name and name not in by_name and name not in options(section):
-        raise ConfigError(f"{section}.name={name} is not known: {suggest(str(name), options(section))}")
+    known = isinstance(name, str | None) and (not by_name or name in by_name or name in options(section))
+    if not known:
+        raise ConfigError(f"{section}.name={name} is not known: choose one of {', '.join(options(section))}")
     return by_name.get(name, base)
 
 
@@ -174,9 +149,9 @@ def targets_of(config: Any) -> dict[str, str]:
     return targets
 
 
-def check_targets(targets: Mapping[str, str]) -> None:
+def check_targets(config: Any) -> None:
     """Raise PluginError for the first target whose module is not found."""
-    for key, target in targets.items():
+    for key, target in targets_of(config).items():
         if not target.startswith(_ALWAYS_THERE):
             check_plugin(key, target)
 
@@ -234,7 +209,7 @@ def override(config: Config, overrides: str | Sequence[str]) -> Config:
     plain = OmegaConf.to_container(values)  # text with ${…} stays text
     assert isinstance(plain, dict)
     config = parse_file({str(key): section for key, section in plain.items()})
-    check_targets(targets_of(config))
+    check_targets(config)
     return checked(config, *changed)  # not the loss of a checkpoint, say, whose code nobody has trusted
 
 

@@ -1,22 +1,35 @@
-"""The sections of a run without a target: their keys, types and bounds, and the rules inside each.
+"""The sections of a run without a target, and callbacks, loggers and metrics, of which a run may have several.
 
-The values are in conf/.
+The values are in conf/. Here are their keys, types and bounds, and the rules inside each.
 """
 
 import math
-import re
-from dataclasses import dataclass, field, fields
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from annotated_types import Ge, Gt, Le
 
+from qnmixer.engine.config.groups import FUNCTION_OR_MODULE, Group, parse_section
+from qnmixer.engine.config.options import TARGET, options, unknown_key, values_of_option
 from qnmixer.engine.config.values import converted
-from qnmixer.errors import ConfigError, first_line, suggest
+from qnmixer.engine.plugins import Kind, subclass_of
+from qnmixer.errors import ConfigError, first_line
 
 _MOST_VIEWS = 8192
 LONGEST_TAG = 64
 """Characters; W&B refuses longer tags."""
+METRICS_FILE = "qnmixer.engine.tracking.metrics_file.MetricsFile"
+"""The target of logger=csv. Every run has this logger."""
+
+_CUSTOM = "custom"
+"""The name of a logger that the group itself describes."""
+_WANDB = "qnmixer.engine.tracking.loggers.WandbRun"
+_MEAN_WEIGHTS = "qnmixer.engine.training.weight_averaging.MeanWeights"
+_TAKEN = ("loss", "window_psnr", "window_ssim", "number", "slice", "method", "constant", "patient")
+"""Names that are columns of metrics.csv or images.csv already."""
 Count = Annotated[int, Ge(1)]
 Length = Annotated[float, Gt(0)]
 Accelerator = Literal["auto", "cpu", "gpu", "cuda"]
@@ -135,7 +148,7 @@ class StrategyConfig:
             of a `pipeline`.
     """
 
-    planned_as: ClassVar[str | None] = None
+    planned_as: ClassVar[str | None] = "replica"
 
     name: str
 
@@ -148,16 +161,12 @@ class StrategyConfig:
 class SingleConfig(StrategyConfig):
     """One device."""
 
-    planned_as: ClassVar[str | None] = "replica"
-
     name: str = "single"
 
 
 @dataclass(kw_only=True)
 class DDPConfig(StrategyConfig):
     """The whole network on every device; each gets a part of the batch."""
-
-    planned_as: ClassVar[str | None] = "replica"
 
     name: str = "ddp"
     static_graph: bool
@@ -167,8 +176,7 @@ class DDPConfig(StrategyConfig):
 class FSDPConfig(StrategyConfig):
     """As ddp, with weights, gradients and optimizer state in shards."""
 
-    planned_as: ClassVar[str | None] = "shards"
-
+    planned_as = "shards"
     name: str = "fsdp"
     reshard_after_forward: bool
     sharded_checkpoint: bool
@@ -178,8 +186,7 @@ class FSDPConfig(StrategyConfig):
 class PipelineConfig(StrategyConfig):
     """The T iterations in stages, which run one after the other on the devices."""
 
-    planned_as: ClassVar[str | None] = "pipeline"
-
+    planned_as = "pipeline"
     name: str = "pipeline"
     schedule: Literal["1f1b", "gpipe", "interleaved", "sequential"]
     microbatch_size: Count
@@ -218,40 +225,161 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(PassedOn, include_extras=True)
-        for name in self.extra:
-            if name not in hints:
-                raise ConfigError(f"trainer.extra.{name} is not known: {suggest(name, hints)}")
+        if odd := next((name for name in self.extra if name not in hints), None):
+            raise unknown_key(f"trainer.{odd}", [f"trainer.{name}" for name in (*vars(self), *hints)])
         self.extra = {name: converted(f"trainer.{name}", value, hints[name]) for name, value in self.extra.items()}
-        time = self.extra.get("max_time")
-        if time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", time):
-            raise ConfigError(
-                f"trainer.max_time={time} is not DAYS:HOURS:MINUTES:SECONDS: give for example 00:01:30:00"
-            )
-        limit = self.extra.get("limit_train_batches")
-        if isinstance(limit, float) and limit > 1:
-            raise ConfigError(f"trainer.limit_train_batches={limit} is too large for a share: give at most 1.0")
-        if isinstance(limit, int) and limit % self.accumulate_grad_batches:
-            raise ConfigError(
-                f"trainer.limit_train_batches={limit} is no multiple of trainer.accumulate_grad_batches="
-                f"{self.accumulate_grad_batches}: the last step of an epoch would be smaller"
-            )
 
 
-@dataclass(kw_only=True)
 class PassedOn:
     """Arguments of Lightning's Trainer that are not in conf/: `+trainer.NAME=…` sets one."""
 
-    benchmark: bool | None = None
-    enable_autolog_hparams: bool | None = None
-    enable_progress_bar: bool | None = None
-    gradient_clip_algorithm: Literal["norm", "value"] | None = None
-    inference_mode: bool | None = None
-    limit_train_batches: Annotated[float, Gt(0)] | Annotated[int, Gt(0)] | None = None
-    max_time: str | None = None  # DAYS:HOURS:MINUTES:SECONDS
-    min_epochs: Count | None = None
-    min_steps: Count | None = None
-    profiler: Literal["simple", "advanced", "pytorch"] | None = None
-    sync_batchnorm: bool | None = None
+    benchmark: bool | None
+    enable_autolog_hparams: bool | None
+    enable_progress_bar: bool | None
+    gradient_clip_algorithm: Literal["norm", "value"] | None
+    inference_mode: bool | None
+    limit_train_batches: Annotated[float, Gt(0), Le(1)] | Annotated[int, Gt(0)] | None  # a share, or a number
+    max_time: str | None  # DAYS:HOURS:MINUTES:SECONDS
+    min_epochs: Count | None
+    min_steps: Count | None
+    profiler: Literal["simple", "advanced", "pytorch"] | None
+    sync_batchnorm: bool | None
 
 
-PASSED_ON = frozenset(f.name for f in fields(PassedOn))
+@dataclass(kw_only=True)
+class Named(Group):
+    """One of several sections of a group: a callback, a logger or a metric."""
+
+    late: ClassVar[bool] = True
+
+
+@dataclass(kw_only=True)
+class MetricConfig(Named):
+    """A function `(image, truth, **arguments)` → [B], or a class of torchmetrics, which gets the images one by one.
+
+    Attributes:
+        title: the heading of its column; None: its name.
+        mode: max or min, the better value.
+        in_hu: whether it gets image and truth in HU. Else these are in [0, 1].
+    """
+
+    group: ClassVar[str] = "metrics"
+    kind: ClassVar[Kind] = FUNCTION_OR_MODULE
+    n_ours: ClassVar[int] = 2
+
+    title: str | None = None
+    mode: Literal["max", "min"] = "max"
+    in_hu: bool = False
+
+
+@dataclass(kw_only=True)
+class CallbackConfig(Named):
+    """A Lightning callback. Only those of the command line are built; those in a checkpoint are dropped."""
+
+    group: ClassVar[str] = "callbacks"
+    kind: ClassVar[Kind] = subclass_of("lightning.pytorch.callbacks.Callback")
+
+
+@dataclass(kw_only=True)
+class LoggerConfig(Named):
+    """A Lightning logger. metrics.csv is always written too."""
+
+    group: ClassVar[str] = "logger"
+    kind: ClassVar[Kind] = subclass_of("lightning.pytorch.loggers.Logger")
+
+
+WandbMode = Literal["offline", "online", "disabled"]
+
+
+@dataclass(kw_only=True)
+class WandbConfig:
+    """The settings of Weights & Biases."""
+
+    _target_: str
+    mode: WandbMode
+    project: str
+    entity: str | None
+    run_name: str | None  # None: in a sweep the overrides of this job only, else setting and time
+    group: str | None  # None: the sweep
+    notes: str | None = None
+    log_checkpoint: bool
+    log_code: bool
+
+
+def parse_callbacks(section: Any) -> dict[str, CallbackConfig]:
+    """Callbacks by name, without those that are null. Raises ConfigError for one without a class."""
+    named = _named("callbacks", section)
+    return {name: parse_section(f"callbacks.{name}", CallbackConfig, it) for name, it in named.items()}
+
+
+def parse_metrics(section: Any) -> dict[str, MetricConfig]:
+    """Metrics by name, without those that are null. Raises ConfigError for one without a target."""
+    named = _named("metrics", section)
+    if taken := next((name for name in named if name in _TAKEN), None):
+        raise ConfigError(f"metrics.{taken}: there is a column {taken} already, give the metric another name")
+    return {name: parse_section(f"metrics.{name}", MetricConfig, it) for name, it in named.items()}
+
+
+def parse_loggers(section: Any) -> dict[str, WandbConfig | LoggerConfig]:
+    """Loggers by name.
+
+    A `_target_` of the group itself, as in `logger=custom`, is one more logger. Settings of loggers that were not
+    chosen are dropped, because conf/local may contain them. Raises ConfigError for a section that is no logger.
+    """
+    if isinstance(section, Mapping):
+        inner = {name: it for name, it in section.items() if isinstance(it, Mapping) and TARGET in it}
+        rest = {name: it for name, it in section.items() if name not in {*inner, *options("logger")}}
+        section = inner | ({_CUSTOM: rest} if TARGET in section else rest)
+    loggers = {}
+    for name, it in _named("logger", section or {}).items():
+        schema = WandbConfig if it[TARGET] == _WANDB else LoggerConfig
+        it = _with_environment(it) if schema is WandbConfig else it
+        loggers[name] = parse_section("logger" if name == _CUSTOM else f"logger.{name}", schema, it)
+    return loggers
+
+
+def _with_environment(wandb: Mapping[str, Any]) -> dict[str, Any]:
+    """The section of W&B, with the user's own W&B variables for keys that are null. Raises ConfigError."""
+    off = os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
+    own: dict[str, str | None] = {"mode": "disabled"} if off else {}
+    for key, default in {"mode": "offline", "project": "qnmixer", "name": None}.items():
+        own.setdefault(key, os.environ.get(f"WANDB_{key.upper()}") or default)
+    if wandb.get("mode") is None:
+        converted("WANDB_MODE", own["mode"], WandbMode)  # the message names the place
+    own["run_name"] = own.pop("name")
+    return {**wandb, **{key: value for key, value in own.items() if wandb.get(key) is None}}
+
+
+def _named(group: str, section: Any) -> dict[str, Mapping[str, Any]]:
+    """The sections of a group by name, without those that are null. Raises ConfigError for one without a target."""
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{group}={section} is not a group of {group}: choose {group}=default")
+    found = {str(name): it for name, it in section.items() if it is not None}
+    for name, it in found.items():
+        if not isinstance(it, Mapping) or not isinstance(it.get(TARGET), str):
+            raise ConfigError(f"{group}.{name} names no class: give +{group}.{name}.{TARGET}=my_file.MyClass")
+    return found
+
+
+def averages_weights(callbacks: Mapping[str, CallbackConfig]) -> bool:
+    """Whether a callback keeps a mean of the weights on the device, as callbacks=ema does."""
+    return any(given._target_ == _MEAN_WEIGHTS for given in callbacks.values())
+
+
+def default_metrics() -> dict[str, MetricConfig]:
+    """Those of metrics=default: of a file without the section, such as an older checkpoint, and of each final table."""
+    return parse_metrics(values_of_option("metrics", "default"))
+
+
+def modes_of(metrics: Mapping[str, MetricConfig]) -> dict[str, str]:
+    """The better value, max or min, of all that `monitor` can name: val/NAME of each metric, and val/loss."""
+    return {f"val/{name}": str(metric.mode) for name, metric in metrics.items()} | {"val/loss": "min"}
+
+
+def check_monitor(monitor: str, metrics: Mapping[str, MetricConfig]) -> None:
+    """Raise ConfigError if no validation gives the monitored metric."""
+    if monitor not in (known := modes_of(metrics)):
+        raise ConfigError(
+            f"monitor={monitor} is not known: choose {', '.join(known)}, or add a metric: "
+            f"+metrics.NAME.{TARGET}=my_file.my_metric"
+        )

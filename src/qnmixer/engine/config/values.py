@@ -1,11 +1,12 @@
-"""Values of keys, converted to the types that a dataclass or a signature declares, with their bounds. By pydantic.
+"""Values of keys, checked against the types and bounds that a dataclass or a signature declares. By pydantic.
 
 `Annotated[int, Ge(1)]`, `Literal["a", "b"]` and `float | None` say all that a key may be.
 """
 
+import difflib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from math import isfinite
 from typing import Any
@@ -13,31 +14,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
+from qnmixer.engine.config.options import owners, unknown_key
 from qnmixer.engine.plugins import parameters_of
-from qnmixer.errors import ConfigError, suggest
+from qnmixer.errors import ConfigError, PluginError
 
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 """Magnitudes of 32-bit floats, in which networks and optimizers compute."""
-_SAYS = {
-    "greater_than_equal": " is too small: give {ge} or more",
-    "greater_than": " is too small: give more than {gt}",
-    "less_than_equal": " is too large: give {le} or less",
-    "less_than": " is too large: give less than {lt}",
-    "multiple_of": " is not a multiple of {multiple_of}: choose {nearest}",
-    "finite_number": " is not a finite number: give one",
-    "int": " is not a whole number: give one",
-    "float": " is not a number: give one",
-    "bool": " is neither true nor false: give one of them",
-    "string": " is not a text: give one",
-    "callable": " is no class or function: give module.name",
-    "literal": " is not known: {nearest}",
-    "tuple": " is not a list: write {key}=[{value}]",
-    "list": " is not a list: write {key}=[{value}]",
-    "dict": " is not a group of keys: give {key}.NAME=…",
-    "missing": " has too few values",
-    "too_long": " has too many values: give {max_length}",
-}
-"""What a message says after KEY=VALUE, by pydantic's name of the error, or its first word."""
 
 
 def plain_values(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -68,21 +50,22 @@ def converted(key: str, value: Any, hint: Any) -> Any:
     try:
         found = _adapter(hint).validate_python(value)
     except ValidationError as error:
-        if isinstance(value, int | float) and error.errors()[0]["type"] == "literal_error":  # precision=32
+        first = error.errors()[0]
+        if isinstance(value, int | float) and first["type"] == "literal_error":  # precision=32
             return converted(key, str(value), hint)
-        # The error of the value itself says more than those of the other types of a union.
-        first = max(error.errors(), key=lambda its: its["type"] in _SAYS)
-        raise ConfigError(_line(key, value, dict(first))) from error
+        for part in first["loc"]:
+            if isinstance(value, Mapping) and part in value:
+                key, value = f"{key}.{part}", value[part]
+        says = first["msg"]  # "Input should be …", "Field required"
+        says = says.removeprefix("Input") if says.startswith("Input ") else f": {says[0].lower()}{says[1:]}"
+        raise ConfigError(f"{key}={_as_typed(first['input'])}{says}") from error
     except (PydanticUserError, NameError):
         return value
     for given, taken in zip(_items(value), _items(found), strict=False):
         if isinstance(given, bool) and isinstance(taken, int | float) and not isinstance(taken, bool):
-            raise ConfigError(f"{key}={_as_typed(value)} is not a number: give one")  # pydantic takes true as 1
+            raise ConfigError(f"{key}={_as_typed(value)} should be a number")  # pydantic takes true as 1
         if isinstance(taken, float) and isfinite(taken) and taken and not _SMALLEST < abs(taken) < _LARGEST:
-            says = "large for 32-bit floats: give at most 3e38"
-            if abs(taken) < 1:
-                says = "small for 32-bit floats: give 0, or at least 1e-37"
-            raise ConfigError(f"{key}={_as_typed(value)} is too {says}")
+            raise ConfigError(f"{key}={_as_typed(value)} should be a 32-bit float: 0, or between 1e-37 and 3e38")
     return found
 
 
@@ -91,22 +74,10 @@ def _items(value: Any) -> list[Any]:
     return [*value] if isinstance(value, list | tuple) else [value]
 
 
-def _line(key: str, value: Any, error: dict[str, Any]) -> str:
-    """The message for an error of pydantic, which names the innermost key."""
-    for part in error["loc"]:
-        if isinstance(value, Mapping) and part in value:
-            key, value = f"{key}.{part}", value[part]
-    kind, message, context = error["type"], error["msg"], error.get("ctx", {})
-    if kind == "literal_error":
-        value = error["input"]  # of a list: the item
-        choices = re.findall(r"'?([^', ]+)'?(?:, | or |$)", context["expected"])
-        context = {"nearest": suggest(str(value), choices)}
-    elif kind == "multiple_of":
-        context = context | {"nearest": value + -value % context["multiple_of"]}
-    given = _as_typed(value)
-    if says := _SAYS.get(kind) or _SAYS.get(kind.partition("_")[0]):
-        return f"{key}={given}{says.format(key=key, value=given, **context)}"
-    return f"{key}={given}: {message[0].lower()}{message[1:]}"
+def _as_typed(value: Any) -> str:
+    """A value as on the command line, shortened."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) < 200 else f"{text[:60]}…"
 
 
 def converted_arguments(section: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,6 +95,45 @@ def converted_arguments(section: str, function: Callable[..., Any], arguments: M
         name: converted(f"{section}.{name}", value, hints[name]) if name in hints else value
         for name, value in arguments.items()
     }
+
+
+def check_names(
+    section: str,
+    target: str,
+    function: Callable[..., Any],
+    arguments: Collection[str],
+    n_ours: int = 0,
+    ours: Collection[str] = (),
+    *,
+    partial: bool = False,
+) -> None:
+    """Raise PluginError for an argument that a target does not have, or that is missing.
+
+    Args:
+        section: what messages put before their names, such as model.
+        target: the name of the function or class.
+        function: it.
+        arguments: names of those from the config section.
+        n_ours: positional arguments that come from qnmixer.
+        ours: names of arguments that come from qnmixer.
+        partial: others may be missing.
+    """
+    parameters = parameters_of(function)
+    if parameters is None:
+        return
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    own = {it.name: it for it in parameters[n_ours:] if it.kind in named and it.name not in ours}
+    takes_all = any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters)
+    for odd in (name for name in arguments if name not in own and not takes_all):
+        if f"{section}.{odd}" in owners():
+            raise unknown_key(f"{section}.{odd}")
+        if near := difflib.get_close_matches(odd, own, n=1):
+            raise PluginError(f"unknown key {section}.{odd}: did you mean {section}.{near[0]}?")
+        takes = f"only {', '.join(own)}" if own else "and takes none"
+        raise PluginError(f"{section}.{odd}: {target} has no such argument, {takes}")
+    for name, parameter in own.items():
+        if parameter.default is parameter.empty and name not in arguments and not partial:
+            raise PluginError(f"{section} needs an argument {name}: give it as +{section}.{name}=VALUE")
 
 
 def _hint(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
@@ -152,12 +162,6 @@ def _adapter(hint: Any) -> Any:
         return _known_adapter(hint)
     except TypeError:  # a hint that has no hash
         return _known_adapter.__wrapped__(hint)
-
-
-def _as_typed(value: Any) -> str:
-    """A value as on the command line, shortened."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) < 200 else f"{text[:60]}…"
 
 
 def as_text(value: Any) -> Any:

@@ -19,10 +19,10 @@ from qnmixer.engine.checkpoints.weights_file import digest_of_weights
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.commands import EvaluateConfig
 from qnmixer.engine.config.data import AsTrained, DataConfig, FolderData
+from qnmixer.engine.config.options import keys_of
 from qnmixer.engine.config.rules import one_scale
 from qnmixer.engine.config.run import targets_of
 from qnmixer.engine.config.sections import EvaluationConfig
-from qnmixer.engine.config.target import keys_of
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit
 from qnmixer.engine.evaluation.scores import IN_WINDOW, Evaluation, ImageScore, caption_of, titles_of, with_usual

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qnmixer.engine.config.named import MetricConfig, default_metrics
+from qnmixer.engine.config.sections import MetricConfig, default_metrics
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.reports.tables import in_digits
 

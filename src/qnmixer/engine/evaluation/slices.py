@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from qnmixer.engine.config import Config
+from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.data import (
     LOADING,
     AsTrained,
@@ -15,8 +16,7 @@ from qnmixer.engine.config.data import (
     PairData,
     PhantomData,
 )
-from qnmixer.engine.config.overrides import values_of
-from qnmixer.engine.config.target import keys_of
+from qnmixer.engine.config.options import keys_of
 from qnmixer.engine.plugins import check_trusted
 from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.signature import is_signed

@@ -17,10 +17,9 @@ from torch.utils._pytree import tree_map_only
 
 from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.named import averages_weights
 from qnmixer.engine.config.rules import validate
 from qnmixer.engine.config.run import devices_per_replica, with_iterations
-from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig
+from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig, averages_weights
 from qnmixer.engine.memory.footprint import DevicePlan, Footprint, Prediction
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.pipeline import StageCost, cut_of, plan_device, track_stages

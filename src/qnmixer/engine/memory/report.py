@@ -11,9 +11,9 @@ from rich.progress import track
 
 from qnmixer.engine.config import Config, effective_batch
 from qnmixer.engine.config.commands import DEVICES, PlanConfig, device_memory
+from qnmixer.engine.config.options import options
 from qnmixer.engine.config.rules import validate
 from qnmixer.engine.config.sections import PipelineConfig
-from qnmixer.engine.config.target import options
 from qnmixer.engine.memory.advice import changed_to
 from qnmixer.engine.memory.footprint import MIB, Prediction, on_a_gpu
 from qnmixer.engine.memory.pipeline import idle, n_microbatches

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 from qnmixer.engine.batch import Batch, to_hu
-from qnmixer.engine.config.named import MetricConfig
+from qnmixer.engine.config.sections import MetricConfig
 from qnmixer.errors import PluginError, UserError, first_line
 
 SSIM_WINDOW = 7

@@ -16,7 +16,7 @@ from typing import IO, Any
 from omegaconf import DictConfig
 
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.overrides import quoted
+from qnmixer.engine.config.compose import quoted
 from qnmixer.engine.processes.cores import THREADS, threads_each
 from qnmixer.engine.processes.ranks import die_with_parent
 from qnmixer.engine.processes.signals import SIGNALS, handle_signals

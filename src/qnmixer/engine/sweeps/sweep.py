@@ -12,8 +12,8 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config.named import modes_of, parse_metrics
-from qnmixer.engine.config.overrides import quoted
+from qnmixer.engine.config.compose import quoted
+from qnmixer.engine.config.sections import modes_of, parse_metrics
 from qnmixer.engine.sweeps.report import rows_of, write_report
 from qnmixer.engine.tracking.results import git_commit, read_results
 from qnmixer.engine.tracking.run import RUNS, run_lock

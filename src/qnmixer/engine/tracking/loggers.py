@@ -16,10 +16,9 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from qnmixer.engine.config import Config, effective_batch, to_plain, without_places
-from qnmixer.engine.config.named import METRICS_FILE, LoggerConfig, WandbConfig
-from qnmixer.engine.config.overrides import values_of
-from qnmixer.engine.config.sections import LONGEST_TAG
-from qnmixer.engine.config.target import with_names
+from qnmixer.engine.config.compose import values_of
+from qnmixer.engine.config.options import with_names
+from qnmixer.engine.config.sections import LONGEST_TAG, METRICS_FILE, LoggerConfig, WandbConfig
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.reconstructor import method_name
 from qnmixer.engine.reports.paths import without_folders

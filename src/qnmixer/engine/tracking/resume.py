@@ -10,10 +10,8 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.overrides import LENGTH, key_of, of_hydra, quoted, values_of
-from qnmixer.engine.config.search_path import CONF, SEARCH_PATH
-from qnmixer.engine.config.target import options
+from qnmixer.engine.config.compose import CONF, LENGTH, SEARCH_PATH, compose, key_of, of_hydra, quoted, values_of
+from qnmixer.engine.config.options import options
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.run import (

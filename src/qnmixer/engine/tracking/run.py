@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qnmixer.engine.config.overrides import key_of, of_hydra
-from qnmixer.engine.config.search_path import SEARCH_PATH
+from qnmixer.engine.config.compose import SEARCH_PATH, key_of, of_hydra
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.reports.tables import Console
 from qnmixer.engine.tracking.results import amend, now, read_results, results, was_refused, write_results

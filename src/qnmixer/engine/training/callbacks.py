@@ -16,8 +16,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from torch import Tensor
 
 from qnmixer.engine.batch import Batch, to_hu
-from qnmixer.engine.config.named import CallbackConfig, MetricConfig, modes_of
-from qnmixer.engine.config.sections import Count
+from qnmixer.engine.config.sections import CallbackConfig, Count, MetricConfig, modes_of
 from qnmixer.engine.evaluation.evaluate import PAGE, PICTURE
 from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.optimization.metrics import psnr

@@ -18,8 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.engine.config import Config, effective_batch
-from qnmixer.engine.config.named import modes_of
-from qnmixer.engine.config.sections import FewBatchesConfig
+from qnmixer.engine.config.sections import FewBatchesConfig, modes_of
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit, seen_by
 from qnmixer.engine.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation

@@ -9,7 +9,7 @@ import lightning as L
 
 from qnmixer.engine.checkpoints.reading import built_from
 from qnmixer.engine.config import Config, effective_batch
-from qnmixer.engine.config.overrides import quoted
+from qnmixer.engine.config.compose import quoted
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.plugins import trust_words

@@ -16,9 +16,8 @@ from qnmixer.engine.batch import Batch
 from qnmixer.engine.checkpoints.reading import find_checkpoint, load_weights, split_of
 from qnmixer.engine.config import Config, effective_batch, override, to_plain
 from qnmixer.engine.config.commands import CompareConfig, needs_root, parse_evaluate
-from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.compose import compose, quoted
 from qnmixer.engine.config.data import LOADING, DataConfig, PhantomData
-from qnmixer.engine.config.overrides import quoted
 from qnmixer.engine.config.rules import one_scale
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit, SplitRecord

@@ -8,7 +8,7 @@ from typing import Any
 
 from qnmixer.engine.checkpoints.reading import built_from, find_checkpoint, read_checkpoint
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.overrides import of_hydra
+from qnmixer.engine.config.compose import of_hydra
 from qnmixer.engine.config.run import checked
 from qnmixer.engine.evaluation.scores import ImageScore, by_patient, titles_of
 from qnmixer.engine.plugins import check_trusted
