@@ -39,18 +39,6 @@ def test_tensors_are_allocated_and_reserved() -> None:
     assert after.device_used is None
 
 
-@linux
-def test_a_mapped_file_is_reserved_but_not_allocated(tmp_path: Path) -> None:
-    path = tmp_path / "slices.bin"
-    path.write_bytes(bytes(64 * MIB))
-    mapped = torch.from_file(str(path), shared=True, size=16 * MIB)
-    before = read_usage(CPU)
-    assert mapped.sum() == 0  # reads every page
-    after = read_usage(CPU)
-    assert after.allocated - before.allocated < SLACK
-    assert after.reserved - before.reserved == pytest.approx(mapped.nbytes, abs=SLACK)
-
-
 @resets_peak
 def test_what_was_freed_stays_in_the_peak_until_it_is_reset() -> None:
     reset_peak(CPU)

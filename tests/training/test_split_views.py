@@ -125,7 +125,7 @@ def test_all_else_sees_all_views(other_config: Other, tmp_path: Path) -> None:
 
 def test_the_plan_measures_it(other_config: Other) -> None:
     config = other_config(*LEARN)
-    assert Planner(config).predict(config).footprint.peak > 0
+    assert Planner(config).estimate(config).peak > 0
 
 
 def test_more_parts_than_views_are_refused(other_config: Other) -> None:
@@ -136,4 +136,4 @@ def test_more_parts_than_views_are_refused(other_config: Other) -> None:
 def test_a_pipeline_refuses_it_in_one_line(other_config: Other) -> None:
     config: Any = other_config(*LEARN, "strategy=pipeline", "trainer.devices=2")
     with pytest.raises(ConfigError, match="training_step gives the network another sinogram"):
-        Planner(config).predict(config)
+        Planner(config).estimate(config)
