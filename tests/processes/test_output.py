@@ -84,10 +84,3 @@ def test_a_run_with_too_few_open_files_ends_in_one_line(start: Callable[..., Com
     assert code == 1
     (line,) = stderr.splitlines()
     assert line.startswith("error: too many open files: ")
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_run_in_a_terminal_that_is_not_utf8(start: Callable[..., Command]) -> None:
-    code, _, stderr = start("test_after_training=true", env={"LC_ALL": "C", "PYTHONUTF8": "0"}).outcome()
-    assert (code, stderr) == (0, "")

@@ -5,7 +5,7 @@ import os
 import torch
 
 from qnmixer.engine.memory.footprint import MIB
-from qnmixer.engine.processes.limits import memory_limit
+from qnmixer.engine.processes.cores import memory_limit
 
 _LACK_OF_MEMORY = (
     "out of memory",
