@@ -22,7 +22,7 @@ from qnmixer.engine.memory.tracker import (
     batch_of,
     make_state,
     n_bytes,
-    optimizer_bytes,
+    optimizer_tensors,
     without_data,
 )
 from qnmixer.engine.parallel.stages import Logged, Stage, layouts, loss_of_part, ranges
@@ -115,7 +115,7 @@ def test_real_tensors_count_as_torchs_allocator_counts_them() -> None:
     assert profile.profiler is not None
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     allocated = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-    held = n_bytes([*module.parameters(), *module.buffers()]) + optimizer_bytes(optimizer)
+    held = n_bytes([*module.parameters(), *module.buffers()]) + n_bytes(optimizer_tensors(optimizer))
     assert tracker.peak_bytes == pytest.approx(held + allocated, rel=0.01)
     assert track_step(config, module.projector).peak == pytest.approx(tracker.peak_bytes, rel=0.01)
 

@@ -195,22 +195,10 @@ def check_run(config: Config, patience: float = PATIENCE) -> Iterator[Check]:
 
 
 def shortened(config: Config) -> tuple[Config, str]:
-    """A shorter version of the run, and a text that says so. On a GPU the run stays as it is."""
-    if config.trainer.accelerator == "cuda":
+    """A version with fewer iterations for a CPU, and a text that says so. A pipeline needs all of them."""
+    if config.trainer.accelerator == "cuda" or isinstance(config.strategy, PipelineConfig):
         return config, ""
-    strategy, T, batch = config.strategy, _ITERATIONS_ON_CPU, min(config.data.batch_size, 2)
-    if isinstance(strategy, PipelineConfig):
-        T = max(T, devices_per_replica(config) * strategy.stages_per_device)
-        batch, strategy = strategy.microbatch_size, replace(strategy, cut=None)
-    # Nothing here uses limit_train_batches, and it may be no multiple of the smaller number of batches.
-    extra = {name: value for name, value in config.trainer.extra.items() if name != "limit_train_batches"}
-    accumulate = min(config.trainer.accumulate_grad_batches, 2)
-    run = replace(
-        with_iterations(config, min(T, config.model.T)),
-        strategy=strategy,
-        data=replace(config.data, batch_size=batch),
-        trainer=replace(config.trainer, accumulate_grad_batches=accumulate, extra=extra),
-    )
+    run = with_iterations(config, min(_ITERATIONS_ON_CPU, config.model.T))
     return run, " (shortened on a CPU)" if run != config else ""
 
 

@@ -30,7 +30,6 @@ from qnmixer.engine.memory.tracker import (
     batch_of,
     make_state,
     n_bytes,
-    optimizer_bytes,
     without_data,
 )
 from qnmixer.engine.reconstructor import (
@@ -142,7 +141,7 @@ def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMat
         if ddp and accumulates:
             footprint = replace(footprint, strategy=footprint.gradients)
         if isinstance(config.strategy, FSDPConfig):
-            return _sharded(footprint, config, network, optimizer)
+            return _sharded(footprint, config, network)
         return footprint
 
 
@@ -177,28 +176,24 @@ class _NormsInFull(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _sharded(
-    footprint: Footprint, config: Config, network: UnrolledNetwork[Any], optimizer: torch.optim.Optimizer
-) -> Footprint:
+def _sharded(footprint: Footprint, config: Config, network: UnrolledNetwork[Any]) -> Footprint:
     """The footprint of a step on one device under fsdp, by arithmetic. It is too large rather than too small.
 
-    Weights, gradients and optimizer state are cut along their first dimension, rounded up. `strategy` counts the full
-    tensors that exist at once. These are the weights of the root unit and of one block (of all blocks, if they stay
-    gathered). Messages that gather weights and reduce gradients are twice the largest unit. While accumulating, all
-    gradients are full.
+    `strategy` counts the full tensors that exist at once. These are the weights of the root unit and of one block (of
+    all blocks, if they stay gathered). Messages that gather weights and reduce gradients are twice the largest unit.
+    While accumulating, all gradients are full.
     """
     assert isinstance(config.strategy, FSDPConfig)
     n_shards = (config.trainer.devices or 1) * config.trainer.num_nodes
     blocks = [n_bytes(block.parameters()) for block in network.blocks()]
-    whole, shards = n_bytes(network.parameters()), n_bytes(network.parameters(), n_shards)
+    whole = n_bytes(network.parameters())
     root = whole - sum(blocks)
     gathered = root + (max(blocks, default=0) if config.strategy.reshard_after_forward else sum(blocks))
-    messages = 2 * max([root, *blocks])
     unreduced = whole if config.trainer.accumulate_grad_batches > 1 else 0
     return replace(
         footprint,
-        parameters=shards,
-        gradients=footprint.gradients * shards / whole,
-        optimizer=optimizer_bytes(optimizer, n_shards),
-        strategy=gathered + messages + unreduced,
+        parameters=footprint.parameters / n_shards,
+        gradients=footprint.gradients / n_shards,
+        optimizer=footprint.optimizer / n_shards,
+        strategy=gathered + 2 * max([root, *blocks]) + unreduced,
     )

@@ -20,17 +20,7 @@ from torch.optim import Optimizer
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.run import batch_of_replica, devices_per_replica
 from qnmixer.engine.config.sections import PipelineConfig
-from qnmixer.engine.parallel.stages import (
-    Context,
-    Logged,
-    Packing,
-    Stage,
-    Trained,
-    cut_evenly,
-    layouts,
-    loss_of_part,
-    ranges,
-)
+from qnmixer.engine.parallel.stages import Context, Logged, Packing, Stage, cut_evenly, layouts, loss_of_part, ranges
 
 
 class PipelineStrategy(DDPStrategy):
@@ -114,14 +104,14 @@ class Pipeline:
     """The stages of one device, and their schedule.
 
     Args:
-        module: the module to train.
+        module: the LightningModule to train, with `network` and `measure`.
         config: of the run.
         y: a batch of sinograms; all later batches have its size.
         group: the devices of this pipeline, first stage first.
         context: the autocast context of a forward pass.
     """
 
-    def __init__(self, module: Trained, config: Config, y: Tensor, group: dist.ProcessGroup, context: Context) -> None:
+    def __init__(self, module: Any, config: Config, y: Tensor, group: dist.ProcessGroup, context: Context) -> None:
         assert isinstance(config.strategy, PipelineConfig)
         options = config.strategy
         self.module, self.context, self.group = module, context, group

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +18,6 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 _OF_ITERATES = ("iterates", "states", "trajectory", "run")
 """Methods of a network that need all its iterations on one device."""
-
-
-class Trained(Protocol):
-    """What a LightningModule needs for training in stages. Its loss is a mean over the images of a batch."""
-
-    network: UnrolledNetwork[Any]
-
-    def measure(self, batch: Any, stream: str) -> Tensor:
-        """y [B, 1, V, D]."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss of a batch."""
-
-    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log a number, as Lightning does."""
 
 
 class Stage(nn.Module):
@@ -68,10 +53,11 @@ class Stage(nn.Module):
             return Packing.of(state).pack(state)
 
 
-def loss_of_part(module: Trained, batch: Any, batch_idx: int, image: Tensor, first: int, logged: "Logged") -> Tensor:
+def loss_of_part(module: Any, batch: Any, batch_idx: int, image: Tensor, first: int, logged: "Logged") -> Tensor:
     """The part of a micro-batch in the loss of its batch, by the module's own `training_step`.
 
     Args:
+        module: a LightningModule with `network` and `measure`. Its loss is a mean over the images of a batch.
         batch: with its sinograms.
         image: x_T of the micro-batch, which the stages have computed.
         first: position in the batch of the micro-batch's first sample.
@@ -86,7 +72,7 @@ def loss_of_part(module: Trained, batch: Any, batch_idx: int, image: Tensor, fir
 
 
 @contextmanager
-def _giving(module: Trained, y: Tensor, image: Tensor, add: Callable[..., None]) -> Iterator[None]:
+def _giving(module: Any, y: Tensor, image: Tensor, add: Callable[..., None]) -> Iterator[None]:
     """Within it, the module measures y, its network gives this image for y and no iterates, and `log` calls `add`."""
 
     def forward(given: Tensor) -> Tensor:
