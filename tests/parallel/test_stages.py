@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config import parse
@@ -20,7 +19,6 @@ from qnmixer.engine.parallel.stages import (
     loss_of_part,
     ranges,
 )
-from qnmixer.errors import ConfigError
 from qnmixer.models.qn_mixer import QNMixer, QNState
 from qnmixer.module import ReconstructionModule
 
@@ -112,14 +110,6 @@ def test_micro_batches_log_the_means_of_their_batch(monkeypatch: pytest.MonkeyPa
     assert logged.options["x"][1]["prog_bar"] is True
     assert logged.options["one"] == ((True,), {})
     assert names == [set(vars(it)) for it in (module, module.network)]  # its methods are its own again
-
-
-def test_metric_objects_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = logging(monkeypatch)
-    monkeypatch.setattr(Logging, "what", nn.Identity())
-    x = torch.rand(1, 1, 16, 16)
-    with pytest.raises(ConfigError, match="training_step logs one as a metric object: log a number"):
-        loss_of_part(module, {"image": x, "sinogram": torch.rand(1, 1, 8, 24)}, 0, x, 0, Logged())
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import io
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,14 +51,6 @@ def test_the_stream_of_a_notebook_stays(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "stdout", own)
     lasting_output()
     assert sys.stdout is own
-
-
-@pytest.mark.slow
-def test_help_in_a_terminal_that_is_not_utf8() -> None:
-    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
-    done = subprocess.run([sys.executable, "-m", "qnmixer.train", "--help"], env=environment, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"n_views" in done.stdout.decode("ascii").encode()
 
 
 @pytest.mark.slow

@@ -135,15 +135,3 @@ ranks.leave(RuntimeError("NCCL error: unhandled system error"), "NCCL error", sa
 """)
     assert process.communicate(timeout=30)[0].strip() == line
     assert process.returncode == 1
-
-
-@pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, "to resume: …"), (signal.SIGTERM, "")])
-def test_a_rank_says_how_to_resume_after_ctrl_c(number: signal.Signals, line: str) -> None:
-    """Under torchrun, also outside of training. Its SIGTERM can mean that another rank has failed."""
-    process = begin(f"""
-sys.stderr = sys.stdout
-ranks._stop_requested.set()
-ranks.leave(Stopped({int(number)}, "to resume: …"), None, say=True)
-""")
-    assert process.communicate(timeout=30)[0].strip() == line
-    assert process.returncode == 128 + number
