@@ -66,7 +66,7 @@ class Planner:
     def growth(self, config: Config) -> float | None:
         """Bytes that each further iteration adds; None for a pipeline, and for a network without T."""
         T = config.model.T
-        if isinstance(config.strategy, PipelineConfig) or T == 1:
+        if isinstance(config.strategy, PipelineConfig) or T < 2:
             return None
         half = with_iterations(config, T // 2)
         return (self.estimate(config).peak - self.estimate(half).peak) / (T - T // 2)
