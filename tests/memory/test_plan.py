@@ -25,7 +25,7 @@ from qnmixer.engine.memory.tracker import (
     optimizer_tensors,
     without_data,
 )
-from qnmixer.engine.parallel.stages import Logged, Stage, layouts, loss_of_part, ranges
+from qnmixer.engine.parallel.stages import Stage, layouts, loss_of_part, ranges
 from qnmixer.engine.reconstructor import build_network, system_matrix_at
 from qnmixer.errors import ConfigError
 
@@ -246,7 +246,7 @@ def real_peak(config: Config, device: int) -> int:
             made.append(stage(*states, y=y[part]))
             if not gradients:
                 with autocast(config):
-                    made[-1] = loss_of_part(module, batch_of(image, weight, y), 0, made[-1], part.start, Logged())
+                    made[-1] = loss_of_part(module, batch_of(image, weight, y), 0, made[-1], part.start, {})
         for output, (_, _, gradients) in zip(made, parts[-most:], strict=True):
             output.backward(*gradients)
     return tracker.peak_bytes

@@ -13,7 +13,7 @@ from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.footprint import DevicePlan, Footprint
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes, without_data
-from qnmixer.engine.parallel.stages import Logged, Packing, Stage, cut_evenly, layouts, loss_of_part, ranges
+from qnmixer.engine.parallel.stages import Packing, Stage, cut_evenly, layouts, loss_of_part, ranges
 from qnmixer.engine.reconstructor import fine_size
 from qnmixer.engine.run_module import RunModule
 from qnmixer.physics import FanBeamProjector
@@ -118,7 +118,7 @@ def _track_stage(
     def forward() -> Tensor:
         output: Tensor = stage(*received, y=y)
         with precision():
-            return loss_of_part(module, batch_of(image, weight, y), 0, output, 0, Logged()) if last else output
+            return loss_of_part(module, batch_of(image, weight, y), 0, output, 0, {}) if last else output
 
     tracker = PeakTracker()
     tracker.track(module, optimizer, *batch)
