@@ -21,52 +21,40 @@ INDEX = "https://download.pytorch.org/whl"
 ON_PYPI = "cu130"
 """The build on PyPI for Linux. PyPI also has the only build for macOS, which is for the CPU."""
 
-CHOICES = (ON_PYPI, "cu126", "cpu")
-
 
 class NoBuildError(Exception):
     """No build of torch fits this machine. The message is one line: what is wrong and what to change."""
 
 
 class Build(NamedTuple):
-    """One build of torch: the architectures that it has kernels for, and the oldest NVIDIA driver that runs it."""
+    """One build of torch: the oldest NVIDIA driver that runs it, and the compute capabilities that it has kernels for.
+
+    These go from `first` to before `end`.
+    """
 
     name: str
     driver: str
-    architectures: tuple[str, ...]
-    """As torch.cuda.get_arch_list() names them: sm_70 is machine code, compute_120 is PTX, which newer GPUs run too."""
+    first: tuple[int, int]
+    end: tuple[int, int]
 
 
 # The newest CUDA comes first: the first build that fits is taken. Architectures: pytorch/pytorch PR 182849, of x86 and
 # ARM together; drivers: NVIDIA's release notes. Training asks the installed torch itself (get_arch_list).
 BUILDS = (
-    Build("cu130", "580", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_110", "sm_120", "compute_120")),
-    Build("cu126", "525.60.13", ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")),
+    Build("cu130", "580", (7, 5), (99, 0)),  # its PTX runs on all later GPUs
+    Build("cu126", "525.60.13", (5, 0), (10, 0)),
 )
+CHOICES = (*(build.name for build in BUILDS), "cpu")
 
 
 class GPU(NamedTuple):
-    """One NVIDIA GPU: its compute capability, as (7, 0), and its driver version; None if the driver is not known."""
+    """One NVIDIA GPU: its compute capability, as (7, 0), and its driver version; "" if the driver is not known."""
 
-    capability: tuple[int, ...]
-    driver: str | None
+    capability: tuple[int, int]
+    driver: str = ""
 
     def __str__(self) -> str:
         return f"compute capability {self.capability[0]}.{self.capability[1]}"
-
-
-def runs_on(capability: tuple[int, ...], architectures: Sequence[str]) -> bool:
-    """Whether a build for these architectures runs on a GPU of this compute capability.
-
-    Machine code runs on its own minor version and on later ones of the same major version. PTX runs on all later
-    versions.
-    """
-    for name in architectures:
-        digits = re.sub(r"\D", "", name)
-        made_for = int(digits[:-1]), int(digits[-1])
-        if capability >= made_for and (name.startswith("compute_") or capability[0] == made_for[0]):
-            return True
-    return False
 
 
 def visible_gpus() -> list[GPU]:
@@ -89,7 +77,7 @@ def visible_gpus() -> list[GPU]:
     found = re.findall(r"^ *(\d+)\.(\d+), *(\S*) *$", done.stdout, re.MULTILINE)
     if done.returncode or not found:
         raise NoBuildError(f"nvidia-smi names no compute capability ({said[:200]}): repair or update the driver")
-    return [GPU((int(major), int(minor)), driver or None) for major, minor, driver in found]
+    return [GPU((int(major), int(minor)), driver) for major, minor, driver in found]
 
 
 def choose(gpus: Sequence[GPU]) -> str:
@@ -99,12 +87,12 @@ def choose(gpus: Sequence[GPU]) -> str:
     """
     if not gpus:
         return "cpu"
-    fitting = [build for build in BUILDS if all(runs_on(gpu.capability, build.architectures) for gpu in gpus)]
+    fitting = [build for build in BUILDS if all(build.first <= gpu.capability < build.end for gpu in gpus)]
     if not fitting:
         raise NoBuildError(f"no build of torch {TORCH} has kernels for {_described(gpus)}")
     driver = gpus[0].driver  # one for all of them
     for build in fitting:
-        if driver is None or _numbers(driver) >= _numbers(build.driver):
+        if not driver or _numbers(driver) >= _numbers(build.driver):
             return build.name
     raise NoBuildError(
         f"the NVIDIA driver {driver} is too old for torch {TORCH} on this GPU ({_described(gpus)}), which needs "
@@ -116,8 +104,8 @@ def _described(gpus: Sequence[GPU]) -> str:
     return ", ".join(sorted({str(gpu) for gpu in gpus}))
 
 
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", release))
+def _numbers(release: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", release)]
 
 
 def fix(gpus: Sequence[GPU]) -> str:
@@ -177,7 +165,7 @@ def install(build: str, lock: Path) -> None:
     """
     if installed_build() not in (None, build):  # the two builds would overwrite each other's CUDA libraries
         names = {found.metadata["Name"].lower() for found in distributions()}
-        _pip("uninstall", *sorted(name for name in names if re.fullmatch(_OF_TORCH, name)))
+        _pip("uninstall", "--yes", *sorted(name for name in names if re.fullmatch(_OF_TORCH, name)))
     on_pypi = build == ON_PYPI or sys.platform == "darwin"
     text, locked = lock.read_text(encoding="utf-8"), Path(sys.prefix) / "requirements.txt"
     if not on_pypi:
@@ -189,16 +177,8 @@ def install(build: str, lock: Path) -> None:
     _pip("install", "--no-deps", "--no-build-isolation", "-e", ".")
 
 
-def _pip(action: str, *arguments: str) -> None:
-    """Run uv if it is installed, else pip."""
-    # --default-index, because the variable UV_DEFAULT_INDEX would override --index-url.
-    for_uv = ["--default-index" if argument == "--index-url" else argument for argument in arguments]
-    try:
-        subprocess.run(["uv", "pip", action, "--quiet", "--python", sys.executable, *for_uv], check=True)
-    except FileNotFoundError:
-        yes = ["--yes"] if action == "uninstall" else []
-        command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", action, *yes, *arguments]
-        subprocess.run(command, check=True)
+def _pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
 
 
 def main() -> None:
@@ -211,8 +191,8 @@ def main() -> None:
         sys.exit(f"error: {error}. To choose by hand: make install TORCH={'|'.join(CHOICES)}")
     except KeyboardInterrupt:
         sys.exit(130)
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"error: {Path(error.cmd[0]).name} could not install torch {TORCH}, build {build}: see above")
+    except subprocess.CalledProcessError:
+        sys.exit(f"error: pip could not install torch {TORCH}, build {build}: see above")
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def measured_alone(overrides: str) -> float:
 def plan_rows(overrides: str) -> Iterator[Row]:
     """Plan and measurement of one config."""
     config = config_of(overrides)
-    planned = Planner(config).predict(config).footprint.peak / MIB
+    planned = Planner(config).estimate(config).peak / MIB
     yield from _compared("The memory of a training step", overrides, planned, measured_alone(overrides))
 
 
@@ -157,7 +157,7 @@ def pipeline_rows(alone: str, together: str) -> Iterator[Row]:
         stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **GIVE_BACK},
     )  # fmt: skip
     measured = [measured_alone(alone), *json.loads(ranks.stdout)]
-    plans = [plan for config in map(config_of, (alone, spread)) for plan in Planner(config).predict(config).devices]
+    plans = [plan for config in map(config_of, (alone, spread)) for plan in Planner(config).devices(config)]
     of_one: list[tuple[float, float]] = []
     for k, (plan, real) in enumerate(zip(plans, measured, strict=True)):
         planned = plan.footprint.peak / MIB

@@ -132,7 +132,6 @@ def test_a_network_says_its_iterations() -> None:
     )
     assert (config.model.T, config.model.is_unrolled, config.model.divisors()) == (1, False, {})
     assert (train("model=fbp").model.T, train("model=tv").model.T) == (0, 5000)
-    assert train("model=regformer").model.period == 2
 
 
 def test_hydras_words_are_those_of_hydra() -> None:

@@ -1,7 +1,6 @@
 """Rehearse training steps on fake CUDA tensors: shapes and devices are CUDA's, there is no data, no driver, no GPU.
 
-    python -m tests.cuda.rehearsal [OVERRIDES of qnmixer.train ...]
-    python -m tests.cuda.rehearsal --jobs JOBS.json      # many, a line of JSON each
+    python -m tests.cuda.rehearsal JOBS.json   # a list of lists of overrides; prints a line of JSON for each
 
 Lightning's Trainer runs two steps of the config's network, memory mode, precision and noise, by the project's own
 module. In the last it counts, from the transfer of its batch: waits of the host for the device, float64 and foreign
@@ -10,18 +9,15 @@ devices, peak bytes against the plan. It works with torch's CPU build and g++.
 It does not see cuDNN's workspaces, time, or what values decide.
 """
 
-import argparse
 import copy
 import json
 import logging
-import re
 import sys
 import traceback
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -45,7 +41,6 @@ from qnmixer.engine.memory.plan import Planner, track_step
 from qnmixer.engine.parallel.strategies import build_precision
 from qnmixer.engine.reconstructor import sample_measurement
 from qnmixer.engine.training.callbacks import build_callbacks
-from qnmixer.models import UnrolledNetwork
 from qnmixer.module import ReconstructionModule
 from qnmixer.physics import FanBeamProjector
 
@@ -135,22 +130,14 @@ class Watch(TorchDispatchMode):
 
 
 def _caller() -> str:
-    """The innermost file of qnmixer that asks for an operator; in backward that of the forward operator."""
+    """The innermost file of qnmixer, or of torch's GradScaler, that asks for an operator."""
     frame: Any = sys._getframe(2)
-    other = None
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/qnmixer/" in file:
+        if "/qnmixer/" in file or file.endswith("torch/amp/grad_scaler.py"):
             return file.rpartition("/qnmixer/")[2]
-        found = re.search(r"(tests|torch/(optim|amp|nn)|lightning|torchmetrics)/.*", file)
-        if other is None and found and not file.endswith("rehearsal.py"):
-            other = f"{found[0]}:{frame.f_code.co_name}"
         frame = frame.f_back
-    node = torch._C._current_autograd_node()
-    for line in reversed(node.metadata.get("traceback_", ()) if node else ()):
-        if found := re.search(r'File ".*/qnmixer/([^"]+)"', line):
-            return found[1]
-    return other or "autograd"
+    return "autograd"
 
 
 class _LastStep(L.Callback):
@@ -261,85 +248,17 @@ def _data(config: Config, n_batches: int) -> SliceDataModule:
     return Data(config.data)
 
 
-def _elsewhere(step: Callable[..., Any], *args: Any) -> Any:
-    return _on_tensors(step(*args), lambda x: x + torch.zeros(x.shape))
-
-
-def _waits(step: Callable[..., Any], *args: Any) -> Any:
-    return _on_tensors(step(*args), lambda x: x * (1.0 + x.sum().item()))
-
-
-def _in_float64(step: Callable[..., Any], *args: Any) -> Any:
-    return _on_tensors(step(*args), lambda x: x.double().float())
-
-
-def _keeping(step: Callable[..., Any], *args: Any) -> Any:
-    _KEPT.append(torch.zeros(2**20, device=CUDA0))
-    return step(*args)
-
-
-_KEPT: list[Tensor] = []
-FAULTS = {
-    "wrong device": _elsewhere,
-    ".item()": _waits,
-    "float64": _in_float64,
-    "kept tensor": _keeping,
-}
-"""What can be planted into each iteration."""
-
-
-def _on_tensors(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    leaves, spec = torch.utils._pytree.tree_flatten(state)
-    first = next(k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    leaves[first] = change(leaves[first])
-    return torch.utils._pytree.tree_unflatten(leaves, spec)
-
-
-@contextmanager
-def planted(fault: str | None) -> Iterator[None]:
-    """Every iteration of every network has this fault while the block runs."""
-    if fault is None:
-        yield
-        return
-    run = UnrolledNetwork.run
-
-    def faulty(network: Any, iterations: range, y: Tensor, state: Any) -> Any:
-        for t in iterations:
-            state = FAULTS[fault](lambda *_, t=t, state=state: run(network, range(t, t + 1), y, state))
-        return state
-
-    UnrolledNetwork.run = faulty  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        UnrolledNetwork.run = run  # type: ignore[method-assign]
-
-
 def main() -> None:
-    """Print what steps take: a table of one config, or a line of JSON for each job."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=Path, help="a JSON list of {overrides, fault}")
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
+    """Print what steps take: a line of JSON for each list of overrides in a JSON file."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     pretend_cuda()
-    if arguments.jobs is None:
-        _print(rehearse(arguments.overrides))
-        return
-    for job in json.loads(arguments.jobs.read_text()):
+    for overrides in json.loads(Path(sys.argv[1]).read_text()):
         try:
-            with planted(job["fault"]):
-                found = asdict(rehearse(job["overrides"]))
+            found = asdict(rehearse(overrides))
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         print(json.dumps(found), flush=True)
-
-
-def _print(found: Rehearsal) -> None:
-    print(f"waits: {found.waits or 'none'}\nfloat64: {found.float64 or 'none'}\nforeign: {found.foreign or 'none'}")
-    peak, planned = (value / 2**20 for value in (found.peak, found.planned))
-    print(f"peak {peak:,.1f} MiB, by the plan {planned:,.1f} MiB: {found.peak / found.planned:.4f}")
 
 
 if __name__ == "__main__":

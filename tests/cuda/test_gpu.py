@@ -120,15 +120,6 @@ def test_losses_and_gradients_are_those_of_a_cpu(
     assert errors[1] <= gradient
 
 
-@pytest.mark.parametrize("precision", ["32", "16-mixed", "bf16-mixed"])
-def test_a_loss_or_gradient_wrong_by_5_percent_is_found(precision: str) -> None:
-    loss, gradient = on_a_cpu("qn_mixer", precision)
-    errors = errors_of((1.05 * loss, 1.05 * gradient), on_a_cpu("qn_mixer"))
-    limits = allowed("qn_mixer", precision)
-    assert errors[0] > limits[0]
-    assert errors[1] > limits[1]
-
-
 @cache
 def projector_of(size: int) -> FanBeamProjector:
     return FanBeamProjector(FanBeamGeometry.paper(32, image_size=size))
@@ -151,20 +142,6 @@ def test_adjointness_and_gain(device: torch.device, findings: Findings) -> None:
     gain = float(moved.fbp(moved(disc))[0, 0][inside].mean())
     findings.add("FBP of a disc of 1", "64², 32 views", gain)
     assert gain == pytest.approx(1, abs=0.02)
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_deterministic_products_repeat(device: torch.device, batch: int) -> None:
-    projector = FanBeamProjector(projector_of(64).geometry).to(device)
-    x = torch.rand(batch, 1, 64, 64, device=device)
-    plain = projector(x)
-    torch.use_deterministic_algorithms(True)
-    try:
-        first, second = projector(x), projector(x)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, plain, rtol=1e-5, atol=1e-3)
 
 
 @contextmanager

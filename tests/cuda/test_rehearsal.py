@@ -20,7 +20,7 @@ QN-Mixer, offloaded in half precision, has one vector of the latent more."""
 
 DEMO = ("experiment=demo",)
 MEMORY, PRECISION = ("keep", "recompute", "offload"), ("32", "16-mixed", "bf16-mixed")
-Job = tuple[tuple[str, ...], str | None]  # overrides, and what is planted into each iteration
+Job = tuple[str, ...]  # overrides
 
 
 def overrides_of(model: str, memory: str = "keep", precision: str = "32") -> tuple[str, ...]:
@@ -39,12 +39,7 @@ NOISY = (
     (*overrides_of("learn"), "noise=physical", "data.simulation_factor=2"),
     (*overrides_of("learn"), "noise=mixed"),
 )
-FAULTS = ("wrong device", ".item()", "float64", "kept tensor")
-JOBS: list[Job] = [
-    *((overrides_of(*which), None) for which in EVERY),
-    *((overrides, None) for overrides in NOISY),
-    *((overrides_of("learn"), fault) for fault in FAULTS),
-]
+JOBS: list[Job] = [*(overrides_of(*which) for which in EVERY), *NOISY]
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +50,9 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[Job, dict[str, A
     if torch.version.cuda is not None:
         pytest.skip("fake CUDA takes torch's CPU build: make test-gpu checks the same on a GPU")
     jobs = tmp_path_factory.mktemp("fake_cuda") / "jobs.json"
-    words = [{"overrides": overrides, "fault": fault} for overrides, fault in JOBS]
-    jobs.write_text(json.dumps(words))
+    jobs.write_text(json.dumps(JOBS))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda.rehearsal", "--jobs", str(jobs)],
+        [sys.executable, "-m", "tests.cuda.rehearsal", str(jobs)],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -75,7 +69,7 @@ def test_a_step_stays_on_the_device(
     rehearsed: dict[Job, dict[str, Any]], model: str, memory: str, precision: str
 ) -> None:
     """It runs, waits for nothing, computes nothing in float64, and takes the bytes of the plan."""
-    found = rehearsed[overrides_of(model, memory, precision), None]
+    found = rehearsed[overrides_of(model, memory, precision)]
     assert "error" not in found, found["traceback"]
     assert found["foreign"] == {}
     assert ours(found["waits"]) == {}
@@ -85,16 +79,6 @@ def test_a_step_stays_on_the_device(
 
 @pytest.mark.parametrize("overrides", NOISY, ids=lambda overrides: "-".join(overrides[5:]))
 def test_noise_is_not_waited_for(rehearsed: dict[Job, dict[str, Any]], overrides: tuple[str, ...]) -> None:
-    found = rehearsed[overrides, None]
+    found = rehearsed[overrides]
     assert "error" not in found, found["traceback"]
     assert (found["waits"], found["float64"], found["foreign"]) == ({}, {}, {})
-
-
-def test_what_is_planted_is_found(rehearsed: dict[Job, dict[str, Any]]) -> None:
-    """Each claim above fails where it should."""
-    plain = overrides_of("learn")
-    assert "FakeTensorDeviceMismatchError" in rehearsed[plain, "wrong device"]["error"]
-    assert rehearsed[plain, ".item()"]["waits"] == {".item() in models/unrolled.py": 2}
-    assert rehearsed[plain, "float64"]["float64"].keys() == {"_to_copy in models/unrolled.py", "_to_copy in autograd"}
-    kept = rehearsed[plain, "kept tensor"]
-    assert kept["peak"] > 1.01 * kept["planned"]

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from functools import cache
 from itertools import accumulate
 
@@ -24,13 +22,12 @@ from qnmixer.engine.memory.tracker import (
     batch_of,
     make_state,
     n_bytes,
-    optimizer_bytes,
+    optimizer_tensors,
     without_data,
 )
-from qnmixer.engine.parallel.stages import Logged, Stage, layouts, loss_of_part, ranges
-from qnmixer.engine.reconstructor import build_network, build_projector, system_matrix_at
+from qnmixer.engine.parallel.stages import Stage, layouts, loss_of_part, ranges
+from qnmixer.engine.reconstructor import build_network, system_matrix_at
 from qnmixer.errors import ConfigError
-from qnmixer.physics import FanBeamProjector
 
 SMALL = [
     "data.image_size=32",
@@ -44,28 +41,6 @@ SMALL = [
 
 SIMPLE = "model=learn model.n_iterations=4 model.channels=8"
 """A network with few operators."""
-
-VARIANTS = [
-    "memory=recompute",
-    "model=learn memory=recompute trainer.precision=16-mixed model.n_iterations=12",
-    "model=learn strategy=ddp trainer.devices=2",
-]
-
-RARER = [
-    "model=learned_primal_dual memory=recompute",
-    "model=learn_pp memory=recompute",
-    "model=itnet",
-    "model=regformer model.channels=18 model.n_heads=3",
-    "model=qn_mixer_paper strategy=fsdp trainer.devices=4 trainer.accumulate_grad_batches=2",
-    "memory=offload data.image_size=64 data.batch_size=8",
-    "memory=offload trainer.precision=bf16-mixed data.image_size=64 data.batch_size=4",
-    "memory=keep trainer.precision=bf16-mixed loss=ssim_mix",
-    "memory=recompute trainer.precision=16-mixed model.n_iterations=12 optimizer=adafactor",
-    "memory=recompute model.n_iterations=9 model.hessian_gradient=detach",
-    "memory=recompute model.shared_regularizer=false model.codec=strided model.latent_channels=1",
-    "model.n_iterations=1 optimizer=sgd model.data_term=adjoint",
-    "memory=recompute optimizer=muon",
-]
 
 
 def config_of(overrides: str = "") -> Config:
@@ -100,19 +75,6 @@ def test_the_tracker_counts_what_tensors_take() -> None:
     assert sum(end.values()) == 5 * MIB
 
 
-def test_gradients_are_no_activations_and_count_once() -> None:
-    layer = nn.Linear(256, 1024, bias=False)
-    tracker = PeakTracker()
-    tracker.track(layer)
-    with tracker:
-        layer(torch.ones(1, 256)).sum().backward()
-        assert tracker.now["gradients"] == MIB
-        assert tracker.now["activations"] < MIB
-        layer.zero_grad()
-        assert tracker.now["gradients"] == 0
-    assert not layer.weight._post_accumulate_grad_hooks  # no hook stays
-
-
 def test_real_tensors_count_as_torchs_allocator_counts_them() -> None:
     """And as fake ones do. The profiler's record of allocations is torch's own."""
     config = config_of("model.n_iterations=4")
@@ -140,7 +102,7 @@ def test_real_tensors_count_as_torchs_allocator_counts_them() -> None:
     assert profile.profiler is not None
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     allocated = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-    held = n_bytes([*module.parameters(), *module.buffers()]) + optimizer_bytes(optimizer)
+    held = n_bytes([*module.parameters(), *module.buffers()]) + n_bytes(optimizer_tensors(optimizer))
     assert tracker.peak_bytes == pytest.approx(held + allocated, rel=0.01)
     assert track_step(config, module.projector).peak == pytest.approx(tracker.peak_bytes, rel=0.01)
 
@@ -159,14 +121,6 @@ def test_the_footprint_of_a_known_network(planner: Planner) -> None:
     assert averaging.peak - footprint.peak == footprint.parameters  # the mean of the weights
 
 
-@pytest.mark.parametrize("overrides", [*VARIANTS, *(pytest.param(rarer, marks=pytest.mark.long) for rarer in RARER)])
-def test_short_steps_give_long_ones_within_half_a_percent(planner: Planner, overrides: str) -> None:
-    config = config_of(overrides)
-    if config.data.image_size != 32:
-        planner = Planner(config)
-    assert planner.estimate(config).peak == pytest.approx(track_step(config, planner.projector).peak, rel=0.005)
-
-
 @pytest.mark.parametrize("strategy", ["single", "pipeline trainer.devices=4 strategy.microbatch_size=3"])
 def test_a_finer_grid_counts_where_a_device_simulates_from_it(planner: Planner, strategy: str) -> None:
     """With noise the workers of the loader simulate."""
@@ -183,23 +137,11 @@ def test_a_finer_grid_counts_where_a_device_simulates_from_it(planner: Planner, 
     assert of("data.simulation_factor=2 noise=field") == of("noise=field")
 
 
-def test_a_large_batch_is_planned_as_fast_as_a_small_one(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device simulates slice by slice; the plan did too, which took minutes for some thousands."""
-    projected, forward = [], FanBeamProjector.forward
-    monkeypatch.setattr(FanBeamProjector, "forward", lambda it, x: projected.append(len(x)) or forward(it, x))
-    small, large = (
-        planner.estimate(config_of(f"model.n_iterations=1 data.batch_size={batch}")).peak for batch in (50, 100)
-    )
-    assert 0 < sum(projected) < 20
-    alone = planner.estimate(config_of("model.n_iterations=1 data.batch_size=25")).peak
-    assert large - small == pytest.approx(2 * (small - alone), rel=1e-3)
-
-
 def test_growth_is_what_an_iteration_more_adds(planner: Planner) -> None:
-    config = config_of("model.n_iterations=3")
-    longer = track_step(override(config, "model.n_iterations=4"), planner.projector)
-    prediction = planner.predict(config)
-    assert prediction.per_iteration == pytest.approx(longer.peak - prediction.footprint.peak, rel=0.01)
+    config = config_of("model.n_iterations=4")
+    longer = planner.estimate(override(config, "model.n_iterations=5")).peak
+    assert planner.growth(config) == pytest.approx(longer - planner.estimate(config).peak, rel=0.01)
+    assert planner.growth(override(config, "model.n_iterations=1")) is None
 
 
 def test_offloading_moves_what_it_saves(planner: Planner) -> None:
@@ -214,31 +156,13 @@ def test_offloading_moves_what_it_saves(planner: Planner) -> None:
     assert half.host > 0
 
 
-def test_planning_leaves_random_numbers_and_the_operator_as_they_were() -> None:
-    config = config_of("model.data_term=adjoint model.n_iterations=1")
-    planner = Planner(config)
-    norms = planner.projector.safe_step_size(), planner.projector.operator_norm()
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    planner.predict(config)
-    assert torch.equal(torch.rand(3), expected)
-    fresh = build_projector(config)
-    assert norms == (fresh.safe_step_size(), fresh.operator_norm())
-    assert norms == (planner.projector.safe_step_size(), planner.projector.operator_norm())
-
-
-@pytest.mark.parametrize("limit", [20.0, pytest.param(60.0, marks=pytest.mark.long)])
-def test_the_largest_batch_fits_and_one_more_does_not(planner: Planner, limit: float) -> None:
+def test_the_largest_batch_fits_and_one_more_does_not(planner: Planner) -> None:
     def peak(batch: int) -> float:
         return planner.estimate(config_of(f"model.n_iterations=2 data.batch_size={batch}")).peak / MIB
 
-    batch = int(largest_batch({1: peak(1), 8: peak(8)}, limit))
+    batch = int(largest_batch({1: peak(1), 8: peak(8)}, limit=20.0))
     # A line through two batches: which tensors make the peak may differ between them.
-    assert peak(batch) <= 1.02 * limit < 1.02 * peak(batch + 1)
-
-
-def test_no_batch_fits_into_too_little() -> None:
+    assert peak(batch) <= 1.02 * 20 < 1.02 * peak(batch + 1)
     assert largest_batch({1: 30.0, 8: 200.0}, limit=20.0) == "none"
 
 
@@ -265,45 +189,8 @@ def test_levers_say_what_they_save(planner: Planner) -> None:
 
 def test_a_run_fits_where_its_peak_is_usable(planner: Planner) -> None:
     config = config_of("model.n_iterations=3")
-    prediction = planner.predict(config)
-    plan = as_object(config, prediction, ["1.059", "1.056"])
-    assert usable("1.056") < prediction.footprint.peak / MIB < usable("1.059")
-    assert plan["fits"] == {"1.059": True, "1.056": False}
-
-
-def test_what_is_relied_on_of_ddp() -> None:
-    """Its buckets outlive the clearing of gradients, and gradients that are accumulated are outside of them.
-
-    In a process of its own, which leaves without cleaning up: where gloo's threads are joined by what Python frees,
-    they may wait for Python (seen once in hundreds of runs).
-    """
-    done = subprocess.run([sys.executable, "-c", _BUCKETS], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, "as relied on\n"), done.stderr
-
-
-_BUCKETS = """
-import os, torch
-import torch.distributed as dist
-from torch import nn
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-layer = nn.Linear(3, 3, bias=False)
-model = nn.parallel.DistributedDataParallel(layer, gradient_as_bucket_view=True)
-
-def place():
-    model(torch.ones(1, 3)).sum().backward()
-    return layer.weight.grad.data_ptr()
-
-place()  # the first buckets are made anew afterwards
-layer.zero_grad()
-bucket = place()
-layer.zero_grad()
-with model.no_sync():
-    assert place() != bucket
-assert place() == bucket
-print("as relied on", flush=True)
-os._exit(0)
-"""
+    assert usable("1.056") < planner.estimate(config).peak / MIB < usable("1.059")
+    assert as_object(config, planner, ["1.059", "1.056"])["fits"] == {"1.059": True, "1.056": False}
 
 
 def test_what_each_strategy_adds_to_one_device(planner: Planner) -> None:
@@ -359,7 +246,7 @@ def real_peak(config: Config, device: int) -> int:
             made.append(stage(*states, y=y[part]))
             if not gradients:
                 with autocast(config):
-                    made[-1] = loss_of_part(module, batch_of(image, weight, y), 0, made[-1], part.start, Logged())
+                    made[-1] = loss_of_part(module, batch_of(image, weight, y), 0, made[-1], part.start, {})
         for output, (_, _, gradients) in zip(made, parts[-most:], strict=True):
             output.backward(*gradients)
     return tracker.peak_bytes
@@ -402,12 +289,11 @@ def test_as_many_micro_batches_are_in_flight_as_torch_has(devices: int, n: int, 
 
 def test_the_run_is_planned_by_its_fullest_device(planner: Planner) -> None:
     config = config_of("strategy=pipeline data.batch_size=1")  # devices left open: 4 are assumed
-    prediction = planner.predict(config)
-    assert [device.stages for device in prediction.devices] == [(range(k, k + 2),) for k in (0, 2, 4, 6)]
-    assert [device.in_flight for device in prediction.devices] == [4, 3, 2, 1]
-    assert prediction.footprint.peak == max(device.footprint.peak for device in prediction.devices)
-    assert planner.estimate(config) == prediction.footprint
-    told = as_object(override(config, "trainer.devices=4"), prediction, [])
+    devices = planner.devices(config)
+    assert [device.stages for device in devices] == [(range(k, k + 2),) for k in (0, 2, 4, 6)]
+    assert [device.in_flight for device in devices] == [4, 3, 2, 1]
+    assert planner.estimate(config).peak == max(device.footprint.peak for device in devices)
+    told = as_object(override(config, "trainer.devices=4"), planner, [])
     assert max(told["devices"]) == told["peak_mib"]  # type: ignore[call-overload]
     assert told["idle_share"] == pytest.approx(3 / 7, abs=1e-4)  # (devices − 1) / (micro-batches + devices − 1)
     in_turns = override(config, "trainer.devices=4 strategy.schedule=sequential")
@@ -416,10 +302,10 @@ def test_the_run_is_planned_by_its_fullest_device(planner: Planner) -> None:
     assert of_one < 0.42 * planner.estimate(config_of("data.batch_size=1")).activations < of_all
 
 
-def test_rows_that_a_run_does_not_allow_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """interleaved takes rounds of equal size, and so few iterations do not make eight stages."""
-    small = [*SMALL, "model=learn", "model.n_iterations=4", "strategy=pipeline", "trainer.devices=4"]
-    print_plan(parse_plan(compose("plan", [*small, "data.batch_size=2"])))
-    rows = {line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
-    assert {"keep", "recompute", "offload", "sequential", "gpipe", "1f1b", "V100-16"} <= rows
-    assert "interleaved" not in rows
+def test_the_tables_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    small = [*SMALL, *SIMPLE.split(), "strategy=pipeline", "trainer.devices=4", "data.batch_size=2", "device=V100-16"]
+    print_plan(parse_plan(compose("plan", small)))
+    printed = capsys.readouterr().out
+    rows = {line.split()[1] for line in printed.splitlines() if line.startswith("│")}
+    assert {"0", "3", "keep", "recompute", "offload", "V100-16"} <= rows
+    assert "each device is idle 27% of the time" in printed

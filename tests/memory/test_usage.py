@@ -1,13 +1,12 @@
 import mmap
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.engine.memory.usage import Usage, read_usage, reset_peak
+from qnmixer.engine.memory.usage import read_usage, reset_peak
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -39,18 +38,6 @@ def test_tensors_are_allocated_and_reserved() -> None:
     assert after.device_used is None
 
 
-@linux
-def test_a_mapped_file_is_reserved_but_not_allocated(tmp_path: Path) -> None:
-    path = tmp_path / "slices.bin"
-    path.write_bytes(bytes(64 * MIB))
-    mapped = torch.from_file(str(path), shared=True, size=16 * MIB)
-    before = read_usage(CPU)
-    assert mapped.sum() == 0  # reads every page
-    after = read_usage(CPU)
-    assert after.allocated - before.allocated < SLACK
-    assert after.reserved - before.reserved == pytest.approx(mapped.nbytes, abs=SLACK)
-
-
 @resets_peak
 def test_what_was_freed_stays_in_the_peak_until_it_is_reset() -> None:
     reset_peak(CPU)
@@ -61,19 +48,6 @@ def test_what_was_freed_stays_in_the_peak_until_it_is_reset() -> None:
     assert after.peak - before.peak == pytest.approx(64 * MIB, abs=SLACK)
     reset_peak(CPU)
     assert read_usage(CPU).peak - before.peak < SLACK
-
-
-def test_where_there_is_no_proc_the_highest_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_proc(path: str, *arguments: Any, **options: Any) -> None:
-        raise FileNotFoundError(path)
-
-    kept = touched()
-    monkeypatch.setattr("builtins.open", no_proc)
-    usage = read_usage(CPU)
-    reset_peak(CPU)
-    monkeypatch.undo()
-    assert kept.nbytes < usage.allocated < 2**40
-    assert usage == Usage(usage.allocated, usage.allocated, usage.allocated, None)
 
 
 @cuda

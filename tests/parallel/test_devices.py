@@ -3,14 +3,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.parallel.devices import check_precision, choose_device, cpu_threads, gpu_problem, resolve_devices
+from qnmixer.engine.parallel.devices import (
+    check_precision,
+    choose_device,
+    cpu_threads,
+    gpu_problem,
+    resolve_devices,
+    runs_on,
+)
 from qnmixer.engine.training.trainer import build_trainer
 from qnmixer.errors import ConfigError
 
 from ..conftest import TinyConfig
 from ..nvidia import fake_nvidia_smi
 
-V100, RTX_5090 = "7.0, 535.104.05", "12.0, 580.65.06"
+CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+V100 = "7.0, 535.104.05"
 
 
 @pytest.fixture
@@ -20,12 +28,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
-
-
-def test_every_precision_runs_on_a_cpu() -> None:
-    device = choose_device("cpu")
-    assert device.type == "cpu"
-    check_precision(device, "bf16-mixed")
 
 
 @pytest.mark.usefixtures("machine")
@@ -48,7 +50,6 @@ def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("gpu", "cuda", "said", "fix"),
     [
         (V100, None, "is built for the CPU and cannot use the GPU here", "make install TORCH=cu126, "),
-        (RTX_5090, None, "is built for the CPU and cannot use the GPU here", "make install TORCH=cu130, "),
         ("8.0, 535.104.05", "13.0", "cannot use the GPU here", "make install TORCH=cu126, "),  # too old for cu130
         ("8.0, 470.256.02", "13.0", "cannot use the GPU here", "needs 525.60.13 or newer: update the driver"),
     ],
@@ -86,6 +87,21 @@ def test_a_driver_that_does_not_answer_is_no_reason_for_the_cpu(machine: Path) -
     fake_nvidia_smi(machine, "NVIDIA-SMI has failed because it couldn't communicate", code=9)
     with pytest.raises(ConfigError, match=r"communicate.*: repair or update the driver, or use accelerator=cpu"):
         choose_device("auto")
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        ((7, 0), CU130, False),
+        ((8, 9), ["sm_86"], True),
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_50", "compute_70"], True),
+        ((7, 0), ["compute_75"], False),
+        ((12, 1), CU130, True),
+    ],
+)
+def test_which_builds_run_on_which_gpus(capability: tuple[int, int], built: list[str], runs: bool) -> None:
+    assert runs_on(capability, built) == runs
 
 
 def test_a_gpu_without_kernels_in_this_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,20 @@
+"""Cores and memory as the machine and the files of a control group give them."""
+
+import math
 import os
+from pathlib import Path
 
 import pytest
+import torch
 
-from qnmixer.engine.processes.cores import threads_each, wait_briefly
+from qnmixer.engine.memory.footprint import MIB
+from qnmixer.engine.memory.limits import memory_of
+from qnmixer.engine.parallel.devices import choose_device
+from qnmixer.engine.processes import cores
+from qnmixer.engine.processes.cores import cpu_limit, memory_limit, n_cores, threads_each, wait_briefly
+
+SLURM = "0::/slurm/job_7/step_0\n"
+V1 = "4:memory:/docker/ab\n"
 
 
 def test_cores_of_others_on_a_cluster_are_not_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +37,44 @@ def test_how_threads_wait_is_left_to_a_user_who_set_it(name: str, monkeypatch: p
     wait_briefly()
     assert os.environ["GOMP_SPINCOUNT"] == "10000"
     monkeypatch.delenv("GOMP_SPINCOUNT")
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "n", "memory"),
+    [
+        (None, {}, math.inf, math.inf),
+        ("0::/\n", {"cpu.max": "max 100000\n", "memory.max": "max\n"}, math.inf, math.inf),
+        ("0::/\n", {"cpu.max": "150000 100000\n", "memory.max": "1048576\n"}, 1.5, MIB),
+        (SLURM, {"slurm/job_7/memory.max": "1048576\n", "slurm/job_7/step_0/memory.max": "max\n"}, math.inf, MIB),
+        (V1, {"memory/memory.limit_in_bytes": "1048576"}, math.inf, math.inf),
+    ],
+    ids=["no Linux", "no limit", "docker", "slurm", "version 1"],
+)  # fmt: skip
+def test_limits(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: str | None,
+    files: dict[str, str],
+    n: float,
+    memory: float,
+) -> None:
+    monkeypatch.setattr(cores, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(cores, "_ROOT", tmp_path)
+    if groups is not None:
+        (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert (cpu_limit(), memory_limit()) == (n, memory)
+    if math.isfinite(n):
+        assert n_cores() == 1
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(4)
+            choose_device("cpu")
+            assert torch.get_num_threads() == 1
+        finally:
+            torch.set_num_threads(before)
+    if math.isfinite(memory):
+        assert memory_of(torch.device("cpu")) * MIB <= memory // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -2,7 +2,6 @@
 
 import io
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,14 +54,6 @@ def test_the_stream_of_a_notebook_stays(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_help_in_a_terminal_that_is_not_utf8() -> None:
-    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
-    done = subprocess.run([sys.executable, "-m", "qnmixer.train", "--help"], env=environment, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"n_views" in done.stdout.decode("ascii").encode()
-
-
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("overrides", [[], ["strategy=ddp", "trainer.devices=2"]])
 def test_a_run_goes_on_after_its_reader_has_ended(start: Callable[..., Command], overrides: list[str]) -> None:
@@ -84,10 +75,3 @@ def test_a_run_with_too_few_open_files_ends_in_one_line(start: Callable[..., Com
     assert code == 1
     (line,) = stderr.splitlines()
     assert line.startswith("error: too many open files: ")
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_run_in_a_terminal_that_is_not_utf8(start: Callable[..., Command]) -> None:
-    code, _, stderr = start("test_after_training=true", env={"LC_ALL": "C", "PYTHONUTF8": "0"}).outcome()
-    assert (code, stderr) == (0, "")

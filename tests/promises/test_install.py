@@ -248,14 +248,3 @@ def test_the_steps_of_the_dockerfile_install(machine: Callable[..., Machine]) ->
     (default,) = re.findall(r"^ARG TORCH=(.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     here.run(f"TORCH={default}; {step}")
     assert here.packages() == CU130
-
-
-@pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
-def test_uv_is_taken_where_it_is_there(machine: Callable[..., Machine]) -> None:
-    uv = shutil.which("uv")
-    assert uv is not None
-    here = machine(V100, path=f"{Path(uv).parent}:/usr/bin:/bin")
-    here.run("make install")
-    assert here.packages() == CU126
-    here.run("make install TORCH=cu130")
-    assert here.packages() == CU130

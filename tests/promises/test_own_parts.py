@@ -48,8 +48,6 @@ class MyModule(ReconstructionModule):
         roughness = image.diff(dim=-1).square().mean()
         self.log("train/roughness", roughness, sync_dist=True)
         self.log_dict({"train/range": float(image.detach().max() - image.detach().min()), "train/one": 1})
-        if self.mode == "sometimes" and batch_idx:
-            self.log("train/later", 1.0)
         if self.of_iterates:
             loss = loss + self.of_iterates * sum(self.loss(x, truth).mean() for x in self.network.iterates(y))
         return loss + self.smooth * roughness
@@ -262,10 +260,6 @@ def test_a_pipeline_trains_and_logs_what_one_process_does(here: Path, command: C
             ["+module.mode=another"],
             "training_step gives the network another sinogram than that of self.measure, but its iterations are on "
             "other devices: choose strategy=ddp",
-        ),
-        (
-            ["+module.mode=sometimes"],
-            "training_step logs train/later in some batches only: log it in every batch",
         ),
     ],
 )

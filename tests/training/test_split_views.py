@@ -122,4 +122,4 @@ def test_more_parts_than_views_are_refused(other_config: Other) -> None:
 def test_a_pipeline_refuses_it_in_one_line(other_config: Other) -> None:
     config: Any = other_config(*LEARN, "strategy=pipeline", "trainer.devices=2")
     with pytest.raises(ConfigError, match="training_step gives the network another sinogram"):
-        Planner(config).predict(config)
+        Planner(config).estimate(config)

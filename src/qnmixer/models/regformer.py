@@ -45,7 +45,6 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
     """
 
     title = "RegFormer"
-    period = 2
 
     @classmethod
     def rules(cls, arguments: Mapping[str, Any]) -> None:

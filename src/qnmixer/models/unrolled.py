@@ -38,9 +38,6 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     has_weights: ClassVar[bool] = True
     """Whether it has weights to train."""
 
-    period: ClassVar[int] = 1
-    """Iterations after which its memory has grown by the same amount again: 2 where two kinds of block alternate."""
-
     projector: "FanBeamProjector"
     """A, Aᵀ and FBP of the scan. A subclass sets it from its first argument."""
 

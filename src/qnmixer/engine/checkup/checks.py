@@ -31,14 +31,12 @@ from qnmixer.engine.checkup.rank import (
 )
 from qnmixer.engine.cli import explain
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.rules import validate
 from qnmixer.engine.config.run import batch_of_replica, devices_per_replica, with_iterations
-from qnmixer.engine.config.sections import PipelineConfig, averages_weights
-from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.footprint import MIB
 from qnmixer.engine.parallel.devices import gpu_problem, has_bf16, resolve_devices
 from qnmixer.engine.processes.cores import n_cores
-from qnmixer.engine.reconstructor import Reconstructor, build_geometry
+from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import RankFailed, UserError
 
 PATIENCE = 180.0
@@ -79,17 +77,18 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
 
     A check that depends on a failed check is skipped. Raises KeyboardInterrupt on Ctrl-C.
     """
+    this_node = replace(config, trainer=replace(config.trainer, num_nodes=1))
     failed = []
-    for check in _machine(config, folder):
+    for check in _machine(config, this_node, folder):
         yield check
         failed += [check.name] * (check.status == "FAIL" and check.name not in ("shared memory", "disk"))
     if failed:
         yield Check("training", "SKIP", f"not tried, because {' and '.join(failed)} failed")
     else:
-        yield from check_run(resolve_devices(replace(config, trainer=replace(config.trainer, num_nodes=1))))
+        yield from check_run(resolve_devices(this_node))
 
 
-def _machine(config: Config, folder: Path) -> Iterator[Check]:
+def _machine(config: Config, this_node: Config, folder: Path) -> Iterator[Check]:
     """The checks that run nothing."""
     trainer = config.trainer
     on_cuda = trainer.accelerator != "cpu" and torch.cuda.is_available()
@@ -109,7 +108,7 @@ def _machine(config: Config, folder: Path) -> Iterator[Check]:
     if not known:
         return
     try:
-        resolved = resolve_devices(replace(config, trainer=replace(trainer, num_nodes=1)))
+        resolved = resolve_devices(this_node)
     except UserError as error:
         yield Check("devices", "FAIL", *_split(str(error)))
         return
@@ -125,49 +124,49 @@ def _machine(config: Config, folder: Path) -> Iterator[Check]:
         yield judged("backend", there, what, "install torch from pytorch.org on Linux, or strategy=single")
     shared = Path("/dev/shm")
     if shared.is_dir():
-        needed, free = shared_memory_needed(resolved), shutil.disk_usage(shared).free
         mend = "docker run --shm-size=8g (or --ipc=host), or lower data.num_workers"
-        what = f"data workers need {_size(needed)} of /dev/shm, {_size(free)} are free"
-        yield judged("shared memory", free >= needed, what, mend)
+        yield _space("shared memory", "data workers need", shared_memory_needed(resolved), shared, mend)
     else:
         yield Check("shared memory", "SKIP", "this system has no /dev/shm")
-    needed = 3 * checkpoint_bytes(resolved)  # best, last, and one that is being written
-    free = shutil.disk_usage(next(it for it in (folder, *folder.absolute().parents) if it.exists())).free
-    what = f"3 checkpoints are {_size(needed)}, {_size(free)} are free in {folder}"
-    yield judged("disk", free >= needed, what, "free some space, or another folder (hydra.run.dir=…)")
+    existing = next(it for it in (folder, *folder.absolute().parents) if it.exists())
+    mend = "free some space, or another folder (hydra.run.dir=…)"
+    # best, last, and one that is being written
+    yield _space("disk", "3 checkpoints need", 3 * checkpoint_bytes(resolved), existing, mend)
+
+
+def _space(name: str, what: str, needed: int, folder: Path, mend: str) -> Check:
+    free = shutil.disk_usage(folder).free
+    return judged(name, free >= needed, f"{what} {_size(needed)}, {_size(free)} are free in {folder}", mend)
 
 
 def shared_memory_needed(config: Config) -> int:
     """Bytes of batches that all data workers of a node prepare, in training and validation."""
     data, geometry = config.data, config.geometry
-    workers = (config.trainer.devices or 1) * data.num_workers
     values = data.image_size**2
     if data.measured or config.noise.name != "none":  # with its sinogram, as the workers draw the noise
         values += geometry.n_views * geometry.n_detectors
     elif data.simulation_factor > 1:  # with a finer image, to simulate from
         values += (data.simulation_factor * data.image_size) ** 2
+    workers = (config.trainer.devices or 1) * data.num_workers
     return workers * data.prefetch_factor * (batch_of_replica(config) + data.batch_size) * 4 * values
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Bytes of weights, of their mean if there is one, and of the two numbers that an optimizer keeps for each."""
-    weights = sum(p.nbytes for p in Reconstructor(config).parameters())
-    return (3 + averages_weights(config.callbacks)) * weights
+    """Bytes of weights, of their mean, which some runs have, and of an optimizer's two numbers for each weight."""
+    return 4 * sum(p.nbytes for p in Reconstructor(config).parameters())
 
 
 def check_run(config: Config, patience: float = PATIENCE) -> Iterator[Check]:
     """Run some real steps over all devices, and check their results. `config` must come from `resolve_devices`."""
     run, changes = shortened(config)
     n, start = run.trainer.devices or 1, time.monotonic()
-    failure, fix, started = None, "python -m qnmixer.train with these settings prints where it fails", False
+    failure, fix = None, "python -m qnmixer.train with these settings prints where it fails"
     if n > 1:
         fix += "; if this checkup passes with strategy=single, the fault is between the processes"
     with tempfile.TemporaryDirectory(prefix="qnmixer-doctor-") as temporary:
         folder = Path(temporary)
         with _silence():
             try:
-                SliceDataModule(run.data, geometry=build_geometry(run)).prepare_data()
-                started = True
                 if run.strategy.name == "single":
                     examine(run, folder, patience)
                 else:
@@ -178,10 +177,6 @@ def check_run(config: Config, patience: float = PATIENCE) -> Iterator[Check]:
                     fix = ""  # its line says it
         seconds = time.monotonic() - start
         reports = [read_report(folder, rank) for rank in range(n)]
-    if failure is not None and not started:
-        yield Check("communication", "SKIP", "not tried, because there are no slices")
-        yield Check("training", "FAIL", *_split(failure, fix))
-        return
     communication = check_communication(run, reports, failure)
     yield communication
     if communication.status == "FAIL":
@@ -200,25 +195,10 @@ def check_run(config: Config, patience: float = PATIENCE) -> Iterator[Check]:
 
 
 def shortened(config: Config) -> tuple[Config, str]:
-    """A shorter version of the run, and a text that says so. On a GPU the run stays as it is."""
-    if config.trainer.accelerator == "cuda":
+    """A version with fewer iterations for a CPU, and a text that says so. A pipeline needs all of them."""
+    if config.trainer.accelerator == "cuda" or isinstance(config.strategy, PipelineConfig):
         return config, ""
-    strategy, T, batch = config.strategy, _ITERATIONS_ON_CPU, min(config.data.batch_size, 2)
-    if isinstance(strategy, PipelineConfig):
-        T = max(T, devices_per_replica(config) * strategy.stages_per_device)
-        batch = strategy.microbatch_size
-        if config.model.T > T:
-            strategy = replace(strategy, cut=None)
-    # Nothing here uses limit_train_batches, and it may be no multiple of the smaller number of batches.
-    extra = {name: value for name, value in config.trainer.extra.items() if name != "limit_train_batches"}
-    accumulate = min(config.trainer.accumulate_grad_batches, 2)
-    run = replace(
-        with_iterations(config, min(T, config.model.T)),
-        strategy=strategy,
-        data=replace(config.data, batch_size=batch),
-        trainer=replace(config.trainer, accumulate_grad_batches=accumulate, extra=extra),
-    )
-    validate(run)
+    run = with_iterations(config, min(_ITERATIONS_ON_CPU, config.model.T))
     return run, " (shortened on a CPU)" if run != config else ""
 
 
@@ -256,45 +236,33 @@ def compare_gradients(
 ) -> Check:
     """Compare the gradients of each rank, by parameter, with those of one process over the same samples."""
     smallest = _SMALLEST_GRADIENT * math.sqrt(sum(float(gradient.square().sum()) for gradient in expected.values()))
-    errors = [
-        max(
-            (float((gradients.get(name, torch.zeros(())) - truth).norm()) / max(float(truth.norm()), smallest), name)
-            for name, truth in expected.items()
-        )
-        for gradients in found
-    ]
-    wrong = [rank for rank, (error, _) in enumerate(errors) if not error <= tolerance]
+
+    def largest_error(gradients: Mapping[str, Tensor]) -> tuple[float, str]:
+        differences = ((name, gradients.get(name, torch.zeros(())) - truth) for name, truth in expected.items())
+        return max((float(it.norm()) / max(float(expected[name].norm()), smallest), name) for name, it in differences)
+
+    errors = [largest_error(gradients) for gradients in found]
+    wrong = [rank for rank, (error, _) in enumerate(errors) if not error <= tolerance]  # a nan is wrong too
     error, parameter = max(errors)
-    size = f"relative error {error:.1e} in {parameter}, {tolerance:.0e} allowed"
-    if wrong:
-        return Check(
-            "gradients",
-            "FAIL",
-            f"{named_ranks(wrong)}: gradients differ from one process over the same {n_samples} slices: {size}",
-            "look for code that changes gradients on these ranks only: no_sync, a communication hook, parameters that "
-            "only some ranks use",
-        )
-    return Check("gradients", "PASS", f"every rank has those of one process over the same {n_samples} slices: {size}")
+    what = f"{named_ranks(wrong)}: gradients differ from" if wrong else "every rank has those of"
+    found_error = f"relative error {error:.1e} in {parameter}, {tolerance:.0e} allowed"
+    fix = "look for code that changes gradients on these ranks only: no_sync, a hook, parameters that only some use"
+    return judged("gradients", not wrong, f"{what} one process over the same {n_samples} slices: {found_error}", fix)
 
 
 def check_sharding(run: Config, reports: Sequence[Report]) -> Check:
     """Check that the ranks share every sample of an epoch once, in training and validation."""
     if not all(report.shares for report in reports):
         return Check("sharding", "SKIP", "training failed before it loaded data")
-    problems = []
+    lengths, problems = reports[0].lengths, []
     for part, together in (("train", devices_per_replica(run)), ("val", 1)):
         shares = [report.shares[part] for report in reports]
-        problems += [f"{part}: {problem}" for problem in sharing_problems(shares, reports[0].lengths[part], together)]
+        problems += [f"{part}: {problem}" for problem in sharing_problems(shares, lengths[part], together)]
+    found = f"every slice once in an epoch: {lengths['train']} of train and {lengths['val']} of val"
     if problems:
-        more = f", and {len(problems) - 4} more" if len(problems) > 4 else ""
-        return Check(
-            "sharding",
-            "FAIL",
-            "; ".join(problems[:4]) + more,
-            "put no sampler between EpochSampler and the loaders (use_distributed_sampler stays False)",
-        )
-    counts = " and ".join(f"{length} of {part}" for part, length in reports[0].lengths.items())
-    return Check("sharding", "PASS", f"every slice once in an epoch: {counts}")
+        found = "; ".join(problems[:4]) + (f", and {len(problems) - 4} more" if len(problems) > 4 else "")
+    fix = "put no sampler between EpochSampler and the loaders (use_distributed_sampler stays False)"
+    return judged("sharding", not problems, found, fix)
 
 
 def sharing_problems(shares: Sequence[Sequence[Number]], length: int, together: int = 1) -> list[str]:
@@ -302,26 +270,24 @@ def sharing_problems(shares: Sequence[Sequence[Number]], length: int, together: 
 
     Args:
         shares: the samples of each rank.
-        length: samples of the epoch.
-        together: number of neighbouring ranks that work on the same samples.
+        length: the number of samples.
+        together: ranks that get the same samples, as those of a pipeline.
     """
-    problems = []
+    firsts = [rank - rank % together for rank in range(len(shares))]
+    problems = [
+        f"rank {rank}: other samples than rank {first} of the same pipeline"
+        for rank, first in enumerate(firsts)
+        if list(shares[rank]) != list(shares[first])
+    ]
     holders: dict[int, list[int]] = defaultdict(list)
-    for rank, share in enumerate(shares):
-        first = rank - rank % together
-        if list(share) != list(shares[first]):
-            problems.append(f"rank {rank}: other samples than rank {first} of the same pipeline")
-        for n, weight in share if rank == first else ():
+    for first in sorted(set(firsts)):
+        for n, weight in shares[first]:
             if weight > 0:
                 holders[n].append(first)
     for n in sorted({*holders, *range(length)}):
-        if not 0 <= n < length:
-            problems.append(f"sample {n} does not exist ({named_ranks(holders[n])})")
-        elif len(holders[n]) != 1:
-            ranks = sorted({*holders[n]})
-            problems.append(
-                f"sample {n} {len(holders[n])} times ({named_ranks(ranks)})" if ranks else f"sample {n} missing"
-            )
+        if len(holders[n]) != (0 <= n < length):  # once, but never if there is no such sample
+            ranks = f" ({named_ranks(sorted({*holders[n]}))})" if holders[n] else ""
+            problems.append(f"sample {n} {len(holders[n])} times{ranks}")
     return problems
 
 
@@ -341,16 +307,12 @@ def check_growth(reports: Sequence[Report]) -> Check:
 
 def check_finite(precision: str, reports: Sequence[Report]) -> Check:
     """Check that loss and gradients are finite. A GradScaler may skip some steps, but not all."""
-    name = "finite values"
-    fix = (
-        "trainer.precision=32, or bf16-mixed if the GPU has it"
-        if precision == "16-mixed"
-        else "debug=anomaly names the line"
-    )
+    name, scaled = "finite values", precision == "16-mixed"
+    fix = "trainer.precision=32, or bf16-mixed if the GPU has it" if scaled else "debug=anomaly names the line"
     for rank, report in enumerate(reports):
         if report.diverged:
             return Check(name, "FAIL", f"rank {rank}, {precision}: {report.diverged}", fix)
-        if report.n_skipped and (precision != "16-mixed" or not report.n_finite):
+        if report.n_skipped and not (scaled and report.n_finite):
             steps = f"{report.n_skipped} of {report.n_skipped + report.n_finite} steps"
             what = f"the gradient of {report.bad_gradient} is not finite in {steps}"
             return Check(name, "FAIL", f"rank {rank}, {precision}: {what}", fix)

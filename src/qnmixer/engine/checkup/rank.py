@@ -1,7 +1,6 @@
 """The ranks of `qnmixer.doctor`: each talks to the others, trains a few real steps, and writes a report.
 
-Each rank also notes what it is doing. The process that waits reads these notes and names ranks that hang. Imports for
-training are late: ranks that only wait for each other start in a third of the time.
+Each rank also notes what it is doing. The process that waits reads these notes and names ranks that hang.
 """
 
 import gc
@@ -17,15 +16,28 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
+from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.cli import explain
 from qnmixer.engine.config import Config, parse, to_plain
 from qnmixer.engine.config.run import devices_per_replica
 from qnmixer.engine.config.sections import MemoryConfig
+from qnmixer.engine.data.sampler import Pick
+from qnmixer.engine.memory.modes import apply_memory_mode
+from qnmixer.engine.parallel.devices import allow_tf32
+from qnmixer.engine.parallel.shards import gather
+from qnmixer.engine.parallel.strategies import build_precision
+from qnmixer.engine.processes.launch import launch
 from qnmixer.engine.processes.ranks import die_with_parent, leave, rank
+from qnmixer.engine.tracking.loggers import build_loggers
+from qnmixer.engine.training.callbacks import build_callbacks
+from qnmixer.engine.training.trainer import build_trainer
 from qnmixer.errors import RankFailed
 
 STEPS = 6
@@ -78,8 +90,6 @@ def run_ranks(config: Config, folder: Path, n: int, patience: float) -> None:
     Raises RankFailed, which names the rank, if a rank fails. The same if no rank makes progress for `patience` seconds:
     then the ranks that are furthest behind hang. All ranks are stopped.
     """
-    from qnmixer.engine.processes.launch import launch
-
     path, ended = folder / "job.json", threading.Event()
     path.write_text(
         json.dumps({"config": to_plain(config), "folder": str(folder), "patience": patience}), encoding="utf-8"
@@ -179,13 +189,6 @@ def communicate(report: Report, accelerator: str, folder: Path, patience: float)
 
 def train_a_little(report: Report, config: Config, folder: Path) -> None:
     """Run a few steps of a config as training runs them."""
-    from lightning.pytorch.callbacks import LambdaCallback
-
-    from qnmixer.engine.build import build_data_module
-    from qnmixer.engine.tracking.loggers import build_loggers
-    from qnmixer.engine.training.callbacks import build_callbacks
-    from qnmixer.engine.training.trainer import build_trainer
-
     n_steps = STEPS + _MOST_SKIPPED
     trainer_config = replace(
         config.trainer, max_steps=n_steps, max_epochs=None, val_every_n_steps=None, limit_val_batches=0,
@@ -193,45 +196,36 @@ def train_a_little(report: Report, config: Config, folder: Path) -> None:
     )  # fmt: skip
     run = replace(config, trainer=trainer_config, logger={}, finetune=None, resume=None)
     _note(folder, "building the network")
-    probe = Probe(report, folder)
-    callback = LambdaCallback(
-        on_train_start=probe.start,
-        on_train_batch_start=probe.before_batch,
-        on_before_optimizer_step=probe.before_step,
-        on_train_batch_end=probe.after_batch,
-    )
-    module, callbacks = untrained(run), [callback, *build_callbacks(run.callbacks, run.metrics)]
+    module, callbacks = untrained(run), [Probe(report, folder), *build_callbacks(run.callbacks, run.metrics)]
     trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))
     data = build_data_module(run)
     _note(folder, "starting to train")
     trainer.fit(module, datamodule=data)
 
 
-class Probe:
+class Probe(Callback):
     """Stores the samples and gradients of one step, the samples of an epoch on this rank, and what memory holds."""
 
     def __init__(self, report: Report, folder: Path) -> None:
         self.report, self.folder = report, folder
         self._window: list[tuple[Number, int]] = []
 
-    def start(self, trainer: Any, module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Count the samples of an epoch without loading them."""
         for part, loader in (("train", trainer.train_dataloader), ("val", trainer.datamodule.val_dataloader())):
             # The samplers' numbers are enough: loading an epoch of CT would take minutes.
             self.report.shares[part] = [(pick.n, pick.weight) for batch in loader.batch_sampler for pick in batch]
             self.report.lengths[part] = len(loader.dataset)
 
-    def before_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Store its samples, each with the number of samples in its batch."""
         _note(self.folder, "steps of the network")
         numbers = zip(batch["sample"].tolist(), batch["weight"].tolist(), strict=True)
         self._window += [(number, len(batch["weight"])) for number in numbers]
 
-    def before_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Store the gradients, if they are the first finite ones."""
-        from qnmixer.engine.parallel.shards import gather
-
-        report, named = self.report, [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
+        report, named = self.report, [(name, p.grad) for name, p in pl_module.named_parameters() if p.grad is not None]
         # For fsdp this is a collective, so every rank must get here, also one that needs no gradients.
         gradients = {name: gather(gradient) for name, gradient in named}
         if bad := [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]:
@@ -246,10 +240,10 @@ class Probe:
                 report.gradients = {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
         self._window = []
 
-    def after_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stop all ranks at the same step: when there are enough steps, or when the GradScaler cannot help."""
         if not self._window:  # the end of an optimizer step
-            self.report.held.append(held(module.device))
+            self.report.held.append(held(pl_module.device))
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         enough = self.report.n_finite >= STEPS or (self.report.n_skipped > 0 and not scaled)
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(enough, all=False)
@@ -271,13 +265,6 @@ def reference_gradients(config: Config, window: list[tuple[Number, int]], scale:
         window: the samples of all devices, each with the number of samples in its batch.
         scale: of the GradScaler, because half precision rounds differently without it.
     """
-    from torch.utils.data import default_collate
-
-    from qnmixer.engine.build import build_data_module
-    from qnmixer.engine.data.sampler import Pick
-    from qnmixer.engine.parallel.devices import allow_tf32
-    from qnmixer.engine.parallel.strategies import build_precision
-
     device = torch.device(config.trainer.accelerator)
     # One device has no room for the graph that a pipeline spreads over several. The gradients are bit-identical.
     memory: MemoryConfig = MemoryConfig(name="recompute") if device.type == "cuda" else config.memory
@@ -300,11 +287,6 @@ def untrained(config: Config) -> Any:
 
     Its weights are moved off their initial values, because there G is zero and passes no gradient back.
     """
-    import lightning as L
-
-    from qnmixer.engine.build import build_module
-    from qnmixer.engine.memory.modes import apply_memory_mode
-
     L.seed_everything(config.seed, workers=True, verbose=False)
     module = build_module(config)
     with torch.no_grad():

@@ -280,11 +280,6 @@ class ModelConfig(Group):
         """Its argument channels; 0 without it."""
         return int(self.settings().get("channels", 0))
 
-    @property
-    def period(self) -> int:
-        """Iterations after which its memory has grown by the same amount again."""
-        return int(self.load().period)
-
     def divisors(self) -> dict[str, int]:
         """Numbers that must divide the image size, by the key that sets each."""
         found: dict[str, int] = self.load().divisors(self._all())

@@ -39,12 +39,10 @@ def changes(config: Config) -> list[str]:
     recompute = "" if config.memory.name == "recompute" else "memory=recompute"
     kind = "bf16" if config.trainer.accelerator == "cpu" else "16"  # fp16 is far slower on a CPU
     half = "" if config.trainer.precision != "32" else f"trainer.precision={kind}-mixed"
-    divisors = [size for size in range(batch - 1, 0, -1) if batch % size == 0]
-    smaller, single = (_of_batches(config, sizes) for sizes in (divisors[:1], divisors[-1:]))
+    smaller, single = (_with_batch(config, min(batch - 1, most)) for most in (batch, 1))
     model = config.model
     fewer = f"model.n_iterations={model.T // 2}" if model.T > 1 else ""
-    channels = model.width
-    thinner = f"model.channels={channels // 8 * 4}" if channels >= 8 else ""
+    thinner = f"model.channels={model.width // 8 * 4}" if model.width >= 8 else ""
     wanted = [recompute, smaller, half, f"{recompute} {half}", f"{recompute} {single}", f"{recompute} {half} {single}"]
     wanted += [_one_in_flight(config), fewer, thinner, f"{recompute} {half} {single} {thinner}"]
     changed = dict.fromkeys(change for change in (" ".join(c.split()) for c in wanted) if change)
@@ -67,9 +65,11 @@ def changed_to(config: Config, overrides: str) -> Config | None:
         return None
 
 
-def _of_batches(config: Config, sizes: list[int]) -> str:
-    """Overrides for the first possible batch size of a list, with more accumulation."""
-    if not sizes:
-        return ""
-    accumulate = config.trainer.accumulate_grad_batches * config.data.batch_size // sizes[0]
-    return f"data.batch_size={sizes[0]} trainer.accumulate_grad_batches={accumulate}"
+def _with_batch(config: Config, most: int) -> str:
+    """Overrides for the largest batch of at most `most` that divides the batch, with more accumulation."""
+    batch = config.data.batch_size
+    for size in range(most, 0, -1):
+        if batch % size == 0:
+            accumulate = config.trainer.accumulate_grad_batches * batch // size
+            return f"data.batch_size={size} trainer.accumulate_grad_batches={accumulate}"
+    return ""

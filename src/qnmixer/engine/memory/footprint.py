@@ -1,6 +1,6 @@
 """The memory of a training step on each device, by kind."""
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 MIB = 2**20
 WORKSPACE = 32 * MIB
@@ -40,10 +40,6 @@ class Footprint:
         """The kinds whose sum is `peak`."""
         return {name: value for name, value in vars(self).items() if name != "host"}
 
-    def moved(self, steps: float, towards: "Footprint") -> "Footprint":
-        """The footprint a number of steps further along the line through this footprint and another one."""
-        return Footprint(*(a + steps * (b - a) for a, b in zip(astuple(self), astuple(towards), strict=True)))
-
 
 @dataclass(frozen=True)
 class DevicePlan:
@@ -52,20 +48,3 @@ class DevicePlan:
     stages: tuple[range, ...]
     in_flight: int
     footprint: Footprint
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The plan of each device that works on one batch, first stage first. Only a pipeline has several.
-
-    Attributes:
-        per_iteration: bytes that each further iteration adds; None for a pipeline, and for a network without T.
-    """
-
-    devices: tuple[DevicePlan, ...]
-    per_iteration: float | None = None
-
-    @property
-    def footprint(self) -> Footprint:
-        """The footprint of the fullest device."""
-        return max((device.footprint for device in self.devices), key=lambda footprint: footprint.peak)

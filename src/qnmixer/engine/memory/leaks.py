@@ -1,9 +1,8 @@
 """Detect a leak among the ups and downs of a healthy run."""
 
 import gc
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -24,43 +23,28 @@ class Leak:
         return (self.last_bytes - self.first_bytes) / self.steps
 
 
+@dataclass
 class LeakWatch:
     """Detects a leak among the ups and downs of a healthy run, from the memory at the end of each step.
 
     It looks at the lowest value of each window of steps. A leak adds the same to every window. A jump (the first
-    validation, a picture) adds to one window, and the noise after it can rise by chance. So the last `n_windows` must
-    all rise above all earlier values. Each must rise by at least `evenness` of their mean, and together they must rise
-    by `floor`. Garbage in cycles grows like a leak until Python collects it. So a suspect makes it collect. If memory
-    rises once more, it is a leak.
-
-    Args:
-        warm_up: first steps, which are left out: buffers, caches and the optimizer state are made in them.
-        window: steps in a window.
-        n_windows: number of windows in a row that must rise.
-        floor: bytes; over 4 windows of 20 it is 0.1 MiB a step. Measured over 4 windows on the CPU without garbage,
-            healthy runs rose evenly by 0.5 MiB at most, and unevenly by 19.
-        evenness: least rise of a window, as a share of the mean rise.
-        collect: frees garbage that is in cycles.
+    validation, a picture) adds to one window, and the noise after it can rise by chance. So the last windows must all
+    rise above all earlier values, and evenly. Garbage in cycles grows like a leak until Python collects it. So a
+    suspect makes it collect. If memory rises once more, it is a leak.
     """
 
-    def __init__(
-        self,
-        *,
-        warm_up: int = 20,
-        window: int = 20,
-        n_windows: int = 4,
-        floor: int = 8 * MIB,
-        evenness: float = 0.5,
-        collect: Callable[[], Any] = gc.collect,
-    ) -> None:
-        self.warm_up, self.window, self.floor = warm_up, window, floor
-        self._evenness, self._collect = evenness, collect
-        self._minima: deque[int] = deque(maxlen=n_windows + 1)
-        self._held: list[int] = []
-        self._highest = 0  # of the minima before those
-        self._step = 0
-        self._suspected = False
-        self._reported = False
+    warm_up: int = 20  # first steps, left out: buffers, caches and the optimizer state are made in them
+    window: int = 20  # steps
+    n_windows: int = 4  # windows in a row that must rise
+    floor: int = 8 * MIB  # their least rise together. On a CPU, healthy runs rose evenly by 0.5 MiB, unevenly by 19
+    evenness: float = 0.5  # least rise of a window, as a share of the mean rise
+    collect: Callable[[], Any] = gc.collect  # frees garbage that is in cycles
+
+    _step: int = 0
+    _held: list[int] = field(default_factory=list)  # in the steps of this window
+    _minima: list[int] = field(default_factory=list)  # of all windows
+    _suspected: bool = False
+    _reported: bool = False
 
     def update(self, bytes_held: int) -> Leak | None:
         """Add the memory at the end of a step. Returns a leak once, when it is found."""
@@ -70,23 +54,22 @@ class LeakWatch:
         self._held.append(bytes_held)
         if len(self._held) < self.window:
             return None
-        if len(self._minima) == self._minima.maxlen:
-            self._highest = max(self._highest, self._minima[0])
         self._minima.append(min(self._held))
         self._held.clear()
         if not self._rises_evenly():
             self._suspected = False
-            return None
-        if not self._suspected:
+        elif not self._suspected:
             self._suspected = True
-            self._collect()
-            return None
-        self._reported = True
-        return Leak(self.window * (len(self._minima) - 1), self._minima[0], self._minima[-1])
+            self.collect()
+        else:
+            self._reported = True
+            return Leak(self.window * self.n_windows, self._minima[-self.n_windows - 1], self._minima[-1])
+        return None
 
     def _rises_evenly(self) -> bool:
-        if len(self._minima) != self._minima.maxlen:
+        n, minima = self.n_windows, self._minima
+        if len(minima) <= n:
             return False
-        rises = [after - before for before, after in pairwise(self._minima)]
-        growth = self._minima[-1] - max(self._minima[0], self._highest)
-        return growth >= self.floor and min(rises) >= self._evenness * sum(rises) / len(rises)
+        rises = [after - before for before, after in pairwise(minima[-n - 1 :])]
+        growth = minima[-1] - max(minima[:-n])
+        return growth >= self.floor and min(rises) >= self.evenness * sum(rises) / n

@@ -5,9 +5,9 @@ import os
 import torch
 
 from qnmixer.engine.memory.footprint import MIB
-from qnmixer.engine.processes.limits import memory_limit
+from qnmixer.engine.processes.cores import memory_limit
 
-_SURE = (
+_LACK_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
     "could not create a primitive",  # a CPU's convolutions
@@ -17,40 +17,12 @@ _SURE = (
     "insufficient resources when calling",
     "failed to cuda calloc",  # NCCL
 )
-# Texts of errors that mean too little memory, but can have other causes too.
-_UNSURE = (
-    "cufft_internal_error",
-    "cublas_status_not_initialized",
-    "unable to find an engine to execute this computation",
-    "no execution plans support the graph",
-)
-_LITTLE = 0.05
-"""Below this free share of a GPU, an unsure text counts as out of memory."""
 
 
-def is_out_of_memory(error: BaseException, free: float | None = None) -> bool:
-    """Whether an error means that an allocation failed, on a GPU (torch's, CUDA's or a library's) or on the host.
-
-    Args:
-        error: the exception.
-        free: free share of the GPU's memory; None: it is read if the text of the error leaves it open.
-    """
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that an allocation failed, on a GPU (torch's, CUDA's or a library's) or on the host."""
     said = str(error).lower()
-    if isinstance(error, MemoryError) or any(words in said for words in _SURE):
-        return True
-    if not any(words in said for words in _UNSURE):
-        return False
-    return (_free_share() if free is None else free) < _LITTLE
-
-
-def _free_share() -> float:
-    """Free share of the current GPU, including the cache that torch could free; 1 without a GPU."""
-    if not torch.cuda.is_available():
-        return 1.0
-    free, total = torch.cuda.mem_get_info()
-    # torch frees its cache before it gives up, so memory in the cache was not missing.
-    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return (free + cached) / total
+    return isinstance(error, MemoryError) or any(words in said for words in _LACK_OF_MEMORY)
 
 
 def memory_of(device: torch.device) -> float:

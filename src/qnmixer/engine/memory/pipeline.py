@@ -13,7 +13,7 @@ from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.footprint import DevicePlan, Footprint
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes, without_data
-from qnmixer.engine.parallel.stages import Logged, Packing, Stage, cut_evenly, layouts, loss_of_part, ranges
+from qnmixer.engine.parallel.stages import Packing, Stage, cut_evenly, layouts, loss_of_part, ranges
 from qnmixer.engine.reconstructor import fine_size
 from qnmixer.engine.run_module import RunModule
 from qnmixer.physics import FanBeamProjector
@@ -75,10 +75,10 @@ class StageCost:
     sent: int
 
 
-def track_stages(
-    config: Config, projector: FanBeamProjector, fine_matrix: ScanMatrix | None, wanted: list[range]
-) -> dict[range, StageCost]:
-    """The cost of some stages of a pipeline, by their iterations. The stages run on fake tensors."""
+def plan_pipeline(
+    config: Config, projector: FanBeamProjector, fine_matrix: ScanMatrix | None
+) -> tuple[DevicePlan, ...]:
+    """The plan of each device of a pipeline, first stage first. The stages run on fake tensors."""
     assert isinstance(config.strategy, PipelineConfig)
     b, size = config.strategy.microbatch_size, config.data.image_size
     with without_data():
@@ -91,7 +91,8 @@ def track_stages(
         packings = layouts(module.network, y, partial(autocast, config))
         optimizer = build_optimizer(config.optimizer, module.network)
         make_state(optimizer)
-        return {it: _track_stage(module, optimizer, it, packings, (y, image, weight)) for it in wanted}
+        costs = {it: _track_stage(module, optimizer, it, packings, (y, image, weight)) for it in ranges(cut_of(config))}
+    return tuple(_plan_device(config, costs, device) for device in range(devices_per_replica(config)))
 
 
 def _track_stage(
@@ -117,7 +118,7 @@ def _track_stage(
     def forward() -> Tensor:
         output: Tensor = stage(*received, y=y)
         with precision():
-            return loss_of_part(module, batch_of(image, weight, y), 0, output, 0, Logged()) if last else output
+            return loss_of_part(module, batch_of(image, weight, y), 0, output, 0, {}) if last else output
 
     tracker = PeakTracker()
     tracker.track(module, optimizer, *batch)
@@ -136,7 +137,7 @@ def _track_stage(
     return StageCost(footprint, held, host, n_bytes(batch), n_bytes(received), n_bytes(given))
 
 
-def plan_device(config: Config, costs: dict[range, StageCost], device: int) -> DevicePlan:
+def _plan_device(config: Config, costs: dict[range, StageCost], device: int) -> DevicePlan:
     """The memory of one device of a pipeline, at most: all micro-batches in flight, and the dearest stage at its peak.
 
     Every device gets the whole batch. torch has a buffer for each received state and gradient of each micro-batch of

@@ -1,8 +1,7 @@
 """The memory of a training step on each device, computed without the devices and without that memory.
 
-The step itself runs on fake tensors, which have shapes but no data. Only the operator is real. After the first few
-iterations memory is affine in T, so two short steps predict a long one. Tests compare this with whole steps. A whole
-step of T = 14 takes 4.7 s of a CPU for each setting, and more with T. Two short ones take 2.6 s at any T.
+The step itself runs on fake tensors, which have shapes but no data. Only the operator is real. A step of T = 14 takes
+5 s of a CPU.
 """
 
 from contextlib import nullcontext
@@ -18,11 +17,11 @@ from torch.utils._pytree import tree_map_only
 from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.rules import validate
-from qnmixer.engine.config.run import devices_per_replica, with_iterations
+from qnmixer.engine.config.run import with_iterations
 from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig, averages_weights
-from qnmixer.engine.memory.footprint import DevicePlan, Footprint, Prediction
+from qnmixer.engine.memory.footprint import DevicePlan, Footprint
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.pipeline import StageCost, cut_of, plan_device, track_stages
+from qnmixer.engine.memory.pipeline import plan_pipeline
 from qnmixer.engine.memory.tracker import (
     HOST,
     PeakTracker,
@@ -30,10 +29,8 @@ from qnmixer.engine.memory.tracker import (
     batch_of,
     make_state,
     n_bytes,
-    optimizer_bytes,
     without_data,
 )
-from qnmixer.engine.parallel.stages import ranges
 from qnmixer.engine.reconstructor import (
     Measurement,
     build_projector,
@@ -59,54 +56,30 @@ class Planner:
         self.projector.safe_step_size()  # networks ask for these numbers, which fake tensors could not give
         self.projector.operator_norm()
         self._fine: dict[int, ScanMatrix] = {}  # by the size of the image
-        self._steps: dict[str, Footprint] = {}
-        self._stages: dict[str, dict[range, StageCost]] = {}
-
-    def predict(self, config: Config) -> Prediction:
-        """The plan of each device of a run, and the bytes of each further iteration."""
-        config = with_assumed_devices(config)
-        devices = self.devices(config)
-        if config.strategy.planned_as == "pipeline" or not config.model.is_unrolled:
-            return Prediction(devices)
-        first, width = _affine_from(config)
-        first = min(config.model.T, first)
-        growth = self._step(config, first + width).peak - self._step(config, first).peak
-        return Prediction(devices, growth / width)
+        self._plans: dict[str, tuple[DevicePlan, ...]] = {}
 
     def estimate(self, config: Config) -> Footprint:
         """The footprint of a run on its fullest device."""
-        return Prediction(self.devices(config)).footprint
+        return max((device.footprint for device in self.devices(config)), key=lambda footprint: footprint.peak)
+
+    def growth(self, config: Config) -> float | None:
+        """Bytes that each further iteration adds; None for a pipeline, and for a network without T."""
+        T = config.model.T
+        if isinstance(config.strategy, PipelineConfig) or T < 2:
+            return None
+        half = with_iterations(config, T // 2)
+        return (self.estimate(config).peak - self.estimate(half).peak) / (T - T // 2)
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
         """The plan of each device that works on one batch, first stage first. Only a pipeline has several."""
         config = with_assumed_devices(config)
-        T = config.model.T
-        if config.strategy.planned_as == "pipeline":
-            stages = self._stages_of(config, ranges(cut_of(config)))
-            return tuple(plan_device(config, stages, device) for device in range(devices_per_replica(config)))
-        first, width = _affine_from(config)
-        if first + width >= T:
-            footprint = self._step(config, T)
-        else:
-            footprint = self._step(config, first).moved((T - first) / width, self._step(config, first + width))
-        return (DevicePlan((range(T),), 1, footprint),)
-
-    def _step(self, config: Config, n_iterations: int) -> Footprint:
-        config = with_iterations(config, n_iterations)
-        key = repr(config)
-        if key not in self._steps:
-            self._steps[key] = track_step(config, self.projector, self._fine_matrix(config))
-        return self._steps[key]
-
-    def _stages_of(self, config: Config, wanted: list[range]) -> dict[range, StageCost]:
-        """The cost of some stages, which no schedule and no number of micro-batches changes."""
-        assert isinstance(config.strategy, PipelineConfig)
-        setting = (config.model, config.optimizer, config.memory, config.loss, config.trainer.precision)
-        key = repr((*setting, config.strategy.microbatch_size, config.data.image_size, fine_size(config)))
-        known = self._stages.setdefault(key, {})
-        if missing := [iterations for iterations in wanted if iterations not in known]:
-            known |= track_stages(config, self.projector, self._fine_matrix(config), missing)
-        return known
+        if (key := repr(config)) not in self._plans:
+            if isinstance(config.strategy, PipelineConfig):
+                self._plans[key] = plan_pipeline(config, self.projector, self._fine_matrix(config))
+            else:
+                footprint = track_step(config, self.projector, self._fine_matrix(config))
+                self._plans[key] = (DevicePlan((range(config.model.T),), 1, footprint),)
+        return self._plans[key]
 
     def _fine_matrix(self, config: Config) -> ScanMatrix | None:
         """A of the finer grid, if the devices simulate on it. It takes as long to build as in the run."""
@@ -126,20 +99,6 @@ def with_assumed_devices(config: Config) -> Config:
     config = replace(config, trainer=replace(config.trainer, devices=ASSUMED_DEVICES))
     validate(config)
     return config
-
-
-def _affine_from(config: Config) -> tuple[int, int]:
-    """The fewest iterations from which memory is affine in T, and the number by which it grows evenly.
-
-    Until then the peak moves within the step. An iteration that is recomputed in half precision takes so little that
-    the states outgrow it late. The number is a multiple of whole periods below T.
-    """
-    if not config.model.is_unrolled:
-        return config.model.T, 1
-    width = config.model.period
-    late = config.memory.name == "recompute" and config.trainer.precision != "32"
-    fewest = max(8 if late else 4, 2 * width)
-    return fewest + (config.model.T - fewest) % width, width
 
 
 def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMatrix | None = None) -> Footprint:
@@ -180,8 +139,9 @@ def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMat
             footprint = replace(footprint, parameters=2 * footprint.parameters)
         if ddp and accumulates:
             footprint = replace(footprint, strategy=footprint.gradients)
-        sharded = isinstance(config.strategy, FSDPConfig)
-        return _sharded(footprint, config, network, optimizer) if sharded else footprint
+        if isinstance(config.strategy, FSDPConfig):
+            return _sharded(footprint, config, network)
+        return footprint
 
 
 def _batch(config: Config, measurement: Measurement) -> Any:
@@ -215,28 +175,24 @@ class _NormsInFull(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _sharded(
-    footprint: Footprint, config: Config, network: UnrolledNetwork[Any], optimizer: torch.optim.Optimizer
-) -> Footprint:
+def _sharded(footprint: Footprint, config: Config, network: UnrolledNetwork[Any]) -> Footprint:
     """The footprint of a step on one device under fsdp, by arithmetic. It is too large rather than too small.
 
-    Weights, gradients and optimizer state are cut along their first dimension, rounded up. `strategy` counts the full
-    tensors that exist at once. These are the weights of the root unit and of one block (of all blocks, if they stay
-    gathered). Messages that gather weights and reduce gradients are twice the largest unit. While accumulating, all
-    gradients are full.
+    `strategy` counts the full tensors that exist at once. These are the weights of the root unit and of one block (of
+    all blocks, if they stay gathered). Messages that gather weights and reduce gradients are twice the largest unit.
+    While accumulating, all gradients are full.
     """
     assert isinstance(config.strategy, FSDPConfig)
     n_shards = (config.trainer.devices or 1) * config.trainer.num_nodes
     blocks = [n_bytes(block.parameters()) for block in network.blocks()]
-    whole, shards = n_bytes(network.parameters()), n_bytes(network.parameters(), n_shards)
+    whole = n_bytes(network.parameters())
     root = whole - sum(blocks)
     gathered = root + (max(blocks, default=0) if config.strategy.reshard_after_forward else sum(blocks))
-    messages = 2 * max([root, *blocks])
     unreduced = whole if config.trainer.accumulate_grad_batches > 1 else 0
     return replace(
         footprint,
-        parameters=shards,
-        gradients=footprint.gradients * shards / whole,
-        optimizer=optimizer_bytes(optimizer, n_shards),
-        strategy=gathered + messages + unreduced,
+        parameters=footprint.parameters / n_shards,
+        gradients=footprint.gradients / n_shards,
+        optimizer=footprint.optimizer / n_shards,
+        strategy=gathered + 2 * max([root, *blocks]) + unreduced,
     )

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
@@ -12,14 +11,12 @@ from rich.progress import track
 from qnmixer.engine.config import Config, effective_batch
 from qnmixer.engine.config.commands import DEVICES, PlanConfig, device_memory
 from qnmixer.engine.config.options import options
-from qnmixer.engine.config.rules import validate
 from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.advice import changed_to
-from qnmixer.engine.memory.footprint import MIB, Prediction, on_a_gpu
-from qnmixer.engine.memory.pipeline import idle, n_microbatches
+from qnmixer.engine.memory.footprint import MIB, on_a_gpu
+from qnmixer.engine.memory.pipeline import idle
 from qnmixer.engine.memory.plan import Planner, with_assumed_devices
 from qnmixer.engine.reports.tables import Console, markdown_table, terminal_table
-from qnmixer.errors import ConfigError
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
 """Precisions in one row need the same memory. (A V100 has no bf16.)"""
@@ -52,20 +49,20 @@ def print_plan(config: PlanConfig) -> None:
     if config.format == "levers":
         print(levers_table(run, planner))
         return
-    prediction, devices = planner.predict(run), list(DEVICES) if config.device is None else [config.device]
+    devices = list(DEVICES) if config.device is None else [config.device]
     if config.format == "json":
-        print(json.dumps(as_object(run, prediction, devices)))
+        print(json.dumps(as_object(run, planner, devices)))
         return
     console = Console()
-    _print_run(console, run, prediction, assumed)
+    _print_run(console, run, planner, assumed)
     if isinstance(run.strategy, PipelineConfig):
-        _print_pipeline(console, run, run.strategy, prediction, planner)
+        _print_pipeline(console, run, planner)
     _print_tables(console, run, devices, planner)
 
 
-def as_object(config: Config, prediction: Prediction, devices: list[str]) -> dict[str, object]:
+def as_object(config: Config, planner: Planner, devices: list[str]) -> dict[str, object]:
     """The plan as plain data, in MiB. `fits` says for some devices whether the run fits into them."""
-    footprint, grows = prediction.footprint, prediction.per_iteration
+    footprint, grows = planner.estimate(config), planner.growth(config)
     plan: dict[str, object] = {
         "strategy": config.strategy.name,
         "peak_mib": _mib(footprint.peak),
@@ -73,7 +70,7 @@ def as_object(config: Config, prediction: Prediction, devices: list[str]) -> dic
         "parts": {name: _mib(value) for name, value in footprint.parts().items()},
         "host_mib": _mib(footprint.host),
         "fits": {name: footprint.peak / MIB <= usable(name) for name in devices},
-        "devices": [_mib(device.footprint.peak) for device in prediction.devices],
+        "devices": [_mib(device.footprint.peak) for device in planner.devices(config)],
     }
     return plan | ({"idle_share": round(idle(config), 4)} if isinstance(config.strategy, PipelineConfig) else {})
 
@@ -110,16 +107,16 @@ def _setting(config: Config, assumed: str = "") -> str:
     )
 
 
-def _print_run(console: Console, config: Config, prediction: Prediction, assumed: str) -> None:
-    footprint = prediction.footprint
+def _print_run(console: Console, config: Config, planner: Planner, assumed: str) -> None:
+    footprint, grows = planner.estimate(config), planner.growth(config)
     parts = " · ".join(f"{name} {value / MIB:,.1f}" for name, value in footprint.parts().items())
-    where = " on the fullest device" if len(prediction.devices) > 1 else ""
+    where = " on the fullest device" if isinstance(config.strategy, PipelineConfig) else ""
     lines = [
         _setting(config, assumed),
         f"peak of a training step{where}: {footprint.peak / MIB:,.1f} MiB ({parts})",
     ]
-    if prediction.per_iteration is not None:
-        lines.append(f"each further iteration adds {prediction.per_iteration / MIB:,.1f} MiB")
+    if grows is not None:
+        lines.append(f"each further iteration adds {grows / MIB:,.1f} MiB")
     if footprint.host:
         lines.append(f"moved to host memory: {footprint.host / MIB:,.0f} MiB")
     if config.trainer.accelerator != "cpu":
@@ -130,38 +127,16 @@ def _print_run(console: Console, config: Config, prediction: Prediction, assumed
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _print_pipeline(
-    console: Console, config: Config, options: PipelineConfig, prediction: Prediction, planner: Planner
-) -> None:
-    """Print the plan of each device, and the memory under other schedules."""
+def _print_pipeline(console: Console, config: Config, planner: Planner) -> None:
     rows = [
         [str(n), ", ".join(map(_span, it.stages)), str(it.in_flight), f"{it.footprint.peak / MIB:,.0f}"]
-        for n, it in enumerate(prediction.devices)
+        for n, it in enumerate(planner.devices(config))
     ]
     headings = ["device", "iterations", "micro-batches in flight", "peak, MiB"]
     console.print(terminal_table(headings, rows, words=2, title="devices"))
-
-    rows = []
-    for schedule, variant in schedules(config, options).items():
-        plans = planner.devices(variant)
-        fullest, in_flight = max(it.footprint.peak for it in plans), max(it.in_flight for it in plans)
-        rows.append([schedule, str(in_flight), f"{fullest / MIB:,.0f}", f"{idle(variant):.0%}"])
-    headings = ["schedule", "most in flight", "peak of the fullest device, MiB", "idle"]
-    title = f"schedules, for {n_microbatches(config)} micro-batches"
-    console.print(terminal_table(headings, rows, title=title))
-
-
-def schedules(config: Config, options: PipelineConfig) -> dict[str, Config]:
-    """The pipeline under each schedule that its batch and T allow."""
-    allowed = {}
-    for schedule in ("sequential", "gpipe", "1f1b", "interleaved"):
-        per_device = max(2, options.stages_per_device) if schedule == "interleaved" else 1
-        cut = options.cut if per_device == options.stages_per_device else None
-        strategy = replace(options, schedule=schedule, stages_per_device=per_device, cut=cut)
-        with suppress(ConfigError):
-            validate(variant := replace(config, strategy=strategy))
-            allowed[schedule] = variant
-    return allowed
+    console.print(
+        f"each device is idle {idle(config):.0%} of the time; strategy.schedule=sequential takes the least memory"
+    )
 
 
 def _span(iterations: range) -> str:

@@ -19,14 +19,14 @@ HOST = torch.device("meta")
 """Where shapes are that offloading has moved to the host. Fake tensors on the CPU are those of the device."""
 
 
-def n_bytes(tensors: Iterable[Tensor], n_shards: int = 1) -> int:
-    """Bytes of some tensors, or of one shard of each if they are cut along the first dimension."""
-    return sum(-(-len(t) // n_shards) * (t.nbytes // len(t)) if t.ndim else t.nbytes for t in tensors)
+def n_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of some tensors."""
+    return sum(t.nbytes for t in tensors)
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer, n_shards: int = 1) -> int:
-    """Bytes of an optimizer's state, or of one shard of it."""
-    return n_bytes((value for value in tree_leaves(list(optimizer.state.values())) if _is_tensor(value)), n_shards)
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state."""
+    return [value for value in tree_leaves(list(optimizer.state.values())) if isinstance(value, Tensor)]
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
@@ -105,7 +105,7 @@ class PeakTracker(TorchDispatchMode):
                 for buffer in thing.buffers():
                     self._count(buffer, "operator")
             elif isinstance(thing, torch.optim.Optimizer):
-                for value in filter(_is_tensor, tree_leaves(list(thing.state.values()))):
+                for value in optimizer_tensors(thing):
                     self._count(value, "optimizer")
             else:
                 self._count(thing, "activations")
@@ -121,8 +121,9 @@ class PeakTracker(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a wrapper calls this again with the tensors inside it
         result = func(*args, **(kwargs or {}))
-        for value in filter(_is_tensor, tree_leaves(result)):
-            self._count(value, "host" if getattr(value, "fake_device", None) == HOST else "activations")
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._count(value, "host" if getattr(value, "fake_device", None) == HOST else "activations")
         return result
 
     def __exit__(self, *args: Any) -> None:
@@ -156,7 +157,3 @@ class PeakTracker(TorchDispatchMode):
         before, self._kinds[storage._cdata] = self._kinds[storage._cdata], "gradients"
         self.now[before] -= storage.nbytes()
         self.now["gradients"] += storage.nbytes()
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)

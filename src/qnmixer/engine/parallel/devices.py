@@ -1,7 +1,8 @@
 """The accelerator and the number of devices of a run on this machine."""
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from qnmixer.engine.config.rules import validate
 from qnmixer.engine.parallel.compilation import check_compiler
 from qnmixer.engine.processes.cores import THREADS, n_cores
 from qnmixer.errors import ConfigError
-from qnmixer.torch_builds import GPU, NoBuildError, fix, runs_on, visible_gpus
+from qnmixer.torch_builds import GPU, NoBuildError, fix, visible_gpus
 
 
 def resolve_devices(config: Config) -> Config:
@@ -94,7 +95,7 @@ def gpu_problem(n_devices: int = 1) -> tuple[str, str] | None:
         if torch.version.cuda is None:  # ROCm names its architectures differently
             return None
         n_devices = min(n_devices, torch.cuda.device_count())
-        gpus = [GPU(torch.cuda.get_device_capability(number), None) for number in range(n_devices)]
+        gpus = [GPU(torch.cuda.get_device_capability(number)) for number in range(n_devices)]
         built = torch.cuda.get_arch_list()
         foreign = [gpu for gpu in gpus if not runs_on(gpu.capability, built)]
         if not foreign:
@@ -110,6 +111,19 @@ def gpu_problem(n_devices: int = 1) -> tuple[str, str] | None:
         why = "is built for the CPU and cannot" if torch.version.cuda is None else "cannot"
         what = f"{version} {why} use the GPU here ({gpus[0]}, driver {gpus[0].driver})"
     return what, fix(gpus)
+
+
+def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Whether a torch for these architectures, such as sm_86 or compute_120, runs on a GPU of this compute capability.
+
+    Machine code (sm) runs on its own minor version and on later ones of the same major version. PTX (compute) runs on
+    all later versions.
+    """
+    for name in architectures:
+        made_for = divmod(int(re.sub(r"\D", "", name)), 10)
+        if capability >= made_for and (name.startswith("compute_") or capability[0] == made_for[0]):
+            return True
+    return False
 
 
 def check_precision(device: torch.device, precision: str, key: str = "precision") -> None:

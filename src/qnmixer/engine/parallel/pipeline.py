@@ -20,17 +20,7 @@ from torch.optim import Optimizer
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.run import batch_of_replica, devices_per_replica
 from qnmixer.engine.config.sections import PipelineConfig
-from qnmixer.engine.parallel.stages import (
-    Context,
-    Logged,
-    Packing,
-    Stage,
-    Trained,
-    cut_evenly,
-    layouts,
-    loss_of_part,
-    ranges,
-)
+from qnmixer.engine.parallel.stages import Context, Logged, Packing, Stage, cut_evenly, layouts, loss_of_part, ranges
 
 
 class PipelineStrategy(DDPStrategy):
@@ -114,14 +104,14 @@ class Pipeline:
     """The stages of one device, and their schedule.
 
     Args:
-        module: the module to train.
+        module: the LightningModule to train, with `network` and `measure`.
         config: of the run.
         y: a batch of sinograms; all later batches have its size.
         group: the devices of this pipeline, first stage first.
         context: the autocast context of a forward pass.
     """
 
-    def __init__(self, module: Trained, config: Config, y: Tensor, group: dist.ProcessGroup, context: Context) -> None:
+    def __init__(self, module: Any, config: Config, y: Tensor, group: dist.ProcessGroup, context: Context) -> None:
         assert isinstance(config.strategy, PipelineConfig)
         options = config.strategy
         self.module, self.context, self.group = module, context, group
@@ -148,7 +138,7 @@ class Pipeline:
         self._batch_idx = 0
         self._factor = torch.ones(())
         self._losses: list[Tensor] = []
-        self._logged = Logged()
+        self._logged: Logged = {}
 
     def _stage(self, index: int, packings: list[Packing], y: Tensor) -> PipelineStage:
         """A stage for torch's schedules, with the shapes of its input and output. y: of a micro-batch."""
@@ -174,12 +164,11 @@ class Pipeline:
     def step(self, y: Tensor, batch: Any, batch_idx: int, factor: Tensor) -> Tensor:
         """Add the gradients of factor · loss of a batch to the gradients of this device's stages. Returns the loss.
 
-        Logs what `training_step` logs, on every rank. Raises ConfigError if these are other names than in the first
-        batch.
+        Logs what `training_step` logs, on every rank.
         """
         self._batch, self._batch_idx, self._factor = batch | {"sinogram": y}, batch_idx, factor
         self._losses.clear()
-        self._logged.values.clear()
+        self._logged.clear()
         positions = torch.arange(len(y))  # on the host, which reads them
         size = self.microbatch_size if self.sequential else len(y)
         with torch.autocast(y.device.type, enabled=False):  # torch's schedules would else run backward under autocast
@@ -189,19 +178,16 @@ class Pipeline:
 
     def _on_every_device(self, device: torch.device) -> Tensor:
         """The loss of the batch, after `log` of all values. Only the device of the last stage knows them."""
-        logged, last = self._logged, dist.get_world_size(self.group) - 1
-        if logged.names is None:
-            names = [dict(logged.options)]
-            dist.broadcast_object_list(names, group_src=last, group=self.group)
-            logged.names = names[0]
-        values = torch.zeros(1 + len(logged.names), device=device)
+        known: list[Any] = [None]
+        last = dist.get_world_size(self.group) - 1
         if self._losses:
-            logged.check()
-            values = torch.stack([torch.stack(self._losses).sum().float(), *(logged.values[it] for it in logged.names)])
-        dist.broadcast(values, group_src=last, group=self.group)
-        for (name, (args, options)), value in zip(logged.names.items(), values[1:], strict=True):
-            self.module.log(name, value, *args, **options)
-        return values[0]
+            values = {name: (value.item(), *others) for name, (value, *others) in self._logged.items()}
+            known = [(torch.stack(self._losses).sum().item(), values)]
+        dist.broadcast_object_list(known, group_src=last, group=self.group, device=device)
+        loss, values = known[0]
+        for name, (value, args, options) in values.items():
+            self.module.log(name, torch.tensor(value, device=device), *args, **options)
+        return torch.tensor(loss, device=device)
 
     def _loss(self, image: Tensor, positions: Tensor) -> Tensor:
         with self.context():

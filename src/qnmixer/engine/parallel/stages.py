@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,24 +15,11 @@ from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 
 Context = Callable[[], AbstractContextManager[Any]]
+Logged = dict[str, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]
+"""What `training_step` logs in a batch, by name: the mean over its micro-batches, and the other arguments of `log`."""
 
 _OF_ITERATES = ("iterates", "states", "trajectory", "run")
 """Methods of a network that need all its iterations on one device."""
-
-
-class Trained(Protocol):
-    """What a LightningModule needs for training in stages. Its loss is a mean over the images of a batch."""
-
-    network: UnrolledNetwork[Any]
-
-    def measure(self, batch: Any, stream: str) -> Tensor:
-        """y [B, 1, V, D]."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss of a batch."""
-
-    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log a number, as Lightning does."""
 
 
 class Stage(nn.Module):
@@ -68,25 +55,26 @@ class Stage(nn.Module):
             return Packing.of(state).pack(state)
 
 
-def loss_of_part(module: Trained, batch: Any, batch_idx: int, image: Tensor, first: int, logged: "Logged") -> Tensor:
+def loss_of_part(module: Any, batch: Any, batch_idx: int, image: Tensor, first: int, logged: Logged) -> Tensor:
     """The part of a micro-batch in the loss of its batch, by the module's own `training_step`.
 
     Args:
+        module: a LightningModule with `network` and `measure`. Its loss is a mean over the images of a batch.
         batch: with its sinograms.
         image: x_T of the micro-batch, which the stages have computed.
         first: position in the batch of the micro-batch's first sample.
         logged: takes what `training_step` logs.
 
-    Raises ConfigError if `training_step` needs more of the network than x_T.
+    Raises ConfigError if `training_step` needs more of the network than x_T, or logs a torchmetrics Metric.
     """
     part = {key: value[first : first + len(image)] for key, value in batch.items()}
     share = len(image) / len(batch["image"])
-    with _giving(module, part["sinogram"], image, partial(logged.add, image.device, share)):
+    with _giving(module, part["sinogram"], image, partial(_add, logged, share)):
         return module.training_step(part, batch_idx) * share
 
 
 @contextmanager
-def _giving(module: Trained, y: Tensor, image: Tensor, add: Callable[..., None]) -> Iterator[None]:
+def _giving(module: Any, y: Tensor, image: Tensor, add: Callable[..., None]) -> Iterator[None]:
     """Within it, the module measures y, its network gives this image for y and no iterates, and `log` calls `add`."""
 
     def forward(given: Tensor) -> Tensor:
@@ -118,39 +106,12 @@ def _giving(module: Trained, y: Tensor, image: Tensor, add: Callable[..., None])
                 del vars(it)[name]
 
 
-_Options = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class Logged:
-    """What `training_step` logs in a batch: means over its micro-batches. Only the device of the last stage has them.
-
-    Attributes:
-        values: scalars by name.
-        options: the other arguments of `log`, by name.
-        names: those of the first batch, with their options, on every device; None before it.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor] = {}
-        self.options: dict[str, _Options] = {}
-        self.names: dict[str, _Options] | None = None
-
-    def add(self, device: torch.device, share: float, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Add a micro-batch's value, with its share of the batch. Raises ConfigError for a torchmetrics Metric."""
-        if isinstance(value, nn.Module):
-            raise ConfigError(f"strategy=pipeline: training_step logs {name} as a metric object: log a number")
-        number = torch.as_tensor(value, dtype=torch.float32, device=device).detach().reshape(())
-        self.values[name] = self.values.get(name, 0) + share * number
-        self.options[name] = (args, options)
-
-    def check(self) -> None:
-        """Raise ConfigError if a batch has logged other names than the first: other devices cannot know them."""
-        assert self.names is not None
-        if odd := self.names.keys() ^ self.values.keys():
-            raise ConfigError(
-                f"strategy=pipeline: training_step logs {', '.join(sorted(odd))} in some batches only: log it in every "
-                "batch"
-            )
+def _add(logged: Logged, share: float, name: str, value: Any, *args: Any, **options: Any) -> None:
+    if isinstance(value, nn.Module):
+        raise ConfigError(f"strategy=pipeline: training_step logs {name} as a metric object: log a number")
+    number = torch.as_tensor(value, dtype=torch.float32).detach().reshape(())
+    before = logged[name][0] if name in logged else 0
+    logged[name] = (before + share * number, args, options)
 
 
 @dataclass(frozen=True)

@@ -9,25 +9,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn, TypedDict
+from typing import Any, NoReturn
 
 from qnmixer.errors import Stopped
-
-
-class Record(TypedDict):
-    """How a rank ended, for torch's elastic agent (ours or torchrun's). The agent reads the first two fields."""
-
-    message: str  # the line for the user
-    timestamp: int  # seconds since 1970
-    time: float  # the same
-    traceback: str
-    bug: bool  # the traceback is for the user too
-    secondary: bool  # it ended because another rank did, or because of a signal
-    stopped: bool  # as all others did, with a checkpoint
-
 
 # Time for a rank to close its loggers after another one failed. A rank that hangs in a collective is killed then.
 _SECONDS_TO_LEAVE = 10
@@ -89,21 +74,12 @@ def end_with_the_others(parent: int | None = None) -> None:
         parent: as in `die_with_parent`, for a rank of our launcher.
     """
     die_with_parent(parent)
-    forking = 0
-
-    def before_fork() -> None:
-        nonlocal forking
-        # Asked before the fork: in the child the parent may be dead, and getppid names another process.
-        forking = os.getpid()
 
     def in_fork() -> None:
-        os.setpgid(0, 0)  # a group of its own: a data worker that dies of a signal adds an error to that of its rank
         signal.set_wakeup_fd(-1)
-        sys.excepthook = _after_a_moment(sys.excepthook)
-        # A fork does not inherit the setting of the parent's death.
-        die_with_parent(forking)
+        die_with_parent()  # a fork does not inherit this setting
 
-    os.register_at_fork(before=before_fork, after_in_child=in_fork)
+    os.register_at_fork(after_in_child=in_fork)
 
     # Python runs handlers between bytecodes, so never inside a collective that hangs. The C code of a signal writes to
     # this pipe at once, and a thread reads it.
@@ -113,17 +89,6 @@ def end_with_the_others(parent: int | None = None) -> None:
     # By default SIGTERM ends the process at once, before it has closed its loggers.
     signal.signal(signal.SIGTERM, lambda *_: None)
     threading.Thread(target=_end_when_signalled, args=(listen, parent is not None), daemon=True).start()
-
-
-def _after_a_moment(show: Callable[..., object]) -> Callable[..., None]:
-    """Delay the traceback of a data worker that lost its rank. The worker is killed before it prints."""
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, ConnectionError | EOFError):
-            time.sleep(1)
-        show(kind, error, trace)
-
-    return hook
 
 
 def another_rank_failed() -> bool:
@@ -179,14 +144,15 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     stopped, now = isinstance(error, KeyboardInterrupt), time.time()
-    record: Record = {
+    # For torch's elastic agent, ours or torchrun's. It reads the first two fields, and `launch` the others.
+    record: dict[str, Any] = {
         "message": "was stopped by SIGTERM or SIGINT" if stopped else line or f"{type(error).__name__}: {error}",
         "timestamp": int(now),
         "time": now,
         "traceback": traceback.format_exc(),
-        "bug": line is None and not stopped,
+        "bug": line is None and not stopped,  # the traceback is for the user too
         "secondary": is_secondary(error),
-        "stopped": isinstance(error, Stopped) and error.together,
+        "stopped": isinstance(error, Stopped) and error.together,  # as all others did, with a checkpoint
     }
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # The agent may read at any time, and must not find half a record.
