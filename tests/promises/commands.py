@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,10 @@ def run(name: str, *arguments: str) -> Outcome:
         except SystemExit as stop:
             code = int(stop.code or 0)
     return Outcome(code, stdout.getvalue(), stderr.getvalue())
+
+
+Command = Callable[..., Outcome]
+"""command(folder, name, *words, **variables): the fixture of that name."""
 
 
 def training(folder: Path, *overrides: str) -> Outcome:
