@@ -90,7 +90,7 @@ def training(folder: Path, *overrides: str) -> Outcome:
 
 def environment(**more: str) -> dict[str, str]:
     """That of this process, without anything of W&B."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA", "GIT_"))}
     return kept | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | more
 
 
