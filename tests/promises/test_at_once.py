@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from qnmixer.engine import cli
+from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.config.compose import compose
 
 from ..heavy import LOADED, path_without
 from ..warm import Warm
@@ -142,27 +144,35 @@ def test_of_several_processes_only_the_first_says_it(tmp_path: Path) -> None:
     assert first_lines(tmp_path, "qnmixer.train", *words, **by_torchrun) == []
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        *(
-            f"experiment=demo model={it}"
-            for it in ("tv", "fbp", "fbpconvnet", "regformer", "learn", "learned_primal_dual", "itnet")
-        ),
-        *(
-            f"experiment={experiment} data={data} data.root=."
-            for experiment in ("pretrained", "measured", "compare_small")
-            for data in ("dicom", "numpy")
-        ),
-        "experiment=paper_aapm data=phantoms",
-    ],
-)
-def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, overrides: str) -> None:
-    """What an experiment sets and the chosen option cannot have stops no command; the checks are before this line."""
+BESIDE = [
+    *(
+        f"experiment=demo model={it}"
+        for it in ("tv", "fbp", "fbpconvnet", "regformer", "learn", "learned_primal_dual", "itnet")
+    ),
+    *(f"experiment={it} data=dicom data.root=." for it in ("pretrained", "measured", "compare_small")),
+    *(f"experiment={it} data=numpy data.root=." for it in ("pretrained", "measured", "compare_small")),
+    "experiment=paper_aapm data=phantoms",
+]
+"""Words of an experiment, beside an option that cannot have what the experiment sets."""
+
+
+@pytest.mark.parametrize("words", [BESIDE[0], BESIDE[-2], BESIDE[-1]])
+def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, words: str) -> None:
+    """All checks are before this line."""
     path = {"PYTHONPATH": path_without(tmp_path)}
-    done = cold.run("-m", "qnmixer.train", *overrides.split(), "hydra.run.dir=run", cwd=tmp_path, env=os.environ | path)
+    done = cold.run("-m", "qnmixer.train", *words.split(), "hydra.run.dir=run", cwd=tmp_path, env=os.environ | path)
     assert (done.returncode, done.stderr) == (LOADED, "")
     (line, _) = done.stdout.splitlines()
-    start, _, words = line.removesuffix(" (loading PyTorch …)").partition(": ")
+    start, _, told = line.removesuffix(" (loading PyTorch …)").partition(": ")
     assert start == f"starting a run in {tmp_path / 'run'}"
-    assert {word for word in overrides.split() if not word.startswith("data.root")} <= {*words.split(", ")}
+    assert {word for word in words.split() if not word.startswith("data.root")} <= {*told.split(", ")}
+
+
+@pytest.mark.parametrize("words", BESIDE)
+def test_what_an_experiment_sets_stops_no_other_option(words: str) -> None:
+    """Each part that is named is the class that it is without the experiment."""
+    found = to_plain(parse(compose("train", words.split())))
+    _, *others = words.split()
+    alone = to_plain(parse(compose("train", others)))
+    for group in (word.partition("=")[0] for word in others if not word.startswith("data.root")):
+        assert found[group]["_target_"] == alone[group]["_target_"]
