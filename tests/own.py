@@ -7,7 +7,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.models import UnrolledNetwork
+from qnmixer.module import ReconstructionModule
 from qnmixer.physics import KeyedNoise
 
 
@@ -97,3 +99,32 @@ class Counting(Callback):
 
     def on_train_end(self, trainer, pl_module):
         Path(f"{self.path}.{trainer.global_rank}").write_text(str(trainer.global_step))
+
+
+class MyModule(ReconstructionModule):
+    """Terms on x_T and on the iterates, and what it logs."""
+
+    def __init__(self, *parts, smooth=0.0, iterates=0.0, mode="", **named):
+        super().__init__(*parts, **named)
+        self.smooth, self.of_iterates, self.mode = smooth, iterates, mode
+
+    def training_step(self, batch, batch_idx):
+        y, truth = self.measure(batch, "train"), batch["image"]
+        image = self.network(2 * y if self.mode == "another" else y)
+        loss = (batch["weight"] * self.loss(image, truth)).mean()
+        roughness = image.diff(dim=-1).square().mean()
+        self.log("train/roughness", roughness, sync_dist=True)
+        self.log_dict({"train/range": float(image.detach().max() - image.detach().min()), "train/one": 1})
+        if self.of_iterates:
+            loss = loss + self.of_iterates * sum(self.loss(x, truth).mean() for x in self.network.iterates(y))
+        return loss + self.smooth * roughness
+
+
+class MyData(SliceDataModule):
+    """The first slices of each epoch, again and again."""
+
+    def __init__(self, config, *, same, **options):
+        super().__init__(config, **options | {"overfit": same})
+
+    def describe(self):
+        return f"mine: {super().describe()}"

@@ -7,7 +7,6 @@ default loader: from the end of one step to the end of the next, and the part of
 Start-up is that of real commands, from the start of python to the first row of metrics.csv: the end of the first step.
 """
 
-import argparse
 import logging
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from statistics import median
 from bench_strategies import Clock, fit
 from lightning.pytorch.profilers import SimpleProfiler
 from measuring import seconds_of
-from report import Row, finish
+from report import Row, finish, options_of
 
 from qnmixer.engine.config.run import section
 from qnmixer.engine.data.datamodule import SliceDataModule
@@ -98,12 +97,11 @@ def start_rows(trainings: list[str], overrides: str) -> Iterator[Row]:
 
 def main() -> None:
     """Measure, print, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--slices", type=int, default=100, help="of each measurement of the loader")
     parser.add_argument("--steps", type=int, default=15, help="of each training, after the first two")
     parser.add_argument("--trainings", nargs="*", choices=TRAINING, default=list(TRAINING), help="which to run")
     parser.add_argument("--overrides", default="", help="of the trainings")
-    parser.add_argument("--json", type=Path, help="file to write the numbers to")
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     rows = list(loader_rows(arguments.slices))

@@ -5,19 +5,17 @@ a process of its own whose C library gives freed memory back at once; on CUDA it
 measured on the CPU, one such process a device.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from measuring import GIVE_BACK, MIB, in_own_process, peak_mib
-from report import Row, finish
+from report import Row, finish, options_of
 
 from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config import Config, override, parse
@@ -39,15 +37,10 @@ CONFIGS = [
 ]
 N_DEVICES = 4
 _DEEP = "model.n_iterations=16 model.channels=48 data.image_size=128 geometry.n_detectors=256"
+_STAGES = "strategy=pipeline strategy.schedule"
 PIPELINES = [
-    (
-        f"{_DEEP} data.batch_size=1",
-        f"{_DEEP} data.batch_size=1 strategy=pipeline strategy.schedule=sequential",
-    ),
-    (
-        f"{_DEEP} data.batch_size=8",
-        f"{_DEEP} data.batch_size=2 strategy=pipeline strategy.schedule=1f1b memory=recompute",
-    ),
+    (f"{_DEEP} data.batch_size=1", f"{_DEEP} data.batch_size=1 {_STAGES}=sequential"),
+    (f"{_DEEP} data.batch_size=8", f"{_DEEP} data.batch_size=2 {_STAGES}=1f1b memory=recompute"),
 ]
 """A run on one device, and one on several, of whose activations those of the first are the measure."""
 
@@ -177,11 +170,10 @@ def _compared(title: str, line: str, planned: float, measured: float) -> Iterato
 
 def main() -> None:
     """Run all of it, or one measurement in this process."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--one", help="overrides of the one config to measure; prints MiB")
     parser.add_argument("--configs", type=int, nargs="*", default=range(len(CONFIGS)), help="which of them to compare")
     parser.add_argument("--pipelines", type=int, nargs="*", default=range(len(PIPELINES)), help="which to compare")
-    parser.add_argument("--json", type=Path, help="where to write the results too")
     arguments = parser.parse_args()
     if arguments.one is not None:
         if found := measured_here(arguments.one):

@@ -4,7 +4,6 @@ The command runs as a process of its own, on DICOM slices and on a stack of sino
 number depends on the weights. Resident memory includes pages of mapped files.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from report import Row, finish
+from report import Row, finish, options_of
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config import parse, to_plain
@@ -43,22 +42,19 @@ def make_run(path: Path, overrides: list[str]) -> ReconstructionModule:
     return module
 
 
-def make_slices(folder: Path, count: int, module: ReconstructionModule) -> None:
-    """A series in DICOM."""
-    size = module.config.data.image_size
-    hu = [phantom(size, seed=0, part="test", index=k) for k in range(min(count, _PHANTOMS))]
-    for k in range(count):
-        path = folder / f"{k:05d}.dcm"
-        write_dicom(path, hu[k % len(hu)], series_uid="1.2.3", description="a phantom", instance_number=k + 1)
-
-
-def make_stack(path: Path, count: int, module: ReconstructionModule) -> None:
-    """A series of sinograms, value × mm, [count, V, D]."""
+def make_series(path: Path, count: int, module: ReconstructionModule) -> None:
+    """Slices in a folder of DICOM, or sinograms, value × mm, in a .npy file [count, V, D]."""
     size, hu_max = module.config.data.image_size, module.config.data.hu_max
-    hu = np.stack([phantom(size, seed=0, part="test", index=k) for k in range(min(count, _PHANTOMS))])
-    with torch.no_grad():
-        y = module.projector(torch.from_numpy((hu.clip(-1000, hu_max) + 1000) / (hu_max + 1000))[:, None].float())
-    np.save(path, y[torch.arange(count) % len(y), 0].numpy())
+    hu = [phantom(size, seed=0, part="test", index=k) for k in range(min(count, _PHANTOMS))]
+    if path.suffix == ".npy":
+        x = (torch.from_numpy(np.stack(hu)).clamp(-1000, hu_max) + 1000) / (hu_max + 1000)
+        with torch.no_grad():
+            y = module.projector(x[:, None].float())
+        np.save(path, y[torch.arange(count) % len(y), 0].numpy())
+        return
+    for k in range(count):
+        of_series = {"series_uid": "1.2.3", "description": "a phantom", "instance_number": k + 1}
+        write_dicom(path / f"{k:05d}.dcm", hu[k % len(hu)], **of_series)
 
 
 def run(arguments: list[str]) -> tuple[float, float]:
@@ -74,11 +70,10 @@ def series_rows(kind: str, count: int, overrides: str, options: list[str]) -> It
         folder, found = Path(name), []
         module = make_run(folder / "run.ckpt", overrides.split())
         for n in (count // 4, count):
-            source = folder / (f"scans{n}.npy" if kind == "sinograms" else f"slices{n}")
-            (make_stack if kind == "sinograms" else make_slices)(source, n, module)
+            source = folder / f"{n}{'.npy' * (kind == 'sinograms')}"
+            make_series(source, n, module)
             given = [f"run={folder / 'run.ckpt'}", f"input={source}", f"output={folder / f'out{n}'}", f"kind={kind}"]
-            unit = ["unit=value"] if kind == "sinograms" else []
-            found.append(run([*given, *unit, *options]))
+            found.append(run([*given, *["unit=value"] * (kind == "sinograms"), *options]))
     (quarter, small), (all_of_it, large) = found
     title, line = f"reconstruct, {overrides}", f"{count:,} {kind}"
     yield Row(title, line, "speed", (count - count // 4) / max(0.01, all_of_it - quarter), "slices/s")
@@ -88,12 +83,11 @@ def series_rows(kind: str, count: int, overrides: str, options: list[str]) -> It
 
 def main() -> None:
     """Run the series that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--slices", type=int, default=400)
     parser.add_argument("--inputs", nargs="*", default=["slices", "sinograms"], choices=["slices", "sinograms"])
     parser.add_argument("--overrides", default="data.image_size=64 model.n_iterations=4 model.channels=16 noise=field")
     parser.add_argument("--options", nargs="*", default=[], help="of reconstruct, as in batch_size=8")
-    parser.add_argument("--json", type=Path, help="where to write the results too")
     arguments = parser.parse_args()
     given = arguments.slices, arguments.overrides, arguments.options
     finish([row for kind in arguments.inputs for row in series_rows(kind, *given)], arguments.json)

@@ -11,18 +11,16 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from bench_memory import Step as ConfiguredStep
 from bench_memory import measured_alone
 from measuring import MIB, in_own_process, medians, peak_mib
 from operators import OPERATORS, lacking, stand_in_for_torchvision
-from report import Row, finish
+from report import Row, finish, options_of
 from torch import Tensor, nn
 
 from qnmixer.engine.config import parse
@@ -152,13 +150,12 @@ def print_peak(network: str, operator: str, size: int) -> None:
 
 def main() -> None:
     """Measure, print, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--sizes", type=int, nargs="*", default=[64, 256])
     parser.add_argument("--rounds", type=int, default=3, help="at 256; smaller sizes have more")
     parser.add_argument("--base", default=DEMO, help="overrides of QN-Mixer")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS), help="of QN-Mixer")
     parser.add_argument("--peak", nargs=3, metavar=("NETWORK", "OPERATOR", "SIZE"), help="print this peak, in MiB")
-    parser.add_argument("--json", type=Path, help="where to write the results too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     stand_in_for_torchvision()

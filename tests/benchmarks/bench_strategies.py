@@ -5,7 +5,6 @@ CPU with fewer cores than processes the devices take turns, so that a pipeline's
 table shows what each strategy adds in work and messages, not how it scales.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -17,7 +16,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import Profiler
-from report import Row, finish
+from report import Row, finish, options_of
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config import Config, parse
@@ -91,11 +90,10 @@ def time_here(variants: list[str], folder: Path) -> list[float]:
 
 def main() -> None:
     """Time all variants, or those named, in one group of processes."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), help="which to time")
     parser.add_argument("--overrides", default="data.image_size=64 model.n_iterations=8 model.channels=32")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="where to write the results too")
     parser.add_argument("--rank", type=Path, help="the job of which this process is a rank")
     arguments = parser.parse_args()
     if arguments.rank is not None:

@@ -132,14 +132,12 @@ OPERATORS: dict[str, Callable[[FanBeamGeometry], nn.Module]] = {
     "deepinv": DeepInv,
     "ASTRA": Astra,
 }
-PACKAGES = {"ours": "qnmixer", "deepinv": "deepinv", "ASTRA": "astra"}
-"""What an operator imports."""
 
 
 def lacking(operator: str) -> str:
     """Why it cannot be measured here, "" if it can."""
     try:
-        importlib.import_module(PACKAGES[operator])
+        importlib.import_module({"ours": "qnmixer"}.get(operator, operator.lower()))
     except ImportError as error:
         return f"not installed ({error})"
     return ""

@@ -31,6 +31,13 @@ class Row(NamedTuple):
     ratio: float | None = None
 
 
+def options_of(text: str | None) -> argparse.ArgumentParser:
+    """The parser of a bench with this docstring: with --json, and what the bench adds."""
+    parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    return parser
+
+
 def finish(rows: Iterable[Row], output: Path | None) -> None:
     """Print the tables of a bench, and write its figures as JSON."""
     rows = list(rows)

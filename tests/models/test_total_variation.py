@@ -95,6 +95,7 @@ def test_recovers_what_is_piecewise_constant(scan: FanBeamProjector, blocks: Ten
     gain = 10 * torch.log10((scan.fbp(y) - blocks).square().mean() / (x - blocks).square().mean())
     assert gain > 15
     assert x.min() >= 0
+    assert not x.requires_grad  # no graph piles up
 
 
 def test_the_weight_does_not_depend_on_the_scale_of_the_scan(blocks: Tensor) -> None:
@@ -105,13 +106,3 @@ def test_the_weight_does_not_depend_on_the_scale_of_the_scan(blocks: Tensor) -> 
         scan = FanBeamProjector(FanBeamGeometry(32, 12.5 * unit, 12, 48, *lengths, math.pi / 12))
         found.append(TotalVariation(scan, n_iterations=20, weight=1e-2)(scan(blocks)))
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
-
-
-def test_a_large_weight_makes_it_flat(scan: FanBeamProjector, blocks: Tensor) -> None:
-    y = scan(blocks)
-    flat, sharp = (TotalVariation(scan, 200, weight=weight)(y) for weight in (1e-1, 1e-4))
-    assert gradient(flat).norm() < 0.5 * gradient(sharp).norm()
-
-
-def test_no_graph_piles_up(scan: FanBeamProjector, blocks: Tensor) -> None:
-    assert not TotalVariation(scan, n_iterations=2)(scan(blocks)).requires_grad

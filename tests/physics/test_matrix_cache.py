@@ -16,7 +16,6 @@ import pytest
 import torch
 from tests.limits import within_limits
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, fbp, matrix_cache, rays
 
@@ -67,13 +66,9 @@ def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-def test_small_matrices_leave_the_disk_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert as_expected(FanBeamProjector(GEOMETRY))
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_second_time_all_is_mapped_and_nothing_changes_the_files(folder: Path, built: list[str]) -> None:
+def test_the_second_time_all_is_mapped_and_nothing_changes_the_files(
+    folder: Path, built: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert as_expected(FanBeamProjector(GEOMETRY))
     kept = files(folder)
     assert (len(built), len(kept)) == (4, 4)
@@ -87,10 +82,11 @@ def test_the_second_time_all_is_mapped_and_nothing_changes_the_files(folder: Pat
     assert sum(str(path) in mapped for path in kept) == 2
     for twin in (copy.deepcopy(projector), pickle.loads(pickle.dumps(projector)), projector.to("cpu")):
         assert as_expected(twin)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        assert projector.fbp(projector(torch.empty(2, 1, 32, 32))).shape == (2, 1, 32, 32)
     for buffer in projector.buffers():
         buffer.zero_()
+    assert files(folder) == kept
+    monkeypatch.setattr(matrix_cache, "WORTH_CACHING", 2**40)  # what is quick to build leaves the disk alone
+    FanBeamProjector(replace(GEOMETRY, first_angle=0.1))
     assert files(folder) == kept
 
 
@@ -119,17 +115,13 @@ def test_no_damaged_file_is_taken_for_a_matrix_or_a_norm(folder: Path, built: li
     rng, good = random.Random(0), files(folder)
 
     def flipped(content: bytes) -> bytes:
-        damaged = bytearray(content)
-        damaged[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-        return bytes(damaged)
+        place = rng.randrange(len(content))
+        return content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
 
-    def zeros(content: bytes) -> bytes:
-        return content[: len(content) // 2] + bytes(len(content) - len(content) // 2)
-
-    others = dict(zip(good, reversed(good.values()), strict=True))
-    damages = [lambda c: c[:-1], lambda c: c + b"\0", lambda c: b"", zeros, *[flipped] * 20]
-    for contents in [{path: damage(content) for path, content in good.items()} for damage in damages] + [others]:
-        for path, content in contents.items():
+    damages = [lambda c: c[:-1], lambda c: c + b"\0", lambda c: b"", lambda c: bytes(len(c)), *[flipped] * 10]
+    contents = [{path: damage(content) for path, content in good.items()} for damage in damages]
+    for damaged in [*contents, dict(zip(good, reversed(good.values()), strict=True))]:
+        for path, content in damaged.items():
             path.write_bytes(content)
         built.clear()
         with within_limits():

@@ -1,9 +1,9 @@
-"""A, Aᵀ and FBP against analytic integrals, hand-computed positions, ASTRA's sinograms and each other."""
+"""A, Aᵀ and FBP against each other, full matrices and ASTRA's sinograms; `test_rays` has what each beam sees."""
 
 import math
+import re
 from dataclasses import replace
 from functools import cache, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,60 +17,41 @@ from qnmixer.errors import GeometryError
 from qnmixer.physics import FBP_WINDOWS, FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.sparse import _csr_product, _reproducible_product
 
-from .ellipses import ellipse_image, ellipse_integrals, random_pair, relative_error
+from .ellipses import random_pair, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TINY = FanBeamGeometry(
-    image_size=6,
-    pixel_size=2.0,
-    n_views=8,
-    n_detectors=9,
-    detector_pitch=3.0,
-    source_to_axis=30.0,
-    axis_to_detector=15.0,
-    first_angle=0.1,
-)
+TINY = FanBeamGeometry(6, 2.0, 8, 9, 3.0, 30.0, 15.0, first_angle=0.1)
+
+
+def paper(n_views: int, image_size: int, **changes: object) -> FanBeamGeometry:
+    return replace(FanBeamGeometry.paper(n_views, image_size), **changes)  # type: ignore[arg-type]  # numbers and words
+
+
 GEOMETRIES = {
-    "paper": FanBeamGeometry.paper(32, image_size=64),
-    "odd_image": FanBeamGeometry.paper(16, image_size=65),
-    "odd_everything": replace(FanBeamGeometry.paper(31, image_size=65), n_detectors=101, detector_pitch=9.0),
-    "half_step_off_the_quarter": FanBeamGeometry.paper(30, image_size=64),
-    "clockwise": replace(FanBeamGeometry.paper(32, image_size=64), angle_span=-2 * math.pi),
-    "partial_turn": replace(FanBeamGeometry.paper(24, image_size=64), first_angle=-1.0, angle_span=2.0),
-    "narrow_detector": replace(FanBeamGeometry.paper(32, image_size=64), n_detectors=64),
-    "offset_first_angle": replace(FanBeamGeometry.paper(32, image_size=64), first_angle=0.123),
-    "virtual_detector": FanBeamGeometry(64, 1.0, 30, 96, 1.0, 128.0, 0.0),
-    "curved": replace(FanBeamGeometry.paper(32, 64), beam="fan_curved", detector_offset=0.25),
-    "curved_short_scan": replace(
-        FanBeamGeometry.paper(25, 65), beam="fan_curved", detector_offset=-1.25, first_angle=1.0, angle_span=-4.2
-    ),
-    "large_offset": replace(FanBeamGeometry.paper(16, 64), n_detectors=150, detector_pitch=5.0, detector_offset=-41.3),
-    "parallel": replace(FanBeamGeometry.paper(16, 65), beam="parallel", detector_offset=0.25),
-    "parallel_half_turn": replace(FanBeamGeometry.paper(30, 64), beam="parallel", angle_span=math.pi),
-    "parallel_bin_on_the_axis": replace(
-        FanBeamGeometry.paper(16, 65), beam="parallel", angle_span=-math.pi, n_detectors=101, detector_pitch=5.0
-    ),
-    "parallel_longer_side": replace(
-        FanBeamGeometry.paper(16, 64), beam="parallel", angle_span=math.pi, n_detectors=101, detector_offset=20.5
-    ),
-    "parallel_between_bins": replace(
-        FanBeamGeometry.paper(14, 64), beam="parallel", angle_span=math.pi, detector_offset=0.25
-    ),
+    "paper": paper(32, 64),
+    "odd_image": paper(16, 65),
+    "odd_everything": paper(31, 65, n_detectors=101, detector_pitch=9.0),
+    "clockwise": paper(32, 64, angle_span=-2 * math.pi),
+    "partial_turn": paper(24, 64, first_angle=-1.0, angle_span=2.0),
+    "narrow_detector": paper(32, 64, n_detectors=64),
+    "curved": paper(32, 64, beam="fan_curved", detector_offset=0.25),
+    "curved_short_scan": paper(25, 65, beam="fan_curved", detector_offset=-1.25, first_angle=1.0, angle_span=-4.2),
+    "large_offset": paper(16, 64, n_detectors=150, detector_pitch=5.0, detector_offset=-41.3),
+    "parallel": paper(16, 65, beam="parallel", detector_offset=0.25),
+    "half_turn": paper(30, 64, beam="parallel", angle_span=math.pi),
+    "bin_on_the_axis": paper(16, 65, beam="parallel", angle_span=-math.pi, n_detectors=101, detector_pitch=5.0),
+    "longer_side": paper(16, 64, beam="parallel", angle_span=math.pi, n_detectors=101, detector_offset=20.5),
+    "between_bins": paper(14, 64, beam="parallel", angle_span=math.pi, detector_offset=0.25),
     # Measured scan of the Helsinki tomography challenge 2022 (its .mat file): 61 views over 30°, both ends included.
-    "measured": FanBeamGeometry(
-        image_size=64,
-        pixel_size=0.1483223 * 8,
-        n_views=61,
-        n_detectors=560,
-        detector_pitch=0.2,
-        source_to_axis=410.66,
-        axis_to_detector=553.74 - 410.66,
-        angle_span=math.radians(30.5),
-    ),
-    "listed": replace(FanBeamGeometry.paper(8, 64), view_angles=(3.0, -0.1, 0.4, 1.7, 5.9, 0.41, 4.4, 0.4)),
+    "measured": FanBeamGeometry(64, 1.1865784, 61, 560, 0.2, 410.66, 143.08, angle_span=math.radians(30.5)),
+    "listed": paper(8, 64, view_angles=(3.0, -0.1, 0.4, 1.7, 5.9, 0.41, 4.4, 0.4)),
 }
+# How many times fewer values the matrices have by the symmetry of quarter turns.
+TIMES = dict.fromkeys(
+    ("paper", "odd_image", "clockwise", "curved", "large_offset", "parallel", "half_turn", "bin_on_the_axis"), 4
+) | {"longer_side": 3, "between_bins": 2}
 
 
 @cache
@@ -93,14 +74,7 @@ def test_adjoint_is_the_transpose_and_backward_takes_it(name: str) -> None:
             assert torch.equal(gradient, operator.adjoint(b))
 
 
-@pytest.mark.parametrize(
-    ("name", "times"),
-    [
-        ("paper", 4), ("odd_image", 4), ("clockwise", 4), ("offset_first_angle", 4), ("curved", 4),
-        ("large_offset", 4), ("parallel", 4), ("parallel_half_turn", 4), ("parallel_bin_on_the_axis", 4),
-        ("parallel_longer_side", 3), ("parallel_between_bins", 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "times"), TIMES.items())
 def test_quarter_turn_path_equals_full_matrices(name: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     operator = projector(name)
     monkeypatch.setattr(FanBeamGeometry, "has_quarter_turn_symmetry", False)
@@ -113,50 +87,12 @@ def test_quarter_turn_path_equals_full_matrices(name: str, times: int, monkeypat
         assert relative_error(of_all(z[-1:]), of_all(z)[-1:]) < 1e-6
 
 
-def test_error_against_analytic_ellipses_is_that_of_the_pixels() -> None:
-    """It falls in proportion to the pixel size; a projector's own error would stay."""
-    errors = []
-    for size in (32, 64, 128):
-        geometry = FanBeamGeometry.paper(16, image_size=size)
-        errors.append(relative_error(FanBeamProjector(geometry)(ellipse_image(geometry)), ellipse_integrals(geometry)))
-    assert all(finer < 0.6 * coarser for coarser, finer in pairwise(errors))
-
-
-def test_ones_give_chord_lengths_of_the_image_square() -> None:
-    """Also along grid lines: at β = 0 the middle ray of an even image lies between two columns."""
-    geometry = FanBeamGeometry(8, 1.0, 4, 3, 1.0, 100.0, 0.0)
-    sinogram = FanBeamProjector(geometry)(torch.ones(1, 1, 8, 8))
-    oblique = 8 * math.hypot(1, 1 / 100)
-    assert sinogram[0, 0] == pytest.approx(np.tile([oblique, 8.0, oblique], (4, 1)), rel=1e-6)
-    columns = torch.zeros(1, 1, 8, 8)
-    columns[..., 3] = 1
-    assert FanBeamProjector(geometry)(columns)[0, 0, 0, 1] == pytest.approx(4.0)
-
-
-@pytest.mark.parametrize(("view", "u"), [(0, 40.0), (1, 200 / 3)])
-def test_orientation_of_a_point_at_the_upper_right(view: int, u: float) -> None:
-    """Row 1, column 6 of 8 × 10 mm is (25, 25) mm. With source and detector each at 100 mm from the axis, β = 0 sees it
-    at u = 25·200/125 and β = 90° at u = 25·200/75.
-    """
-    geometry = FanBeamGeometry(8, 10.0, 4, 201, 1.0, 100.0, 100.0)
-    x = torch.zeros(1, 1, 8, 8)
-    x[0, 0, 1, 6] = 1
-    row = FanBeamProjector(geometry)(x)[0, 0, view]
-    assert float((row * torch.from_numpy(geometry.bin_positions())).sum() / row.sum()) == pytest.approx(u, rel=0.02)
-
-
 @pytest.mark.parametrize("views", [30, 60])
 def test_agrees_with_astra_sinograms(real_ct: Path, views: int) -> None:
     image = torch.from_numpy(np.load(real_ct / "astra_pair" / "012_100_gt.npy")).float()
     expected = torch.from_numpy(np.load(real_ct / "astra_pair" / f"012_100_{views}_sino.npy")).float()
     geometry = FanBeamGeometry(256, 1.0, views, 384, 1.0, 512.0, 0.0)
     assert relative_error(FanBeamProjector(geometry)(image[None, None])[0, 0], expected) <= 5e-3
-
-
-def test_softer_filters_give_less_noise() -> None:
-    _, y = random_pair(TINY, batch=50)
-    spread = [FanBeamProjector(TINY, name).fbp(y).std() for name in FBP_WINDOWS]
-    assert all(softer < sharper for sharper, softer in pairwise(spread))
 
 
 def test_truncated_and_limited_scans_stay_finite() -> None:
@@ -192,23 +128,18 @@ def test_gradients_to_second_order(geometry: FanBeamGeometry, method: str) -> No
 def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
     operator = projector("paper")
     x, y = random_pair(operator.geometry)
-    for apply, z in ((operator, x), (operator.adjoint, y), (operator.fbp, y)):
-        z = z.to(dtype)
-        expected_input = z.float().requires_grad_()
-        expected = apply(expected_input)
-        expected.square().sum().backward()
-        z.requires_grad_()
-        with torch.autocast("cpu", dtype=dtype):
-            found = apply(z)
-            found.square().sum().backward()
-        assert found.dtype == torch.float32
-        assert torch.equal(found, expected)
-        assert z.grad is not None
-        assert expected_input.grad is not None
-        assert torch.equal(z.grad, expected_input.grad.to(dtype))
+    for apply, z in ((operator, x.to(dtype)), (operator.adjoint, y.to(dtype)), (operator.fbp, y.to(dtype))):
+        found, gradients = [], []
+        for enabled, leaf in ((False, z.float().requires_grad_()), (True, z.requires_grad_())):
+            with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+                found.append(apply(leaf))
+                gradients += torch.autograd.grad(found[-1].square().sum(), leaf)
+        assert found[1].dtype == torch.float32
+        assert torch.equal(*found)
+        assert torch.equal(gradients[0].to(dtype), gradients[1])
 
 
-@pytest.mark.parametrize("convert", ["half", "bfloat16", "double", "float"])
+@pytest.mark.parametrize("convert", ["half", "double"])
 def test_dtype_conversions_keep_the_matrices_exact(convert: str) -> None:
     operator = FanBeamProjector(TINY)
     x, y = random_pair(TINY)
@@ -220,17 +151,6 @@ def test_dtype_conversions_keep_the_matrices_exact(convert: str) -> None:
     assert operator(x.double()).dtype == (torch.float64 if convert == "double" else torch.float32)
     returned = operator.float()
     assert torch.equal(returned(x), expected[0])
-
-
-def test_matrices_are_valid_csr_with_32_bit_indices() -> None:
-    for matrix in (projector("odd_image")._rays, projector("odd_everything")._backprojection):
-        for starts, indices, values in (
-            (matrix.starts, matrix.pixels, matrix.values),
-            (matrix.starts_t, matrix.rays, matrix.values_t),
-        ):
-            assert starts.dtype == indices.dtype == torch.int32
-            assert values.dtype == torch.float32
-            torch.sparse_csr_tensor(starts, indices, values, check_invariants=True)
 
 
 def test_matrices_are_the_same_whatever_the_number_of_threads() -> None:
@@ -265,21 +185,15 @@ def test_fake_tensors_pass_through() -> None:
 def test_wrong_shapes_get_one_line() -> None:
     operator = projector("paper")
     x, y = random_pair(operator.geometry)
-    for apply, z, kind, needed in (
-        (operator, x[..., 1:], "image", "[batch, 1, 64, 64]"),
-        (operator, y, "image", "[batch, 1, 64, 64]"),
-        (operator, x[0], "image", "[batch, 1, 64, 64]"),
-        (operator.adjoint, x, "sinogram", "[batch, 1, 32, 512]"),
-        (operator.fbp, y.transpose(2, 3), "sinogram", "[batch, 1, 32, 512]"),
-        (partial(operator.filtered_residual, x), y[:, :, :1], "sinogram", "[batch, 1, 32, 512]"),
+    for apply, z, needed in (
+        (operator, x[..., 1:], "[batch, 1, 64, 64]"),
+        (operator, x[0], "[batch, 1, 64, 64]"),
+        (operator.fbp, y.transpose(2, 3), "[batch, 1, 32, 512]"),
+        (partial(operator.filtered_residual, x), y[:, :, :1], "[batch, 1, 32, 512]"),
     ):
-        with pytest.raises(GeometryError) as caught:
+        words = re.escape(f"of shape {list(z.shape)} does not fit the geometry, which needs {needed}")
+        with pytest.raises(GeometryError, match=rf"^(image|sinogram) {words}.*$"):
             apply(z)
-        message = str(caught.value)
-        assert message.startswith(kind)
-        assert needed in message
-        assert str(list(z.shape)) in message
-        assert "\n" not in message
 
 
 def test_operator_norm_is_the_largest_singular_value() -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,10 @@ def run(name: str, *arguments: str) -> Outcome:
     return Outcome(code, stdout.getvalue(), stderr.getvalue())
 
 
+Command = Callable[..., Outcome]
+"""command(folder, name, *words, **variables): the fixture of that name."""
+
+
 def training(folder: Path, *overrides: str) -> Outcome:
     """A tiny training run into `folder`."""
     phantoms = [] if any(override.startswith("data=") for override in overrides) else PHANTOMS
@@ -85,7 +90,7 @@ def training(folder: Path, *overrides: str) -> Outcome:
 
 def environment(**more: str) -> dict[str, str]:
     """That of this process, without anything of W&B."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA", "GIT_"))}
     return kept | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | more
 
 

@@ -9,9 +9,22 @@ import pytest
 import torch
 
 from ..wandb_server import wandb_server
-from .commands import training, write_ct
+from ..warm import FORK_RANKS, Warm
+from .commands import Command, Outcome, environment, training, write_ct
 
-__all__ = ["ct", "minmax", "noise_free", "place", "trained", "wandb_server"]
+__all__ = ["command", "ct", "minmax", "noise_free", "place", "trained", "wandb_server"]
+
+
+@pytest.fixture(scope="session")
+def command(warm: Warm) -> Command:
+    """`python -m qnmixer.NAME WORDS` in a folder: a process of its own, whose libraries are loaded before."""
+
+    def run(folder: Path, name: str, *words: str, **variables: str) -> Outcome:
+        variables = environment(**FORK_RANKS, **variables)
+        done = warm.run("-m", f"qnmixer.{name}", *words, cwd=folder, env=variables)
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    return run
 
 
 @pytest.fixture(scope="session")

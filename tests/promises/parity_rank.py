@@ -76,12 +76,11 @@ def train(
     resume: Path | None = None,
     scale: float | None = None,
     measure: bool = False,
-    keep: bool = False,
     save: bool = True,
 ) -> dict[str, Any]:
     """Train a config in this process, as one rank of its strategy; what was recorded.
 
-    `keep`: with the checkpoints of a run. `save`: write last.ckpt.
+    `measure`: with the checkpoints of a run, then validate and test. `save`: write last.ckpt.
     """
     L.seed_everything(1, verbose=False)
     module = build_module(config)
@@ -91,7 +90,7 @@ def train(
     if config.compile:
         compile_blocks(module.network)
     record = Record(scale)
-    callbacks = [record, *([Checkpointing(Run(folder), config.monitor, None, "max")] if keep else [])]
+    callbacks = [record, *([Checkpointing(Run(folder), config.monitor, None, "max")] if measure else [])]
     trainer = build_trainer(
         config, folder, [*callbacks, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
     )
@@ -114,7 +113,7 @@ def main(job: Path) -> None:
     for k, task in enumerate(json.loads(job.read_text())):
         folder = Path(task["folder"])
         resume = Path(task["resume"]) if task["resume"] else None
-        found = train(parse(task["config"]), folder, resume, task["scale"], task["measure"], task["keep"], task["save"])
+        found = train(parse(task["config"]), folder, resume, task["scale"], task["measure"], task["save"])
         torch.save(found, folder / f"rank_{rank()}.pt")
         print(k, task["folder"], flush=True)
 

@@ -24,27 +24,18 @@ from qnmixer.engine.checkpoints.weights_file import digest_of_weights
 from qnmixer.module import ReconstructionModule
 
 from ..nvidia import fake_nvidia_smi
-from .commands import (
-    PHANTOMS,
-    STEPS,
-    TINY,
-    Outcome,
-    environment,
-    metrics,
-    record,
-    run,
-    slice_hu,
-    training,
-    weights,
-)
+from .commands import PHANTOMS, STEPS, TINY, Outcome, environment, metrics, record, run, slice_hu, training, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 
+OfflineRuns = Callable[[Path], list[Any]]
+UNTESTED = "test_after_training=false"
 
-@pytest.fixture(scope="module")
-def diverged(place: Path) -> tuple[Path, Outcome]:
-    """A run folder, and how the run ended: with a loss that is not a number."""
-    return place / "diverged", training(place / "diverged", "logger=wandb", "optimizer.lr=1e9", "trainer.max_steps=20")
+
+def measured_slices(folder: Path) -> list[str]:
+    """The slices that an evaluation has measured."""
+    with (folder / "images.csv").open(newline="") as stream:
+        return sorted({line["slice"] for line in csv.DictReader(stream)})
 
 
 # Training
@@ -60,11 +51,9 @@ def test_a_run_folder_holds_all_of_a_run(trained: Path) -> None:
         "evaluation/images.csv", "evaluation/table.csv", "evaluation/table.md", "evaluation/picture.png",
         "evaluation/page.html",
     }  # fmt: skip
-
-
-def test_the_final_table_is_among_the_metrics(trained: Path) -> None:
-    (value,) = metrics(trained)["test/psnr"]
-    assert value == pytest.approx(record(trained)["test"]["QN-Mixer"]["psnr"])
+    for path in trained.rglob("*.png"):
+        with Image.open(path) as picture:
+            assert min(picture.size) > 300
 
 
 def test_results_describe_the_run(trained: Path) -> None:
@@ -73,6 +62,7 @@ def test_results_describe_the_run(trained: Path) -> None:
     assert "noise=field" in results["overrides"]
     assert results["best"]["val/psnr"] == pytest.approx(max(metrics(trained)["val/psnr"]))
     assert results["test"]["QN-Mixer"]["psnr"] > results["test"]["FBP"]["psnr"]
+    assert metrics(trained)["test/psnr"] == [pytest.approx(results["test"]["QN-Mixer"]["psnr"])]
     assert Path(results["picture"]) == trained / "evaluation" / "picture.png"
     assert results["evaluated"]["weights"] == digest_of_weights(load_run(trained).state_dict())
 
@@ -98,30 +88,15 @@ def test_the_terminal_shows_progress_the_table_and_last_the_picture(trained: Pat
     assert any("2 × accumulation 1 = 2 slices" in line for line in lines)
 
 
-def test_pictures_can_be_opened(trained: Path) -> None:
-    for path in trained.rglob("*.png"):
-        with Image.open(path) as picture:
-            assert min(picture.size) > 300
-
-
-OfflineRuns = Callable[[Path], list[Any]]
-
-
-def test_a_crash_is_recorded_as_one(diverged: tuple[Path, Outcome], offline_runs: OfflineRuns) -> None:
-    folder, outcome = diverged
-    assert outcome.code == 1
-    results = record(folder)
+def test_a_nan_loss_ends_with_a_line_that_names_the_slices(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    error = training(tmp_path, "logger=wandb", "optimizer.lr=1e9", "trainer.max_steps=20").error
+    for words in ("the loss became nan at step", "train-phantom-", "lower optimizer.lr"):
+        assert words in error
+    results = record(tmp_path)
     assert results["status"] == "failed"
     assert results["error"].startswith("FloatingPointError: the loss became nan")
-    (run,) = offline_runs(folder)
+    (run,) = offline_runs(tmp_path)
     assert run.exit_code == 1
-
-
-def test_a_nan_loss_ends_with_a_line_that_names_the_slices(diverged: tuple[Path, Outcome]) -> None:
-    error = diverged[1].error
-    assert "the loss became nan at step" in error
-    assert "train-phantom-" in error
-    assert "lower optimizer.lr" in error
 
 
 def test_ctrl_c_ends_in_order(tmp_path: Path, offline_runs: OfflineRuns) -> None:
@@ -148,54 +123,38 @@ def test_ctrl_c_ends_in_order(tmp_path: Path, offline_runs: OfflineRuns) -> None
     assert run.exit_code == 255  # what wandb calls interrupted
 
 
-@pytest.mark.parametrize(("precision", "scaled"), [("32", False), ("16-mixed", True), ("bf16-mixed", False)])
+@pytest.mark.parametrize(("precision", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
 def test_precision_is_what_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, scaled: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, dtype: torch.dtype
 ) -> None:
     seen = set()
     step = ReconstructionModule.training_step
 
     def watched(self: ReconstructionModule, *arguments: Any) -> torch.Tensor:
-        seen.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32)
+        seen.add(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
         return step(self, *arguments)
 
     monkeypatch.setattr(ReconstructionModule, "training_step", watched)
-    assert training(tmp_path, f"trainer.precision={precision}", "noise=field").code == 0
-    assert seen == {{"32": torch.float32, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}[precision]}
+    assert training(tmp_path, f"trainer.precision={precision}", "noise=field", UNTESTED).code == 0
+    assert seen == {dtype}
     checkpoint = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
-    assert ("MixedPrecision" in checkpoint) == scaled
-    if scaled:
-        assert checkpoint["MixedPrecision"]["scale"] > 1
+    assert checkpoint.get("MixedPrecision", {}).get("scale", 0) > 1 or precision == "bf16-mixed"
     assert all(value.dtype == torch.float32 for value in checkpoint["state_dict"].values())
     assert np.isfinite(metrics(tmp_path)["train/grad_norm"]).all()
-    assert record(tmp_path)["test"]["QN-Mixer"]["psnr"] > record(tmp_path)["test"]["FBP"]["psnr"]
-
-
-def test_accumulation_makes_fewer_steps_of_more_slices(tmp_path: Path) -> None:
-    outcome = training(tmp_path, "trainer.accumulate_grad_batches=2", "test_after_training=false")
-    assert "2 × accumulation 2 = 4 slices" in outcome.text
-    values = metrics(tmp_path)
-    assert len(values["train/grad_norm"]) == STEPS
-    assert len(values["val/psnr"]) == 2
-    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == STEPS
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["trainer.val_every_n_steps=500"],
-        ["trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.val_every_n_steps=null"],
-        ["monitor=val/loss", "schedule=constant", "optimizer=sgd"],
+        ["trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.val_every_n_steps=null", "noise=physical", "loss=l1"],
+        ["monitor=val/loss", "schedule=constant", "optimizer=sgd", "data.scaling=minmax", "loss=ssim_mix"],
         ["model=qn_mixer_paper", "model.n_iterations=2", "model.channels=8", "schedule=step", "optimizer=adafactor"],
-        ["data.scaling=minmax", "data.augment=true", "loss=ssim_mix"],
-        ["noise=physical", "model.hessian=identity", "loss=l1", "trainer.gradient_clip_val=null"],
         ["geometry.n_views=7", "geometry.angle_span=4.0", "geometry.fbp_filter=hann", "model.data_term=adjoint"],
     ],
     ids=lambda overrides: overrides[0],
 )
 def test_other_ways_to_train(tmp_path: Path, overrides: list[str]) -> None:
-    outcome = training(tmp_path, *overrides)
-    assert outcome.code == 0, outcome.stderr
+    assert training(tmp_path, *overrides).code == 0
     results = record(tmp_path)
     assert results["status"] == "done"
     assert np.isfinite(list(results["test"]["QN-Mixer"].values())).all()
@@ -203,37 +162,39 @@ def test_other_ways_to_train(tmp_path: Path, overrides: list[str]) -> None:
     assert 0 < max(metrics(tmp_path)["train/grad_norm"]) < 100
 
 
-def test_training_on_a_dicom_folder(ct: Path, tmp_path: Path) -> None:
-    source = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path / 'cache'}"]
-    with pytest.warns(UserWarning, match="skipped 2 of its files"):
-        outcome = training(tmp_path / "run", *source)
-    assert outcome.code == 0, outcome.stderr
-    assert "train 2 slices of 1 patient, val 2 slices of 1 patient, test 2 slices of 1 patient" in outcome.text
-    with (tmp_path / "run" / "evaluation" / "images.csv").open(newline="") as stream:
-        names = {line["slice"] for line in csv.DictReader(stream)}
-    assert names in ({"B/0.dcm", "B/1.dcm"}, {"A/0.dcm", "A/1.dcm"}, {"C/0.dcm", "C/1.dcm"})
+def test_accumulation_makes_fewer_steps_of_more_slices_and_the_last_are_scored(tmp_path: Path) -> None:
+    """7 steps, validated every 4: the last three are in last.ckpt, and validated too."""
+    steps = ["trainer.max_steps=7", "trainer.val_every_n_steps=4", UNTESTED]
+    outcome = training(tmp_path, "trainer.accumulate_grad_batches=2", *steps)
+    assert "2 × accumulation 2 = 4 slices" in outcome.text
+    values = metrics(tmp_path)
+    assert (len(values["train/grad_norm"]), len(values["val/psnr"])) == (7, 2)
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 7
+    assert record(tmp_path)["best"]["val/psnr"] == pytest.approx(max(values["val/psnr"]))
+
+
+@pytest.mark.long
+def test_the_largest_gradient_is_logged_whatever_the_interval(tmp_path: Path) -> None:
+    every, some = tmp_path / "every", tmp_path / "some"
+    steps = ["trainer.max_steps=6", "trainer.val_every_n_steps=6", UNTESTED]
+    assert training(every, *steps).code == 0
+    assert training(some, *steps, "trainer.log_every_n_steps=3").code == 0
+    largest = max(metrics(every)["train/grad_norm"])
+    assert metrics(every)["train/grad_norm_max"][-1] == pytest.approx(largest)
+    assert metrics(some)["train/grad_norm_max"][-1] == pytest.approx(largest)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [
-        ("empty", "is empty"),
-        ("text", "no usable slice"),
-        ("air", "nothing but air"),
-        ("one patient", "too few for train, val and test"),
-    ],
+    [("empty", "is empty"), ("air", "nothing but air"), ("one patient", "too few for train, val and test")],
 )
 def test_training_on_a_bad_folder(tmp_path: Path, make: str, words: str) -> None:
     root = tmp_path / "root"
     root.mkdir()
-    if make == "text":
-        (root / "a.txt").write_text("hello")
-    if make == "air":
-        np.save(root / "a.npy", np.full((2, 32, 32), -1000.0))
-    if make == "one patient":
-        np.save(root / "a.npy", np.stack([slice_hu(0)] * 2))
-    kind = "numpy" if make in ("air", "one patient") else "dicom"
-    source = [f"data={kind}", f"data.root={root}", f"data.cache_dir={tmp_path / 'cache'}"]
+    if make != "empty":
+        hu = np.full((32, 32), -1000.0) if make == "air" else slice_hu(0)
+        np.save(root / "a.npy", np.stack([hu] * 2))
+    source = ["data=numpy", f"data.root={root}", f"data.cache_dir={tmp_path / 'cache'}"]
     error = training(tmp_path / "run", *source).error
     assert words in error
     assert str(root) in error
@@ -245,9 +206,7 @@ def test_training_on_a_bad_folder(tmp_path: Path, make: str, words: str) -> None
     ("override", "words"),
     [
         ("geometry.source_to_axis=100", "geometry.source_to_axis=100.0 mm puts the source inside the image"),
-        ("geometry.detector_pitch=1e5", "cannot see the object"),
         ("geometry.angle_span=360", "geometry.angle_span=360.0 is outside"),
-        ("geometry.axis_to_detector=-700", "geometry.axis_to_detector=-700.0 puts the detector behind the source"),
         ("trainer.accelerator=cuda", "trainer.accelerator=cuda"),
     ],
 )
@@ -262,7 +221,7 @@ def test_what_only_shows_when_a_run_is_built(tmp_path: Path, override: str, word
 
 
 def test_finetuning_starts_from_the_weights_of_a_run(trained: Path, tmp_path: Path) -> None:
-    options = [f"finetune={trained}", "geometry.n_views=12", "noise=none", "test_after_training=false"]
+    options = [f"finetune={trained}", "geometry.n_views=12", "noise=none", UNTESTED]
     assert training(tmp_path, *options, "optimizer.lr=1e-12", "optimizer.weight_decay=0").code == 0
     start_from, ended = weights(trained, "best"), weights(tmp_path, "last")
     for name, value in start_from.items():
@@ -274,7 +233,6 @@ def test_finetuning_starts_from_the_weights_of_a_run(trained: Path, tmp_path: Pa
     [
         ("data.image_size=16", "was trained at data.image_size=32, this run has 16"),
         ("model.n_iterations=3", "has another network: to build the same one, set model.n_iterations=2"),
-        ("model.channels=4", "model.channels=8"),
     ],
 )
 def test_finetuning_refuses_another_network(trained: Path, tmp_path: Path, override: str, words: str) -> None:
@@ -306,14 +264,27 @@ def test_evaluation_with_other_noise_and_another_split(trained: Path, tmp_path: 
     assert record(tmp_path / "val")["val"]["QN-Mixer"]["psnr"] == pytest.approx(last, abs=0.2)  # other noise
 
 
-def test_evaluation_on_dicom_measures_every_slice(trained: Path, ct: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*skipped 2 of its files")
+def test_a_network_of_a_dicom_folder_is_evaluated_on_the_patients_of_its_test(ct: Path, tmp_path: Path) -> None:
+    """Not on all of them: the network has seen the rest."""
+    data = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path}/cache"]
+    outcome = training(tmp_path / "run", *data)
+    assert "train 2 slices of 1 patient, val 2 slices of 1 patient, test 2 slices of 1 patient" in outcome.text
+    tested = measured_slices(tmp_path / "run" / "evaluation")
+    assert tested in ([f"{patient}/{k}.dcm" for k in range(2)] for patient in "ABC")
+    again = run("evaluate", f"run={tmp_path}/run", *data, f"hydra.run.dir={tmp_path}/again")
+    assert "test split of dicom" in again.text
+    assert record(tmp_path / "again")["test"] == record(tmp_path / "run")["test"]
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped 2 of its files")
+def test_evaluation_on_another_folder_measures_every_slice(trained: Path, ct: Path, tmp_path: Path) -> None:
     source = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path / 'cache'}", "data.num_workers=0"]
-    with pytest.warns(UserWarning, match="skipped 2"):
-        outcome = run("evaluate", f"run={trained}", *source, f"hydra.run.dir={tmp_path / 'out'}")
-    assert outcome.code == 0, outcome.stderr
+    outcome = run("evaluate", f"run={trained}", *source, f"hydra.run.dir={tmp_path / 'out'}")
+    assert "all slices of dicom" in outcome.text
+    assert measured_slices(tmp_path / "out") == [f"{p}/{k}.dcm" for p in "ABC" for k in range(2)]
     with (tmp_path / "out" / "images.csv").open(newline="") as stream:
         lines = list(csv.DictReader(stream))
-    assert sorted({line["slice"] for line in lines}) == [f"{p}/{k}.dcm" for p in "ABC" for k in range(2)]
     for method in ("FBP", "QN-Mixer"):
         values = [float(line["psnr"]) for line in lines if line["method"] == method]
         assert record(tmp_path / "out")["test"][method]["psnr"] == pytest.approx(np.mean(values))
@@ -323,7 +294,6 @@ def test_evaluation_on_dicom_measures_every_slice(trained: Path, ct: Path, tmp_p
     ("overrides", "words"),
     [
         (["data.image_size=64"], "the run was trained with data.image_size=32"),
-        (["data.scaling=minmax"], "the run was trained with data.scaling=attenuation"),
         (["data.root=/nowhere"], "/nowhere does not exist"),
         (["split=val"], "no slices for val"),
         (["data.split=aapm"], "data.split=aapm finds nothing"),
@@ -337,7 +307,69 @@ def test_evaluation_refuses(trained: Path, ct: Path, tmp_path: Path, overrides: 
     assert not list((tmp_path / "out").glob("*.csv"))
 
 
-# A full disk
+def test_evaluation_refuses_a_noise_without_a_scale(minmax: Path, tmp_path: Path) -> None:
+    outcome = run("evaluate", f"run={minmax}", "noise=physical", f"hydra.run.dir={tmp_path}/evaluation")
+    assert "data.scaling=attenuation" in outcome.error
+
+
+# Who was trained on
+
+
+@pytest.fixture(scope="module")
+def ten(place: Path) -> Path:
+    """A folder with `slices` of ten patients, a copy of them, and a `run` on them."""
+    folder = place / "ten"
+    (folder / "slices").mkdir(parents=True)
+    for number in range(10):
+        np.save(folder / "slices" / f"P{number:02d}.npy", slice_hu(number))
+    shutil.copytree(folder / "slices", folder / "copy" / "below")
+    data = ["data=numpy", f"data.root={folder}/slices", f"data.cache_dir={folder}/cache"]
+    assert training(folder / "run", *data).code == 0
+    return folder
+
+
+def test_slices_that_were_trained_on_give_a_warning(ten: Path, tmp_path: Path) -> None:
+    """By their pixels: also in a copy of the folder, and in the one that it lies in."""
+    for number, words in enumerate(
+        [
+            [f"data.root={ten}/copy/below", "data.split=all"],
+            [f"data.root={ten}/copy"],
+            [f"data.root={ten}", "data.include=copy/*"],
+        ]
+    ):
+        folder = tmp_path / str(number)
+        numpy = ["data=numpy", f"data.cache_dir={tmp_path}/cache", "data.num_workers=0"]
+        outcome = run("evaluate", f"run={ten}/run", *numpy, *words, f"hydra.run.dir={folder}")
+        assert "8 of the slices were used in training" in outcome.text
+        assert "8 of the slices were used in training" in (folder / "table.md").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:.*were not there when the run began")
+def test_no_patient_is_tested_who_was_trained_on(ten: Path, tmp_path: Path) -> None:
+    root = ten / "slices"
+    (name,) = measured_slices(ten / "run" / "evaluation")
+    others = sorted(path.name for path in root.iterdir() if path.name != name)
+    for change in ("remove", "add", "rename and move"):
+        if change == "remove":
+            (root / others[0]).unlink()
+        elif change == "add":
+            for more in range(10, 20):
+                np.save(root / f"P{more}.npy", slice_hu(more))
+        else:  # as to the scratch folder of another job of a cluster
+            (root / name).rename(root / "renamed.npy")
+            root, name = root.rename(tmp_path / "moved"), "renamed.npy"
+        words = [f"data.root={root}"] * (change == "rename and move")
+        folder = f"hydra.run.dir='{tmp_path}/{change}'"
+        outcome = run("evaluate", f"run={ten}/run", "accelerator=cpu", folder, *words)
+        assert outcome.code == 0, outcome.stderr
+        assert measured_slices(tmp_path / change) == [name]
+        assert "were trained on" not in outcome.text
+    resumed = run("train", f"resume={ten}/run", f"data.root={root}", f"trainer.max_steps={STEPS + 2}")
+    assert resumed.code == 0, resumed.stderr
+    assert measured_slices(ten / "run" / "evaluation") == [name]
+
+
+# The machine
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
@@ -352,14 +384,9 @@ def test_a_really_full_disk_leaves_nothing_half_written(tmp_path: Path, kilobyte
         pytest.skip("no file system can be mounted here")
     training_there = f'{sys.executable} -m qnmixer.train "$@"; code=$?; cp -r {mount} {copy}; exit $code'
     command = f"{mounting} && cd {mount} && {{ {training_there}; }}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = [*TINY, *PHANTOMS, f"hydra.run.dir={mount}/run"]
-    result = subprocess.run(
-        [*in_namespace, command, "train", *arguments], capture_output=True, text=True, env=environment, timeout=120
-    )
-    assert result.returncode == 1
-    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
-    assert line.startswith("error: the disk is full")
+    words = [*in_namespace, command, "train", *TINY, *PHANTOMS, f"hydra.run.dir={mount}/run"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=120)
+    assert Outcome(done.returncode, done.stdout, done.stderr).error.startswith("the disk is full")
     assert record(copy / "run")["status"] in ("failed", "running")  # whole, though it may be the older one
     for path in copy.rglob("*.ckpt"):
         torch.load(path, weights_only=True)
@@ -367,108 +394,6 @@ def test_a_really_full_disk_leaves_nothing_half_written(tmp_path: Path, kilobyte
         with Image.open(path) as picture:
             picture.load()
     assert not list(copy.rglob("*.tmp"))
-
-
-def test_the_last_steps_are_scored_and_kept(tmp_path: Path) -> None:
-    """7 steps, validated every 4: the last three are in last.ckpt, and validated too."""
-    steps = ["trainer.max_steps=7", "trainer.val_every_n_steps=4", "test_after_training=false"]
-    assert training(tmp_path / "run", *steps).code == 0
-    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
-    assert checkpoint["global_step"] == 7
-    assert len(metrics(tmp_path / "run")["val/psnr"]) == 2
-    assert record(tmp_path / "run")["best"]["val/psnr"] == pytest.approx(max(metrics(tmp_path / "run")["val/psnr"]))
-
-
-@pytest.mark.long
-def test_the_largest_gradient_is_logged_whatever_the_interval(tmp_path: Path) -> None:
-    every, some = tmp_path / "every", tmp_path / "some"
-    steps = ["trainer.max_steps=6", "trainer.val_every_n_steps=6", "test_after_training=false"]
-    assert training(every, *steps).code == 0
-    assert training(some, *steps, "trainer.log_every_n_steps=3").code == 0
-    largest = max(metrics(every)["train/grad_norm"])
-    assert metrics(every)["train/grad_norm_max"][-1] == pytest.approx(largest)
-    assert metrics(some)["train/grad_norm_max"][-1] == pytest.approx(largest)
-
-
-def test_the_folder_of_the_training_is_evaluated_on_its_test_split(ct: Path, tmp_path: Path) -> None:
-    """Not on all of it: the network has seen the rest."""
-    data = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path}/cache"]
-    assert training(tmp_path / "run", *data).code == 0
-    again = run("evaluate", f"run={tmp_path}/run", *data, f"hydra.run.dir={tmp_path}/again")
-    assert again.code == 0
-    assert "test split of dicom" in again.text
-    assert record(tmp_path / "again")["test"] == record(tmp_path / "run")["test"]
-    everything = run("evaluate", f"run={tmp_path}/run", *data, "data.split=all", f"hydra.run.dir={tmp_path}/all")
-    assert "all slices of dicom" in everything.text
-
-
-def test_evaluation_refuses_a_noise_without_a_scale(minmax: Path, tmp_path: Path) -> None:
-    outcome = run("evaluate", f"run={minmax}", "noise=physical", f"hydra.run.dir={tmp_path}/evaluation")
-    assert "data.scaling=attenuation" in outcome.error
-
-
-# Who was trained on
-
-
-@pytest.fixture
-def ten(tmp_path: Path) -> tuple[Path, list[str], str]:
-    """A folder of ten patients, the overrides that name it, and the patient whom a run of it tests."""
-    root = tmp_path / "slices"
-    root.mkdir()
-    for number in range(10):
-        np.save(root / f"P{number:02d}.npy", slice_hu(number))
-    data = ["data=numpy", f"data.root={root}", f"data.cache_dir={tmp_path}/cache"]
-    assert training(tmp_path / "run", *data).code == 0
-    (name,) = measured_slices(tmp_path / "run" / "evaluation")
-    return root, data, name
-
-
-def measured_slices(folder: Path) -> list[str]:
-    with (folder / "images.csv").open(newline="") as stream:
-        return sorted({line["slice"] for line in csv.DictReader(stream)})
-
-
-@pytest.mark.filterwarnings("ignore:.*were not there when the run began")
-def test_no_patient_is_tested_who_was_trained_on(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:
-    root, _, name = ten
-    others = sorted(path.name for path in root.iterdir() if path.name != name)
-    for change in ("remove", "add", "rename and move"):
-        if change == "remove":
-            (root / others[0]).unlink()
-        elif change == "add":
-            for more in range(10, 20):
-                np.save(root / f"P{more}.npy", slice_hu(more))
-        else:  # as to the scratch folder of another job of a cluster
-            (root / name).rename(root / "renamed.npy")
-            root, name = root.rename(tmp_path / "moved"), "renamed.npy"
-        words = [f"data.root={root}"] * (change == "rename and move")
-        folder = f"hydra.run.dir='{tmp_path}/{change}'"
-        outcome = run("evaluate", f"run={tmp_path}/run", "accelerator=cpu", folder, *words)
-        assert outcome.code == 0, outcome.stderr
-        assert measured_slices(tmp_path / change) == [name]
-        assert "were trained on" not in outcome.text
-    resumed = run("train", f"resume={tmp_path}/run", f"data.root={root}", f"trainer.max_steps={STEPS + 2}")
-    assert resumed.code == 0, resumed.stderr
-    assert measured_slices(tmp_path / "run" / "evaluation") == [name]
-
-
-def test_slices_that_were_trained_on_give_a_warning(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:
-    """By their pixels: also in a copy of the folder, and in the one that it lies in."""
-    root, data, _ = ten
-    shutil.copytree(root, tmp_path / "copy" / "below")
-    cache = f"data.cache_dir={tmp_path}/cache"
-    for number, words in enumerate(
-        [
-            [*data, "data.split=all"],
-            ["data=numpy", f"data.root={tmp_path}/copy", cache],
-            ["data=numpy", f"data.root={tmp_path}", "data.include=slices/*", cache],
-        ]
-    ):
-        folder = tmp_path / f"evaluated_{number}"
-        outcome = run("evaluate", f"run={tmp_path}/run", *words, "data.num_workers=0", f"hydra.run.dir={folder}")
-        assert outcome.code == 0, outcome.stderr
-        assert "8 of the slices were used in training" in outcome.text
-        assert "8 of the slices were used in training" in (folder / "table.md").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU here")

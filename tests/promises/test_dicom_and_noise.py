@@ -34,24 +34,18 @@ from .commands import (
     training,
     weights,
     write_ct,
-)
+)  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 
 
-def test_same_seed_same_weights(trained: Path, tmp_path: Path) -> None:
-    options = ["noise=field", "test_after_training=false"]
-    assert training(tmp_path / "again", *options).code == 0
-    assert training(tmp_path / "other", *options, "seed=43").code == 0
-    first, again, other = weights(trained), weights(tmp_path / "again"), weights(tmp_path / "other")
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not all(torch.equal(first[name], other[name]) for name in first)
-    assert metrics(trained)["train/loss"] == metrics(tmp_path / "again")["train/loss"]
-
-
-def test_workers_change_nothing(trained: Path, tmp_path: Path) -> None:
-    assert training(tmp_path, "noise=field", "data.num_workers=1", "test_after_training=false").code == 0
-    assert all(torch.equal(a, b) for a, b in zip(weights(trained).values(), weights(tmp_path).values(), strict=True))
+def test_one_seed_gives_one_run_with_any_number_of_workers(trained: Path, tmp_path: Path) -> None:
+    first = weights(trained)
+    for name, word, same in (("again", "data.num_workers=1", True), ("other", "seed=43", False)):
+        assert training(tmp_path / name, "noise=field", "test_after_training=false", word).code == 0
+        found = weights(tmp_path / name)
+        assert all(torch.equal(first[key], found[key]) for key in first) == same
+        assert (metrics(trained)["train/loss"] == metrics(tmp_path / name)["train/loss"]) == same
 
 
 def hu_of(module: ReconstructionModule, y: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -81,12 +75,13 @@ def test_dicom_folder_in_dicom_npy_and_png_out(noise_free: Path, ct: Path, tmp_p
         assert result.SOPInstanceUID != source.SOPInstanceUID
         assert result.SeriesInstanceUID != source.SeriesInstanceUID
         assert "8 simulated views" in result.SeriesDescription
-        uids.add(result.SOPInstanceUID)
+        uids.add((result.SOPInstanceUID, result.SeriesInstanceUID, result.PatientID))
         with Image.open(path.with_suffix(".png")) as picture:
             assert picture.size == (SIZE, SIZE)
             expected = np.clip((hu + 160) / 400, 0, 1) * 255
             np.testing.assert_allclose(np.asarray(picture, float), expected, atol=0.51)
-    assert len(uids) == 6
+    assert [len({*column}) for column in zip(*uids, strict=True)] == [6, 3, 3]  # each series is one of its own
+    assert len({it[1:] for it in uids}) == 3
 
 
 def test_hu_are_those_of_the_network_and_near_the_truth(noise_free: Path, tmp_path: Path) -> None:
@@ -110,18 +105,11 @@ def test_a_tilde_is_the_home_folder(noise_free: Path, tmp_path: Path, monkeypatc
     monkeypatch.chdir(here)
     (home / "run").symlink_to(noise_free)
     np.save(home / "a.npy", slice_hu(3, SIZE))
-    words = ["run='~/run'", "input='~/a.npy'", "output='~/out'", "formats=[npy]", "accelerator=cpu"]
-    outcome = run("reconstruct", *words)
-    assert outcome.code == 0, outcome.stderr
+    words = ["input='~/a.npy'", "output='~/out'", "formats=[npy]", "accelerator=cpu"]
+    assert run("reconstruct", "run='~/run'", *words).code == 0
     assert [path.name for path in (home / "out").iterdir()] == ["a.npy"]
-    assert "contains a.npy already" in run("reconstruct", *words).error
-    assert not list(here.iterdir())
-    outcome = training(tmp_path / "finetuned", "finetune='~/run'", "test_after_training=false")
-    assert outcome.code == 0, outcome.stderr
-    assert (
-        "run=~nobody_has_this_name/run does not exist"
-        in run("reconstruct", "run='~nobody_has_this_name/run'", *words[1:]).error
-    )
+    assert training(tmp_path / "finetuned", "finetune='~/run'", "test_after_training=false").code == 0
+    assert "run=~nobody_is_so/run does not exist" in run("reconstruct", "run='~nobody_is_so/run'", *words).error
     assert not list(here.iterdir())
 
 
@@ -161,8 +149,7 @@ def measured(noise_free: Path) -> Measured:
     )
 
 
-@pytest.mark.parametrize("unit", ["attenuation", "value"])
-@pytest.mark.parametrize("kind", ["auto", "sinograms"])
+@pytest.mark.parametrize(("unit", "kind"), [("attenuation", "auto"), ("value", "sinograms")])
 def test_sinograms_in_either_unit(noise_free: Path, measured: Measured, tmp_path: Path, unit: str, kind: str) -> None:
     folder = tmp_path / "scans"
     folder.mkdir()
@@ -201,15 +188,12 @@ BAD_SCANS: dict[str, tuple[str, str]] = {
     "transmission": ("attenuation", "unit=attenuation"),
     "value as attenuation": ("attenuation", "unit=value"),
     "attenuation as value": ("value", "unit=attenuation"),
-    "per cm": ("attenuation", "no −log of transmission"),
     "negated": ("value", "no −log of transmission"),
-    "nan": ("attenuation", "NaN or infinite"),
     "dead bin": ("attenuation", "NaN or infinite"),
     "empty scan": ("attenuation", "has 0 measured views"),
     "turned": ("attenuation", "[8, 48]"),
     "too few views": ("attenuation", "geometry.n_views"),
     "text": ("attenuation", "scan.npy"),
-    "words": ("attenuation", "scan.npy"),
 }
 
 
@@ -217,19 +201,15 @@ BAD_SCANS: dict[str, tuple[str, str]] = {
 def test_sinograms_of_the_wrong_shape_or_unit(noise_free: Path, measured: Measured, tmp_path: Path, fault: str) -> None:
     p = measured.y[0] * measured.per_value
     broken = p.copy()
-    broken[2, 3] = np.nan if fault == "nan" else np.inf
+    broken[2, 3] = np.inf
     scans = {
         "counts": 1e5 * np.exp(-p), "transmission": np.exp(-p), "value as attenuation": measured.y[0],
-        "attenuation as value": p, "per cm": p * 10, "negated": -measured.y[0], "nan": broken, "dead bin": broken,
-        "empty scan": np.zeros_like(p), "turned": p.T, "too few views": p[:5], "words": np.array(["a", "b"]),
+        "attenuation as value": p, "negated": -measured.y[0], "dead bin": broken, "empty scan": np.zeros_like(p),
+        "turned": p.T, "too few views": p[:5], "text": np.array(["a", "b"]),
     }  # fmt: skip
-    path = tmp_path / "scan.npy"
-    if fault == "text":
-        path.write_text("hello")
-    else:
-        np.save(path, scans[fault])
+    np.save(tmp_path / "scan.npy", scans[fault])
     unit, words = BAD_SCANS[fault]
-    outcome = reconstruction(noise_free, path, tmp_path / "out", f"unit={unit}", "kind=sinograms")
+    outcome = reconstruction(noise_free, tmp_path / "scan.npy", tmp_path / "out", f"unit={unit}", "kind=sinograms")
     assert words in outcome.error
     assert "scan.npy" in outcome.error
     assert not list((tmp_path / "out").rglob("*.*"))
@@ -243,26 +223,20 @@ def test_a_sinogram_needs_a_scale(minmax: Path, tmp_path: Path, measured: Measur
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("missing", "does not exist"), ("empty", "empty"), ("text", "no usable slice"), ("nan", "NaN or infinite")],
+    [("missing", "does not exist"), ("text", "no usable slice"), ("nan", "NaN or infinite"), ("scans", "no .npy file")],
 )
 def test_inputs_of_no_use(noise_free: Path, tmp_path: Path, content: str, words: str) -> None:
     source = tmp_path / "in"
     if content != "missing":
         source.mkdir()
-    if content == "text":
         (source / "a.txt").write_text("hello")
     if content == "nan":
         np.save(source / "a.npy", np.full((32, 32), np.nan))
-    error = reconstruction(noise_free, source, tmp_path / "out").error
+    kind = "sinograms" if content == "scans" else "auto"
+    error = reconstruction(noise_free, source, tmp_path / "out", f"kind={kind}").error
     assert words in error
     assert str(source) in error
     assert not list((tmp_path / "out").rglob("*.*"))
-
-
-def test_reconstruct_onto_a_place_that_is_no_folder(noise_free: Path, ct: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("a file")
-    error = reconstruction(noise_free, ct / "A" / "0.dcm", tmp_path / "out").error
-    assert "out" in error
 
 
 def test_real_ct(real_ct: Path, tmp_path: Path) -> None:
@@ -293,16 +267,6 @@ def test_real_ct(real_ct: Path, tmp_path: Path) -> None:
     assert np.corrcoef(hu.ravel(), small.ravel())[0, 1] > 0.9
 
 
-def test_each_source_series_becomes_a_series_of_its_own(noise_free: Path, ct: Path, tmp_path: Path) -> None:
-    assert reconstruction(noise_free, ct, tmp_path, "formats=[dicom]").code == 0
-    made = [pydicom.dcmread(path) for path in tmp_path.rglob("*.dcm")]
-    patients = {dataset.PatientID for dataset in made}
-    assert len(patients) > 1
-    for uid in {dataset.SeriesInstanceUID for dataset in made}:
-        assert len({d.PatientID for d in made if d.SeriesInstanceUID == uid}) == 1
-    assert len({dataset.SeriesInstanceUID for dataset in made}) == len(patients)
-
-
 def test_slices_without_a_study_share_a_new_one(noise_free: Path, tmp_path: Path) -> None:
     for number in range(2):
         path = tmp_path / "in" / f"{number}.dcm"
@@ -316,7 +280,7 @@ def test_slices_without_a_study_share_a_new_one(noise_free: Path, tmp_path: Path
     assert len({dataset.StudyInstanceUID for dataset in made}) == len({d.SeriesInstanceUID for d in made}) == 1
 
 
-@pytest.mark.parametrize("shape", [(BINS, VIEWS), (VIEWS + 2, BINS), (64, 64)])
+@pytest.mark.parametrize("shape", [(BINS, VIEWS), (64, 64)])
 def test_a_scan_of_another_shape_is_not_taken_for_a_slice(
     noise_free: Path, tmp_path: Path, shape: tuple[int, int]
 ) -> None:
@@ -324,24 +288,22 @@ def test_a_scan_of_another_shape_is_not_taken_for_a_slice(
     outcome = reconstruction(noise_free, tmp_path / "scan.npy", tmp_path / "out")
     assert "has no air" in outcome.error
     assert f"[{VIEWS}, {BINS}]" in outcome.error
-    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+    assert not list((tmp_path / "out").rglob("*.*"))
 
 
-def test_a_folder_without_sinograms(noise_free: Path, ct: Path, tmp_path: Path) -> None:
-    assert "no .npy file" in reconstruction(noise_free, ct, tmp_path, "kind=sinograms").error
-
-
-def test_a_bad_scan_among_good_ones_is_skipped(noise_free: Path, measured: Measured, tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    np.save(folder / "b.npy", measured.y)
-    np.save(folder / "a.npy", measured.y[:, :-1])
-    outcome = reconstruction(noise_free, folder, tmp_path / "out", "kind=sinograms", "unit=value", "formats=[npy]")
-    assert outcome.code == 0
+def test_scans_of_one_name_are_all_kept_and_a_bad_one_is_skipped(
+    noise_free: Path, measured: Measured, tmp_path: Path
+) -> None:
+    scans = {"a/scan": measured.y[0], "a/scan_3": measured.y[0], "b/scan": measured.y, "bad": measured.y[:, :-1]}
+    for name, y in scans.items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        np.save(tmp_path / "in" / f"{name}.npy", y)
+    options = ["kind=sinograms", "unit=value", "formats=[npy]"]
+    outcome = reconstruction(noise_free, tmp_path / "in", tmp_path / "out", *options)
+    assert "reconstructions: 4, as" in outcome.stdout
     assert "skipped" in outcome.stderr
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "b_0.npy", "b_0_fbp.npy", "b_1.npy", "b_1_fbp.npy",
-    ]  # fmt: skip
+    kept = ("a/scan", "a/scan_3", "b/scan_0", "b/scan_1")
+    assert sorted(contents(tmp_path / "out")) == sorted(f"{name}{end}.npy" for name in kept for end in ("", "_fbp"))
 
 
 def test_missing_views_are_filled_in(noise_free: Path, measured: Measured, tmp_path: Path) -> None:
@@ -411,13 +373,3 @@ def test_slices_are_simulated_as_in_the_training(tmp_path: Path) -> None:
     x = torch.from_numpy((np.clip(hu, -1000, 2000) + 1000) / 3000)[None, None].float()
     y = module.measurement.project(x[:, :, ::2, ::2], fine=x)
     np.testing.assert_allclose(np.load(tmp_path / "out" / "a.npy"), hu_of(module, y), atol=0.05)
-
-
-def test_scans_of_one_name_are_all_kept(noise_free: Path, measured: Measured, tmp_path: Path) -> None:
-    for name in ("a/scan", "a/scan_3", "b/scan"):
-        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
-        np.save(tmp_path / "in" / f"{name}.npy", measured.y[0])
-    options = ["kind=sinograms", "unit=value", "formats=[npy]"]
-    assert "reconstructions: 3, as" in reconstruction(noise_free, tmp_path / "in", tmp_path / "out", *options).stdout
-    names = [f"{name}{end}.npy" for name in ("a/scan", "a/scan_3", "b/scan") for end in ("", "_fbp")]
-    assert sorted(contents(tmp_path / "out")) == sorted(names)

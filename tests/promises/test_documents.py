@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pydicom
 import pytest
 import torch
 
@@ -24,25 +23,19 @@ from qnmixer.engine import cli
 from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.inference.writers import write_dicom
 from qnmixer.engine.reconstructor import build_projector
 from qnmixer.engine.tracking.resume import latest
 from qnmixer.new import new
 
+from ..conftest import PHANTOMS
 from ..pages import ROOT, commands
 from ..warm import Warm
+from .commands import write_ct
 
 TINY = [
-    "data.image_size=32",
-    "geometry.n_detectors=48",
-    "geometry.detector_pitch=20",
-    "model.channels=8",
-    "data.num_workers=0",
-    "trainer.max_steps=2",
-    "trainer.val_every_n_steps=2",
-    "trainer.accelerator=cpu",
-]
-TINY_PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
+    "data.image_size=32", "geometry.n_detectors=48", "geometry.detector_pitch=20", "model.channels=8",
+    "data.num_workers=0", "trainer.max_steps=2", "trainer.val_every_n_steps=2", "trainer.accelerator=cpu",
+]  # fmt: skip
 
 
 def marked(command: str) -> Any:
@@ -63,12 +56,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     """A folder with what the paths stand for: DICOM of three patients, a scan, a trained run, a user's own code."""
     place = tmp_path_factory.mktemp("readme")
     for number, patient in enumerate(("L067", "L310", "L333")):
-        hu = phantom(64, seed=0, part="test", index=number)
-        path = place / "aapm" / patient / "full_3mm" / "1.IMA"
-        write_dicom(path, hu, series_uid=f"1.2.{number}", description="test")
-        dataset = pydicom.dcmread(path)
-        dataset.PatientID = patient
-        dataset.save_as(path)
+        write_ct(place / "aapm" / patient / "full_3mm" / "1.IMA", number, patient, size=64)
     run(f"python -m qnmixer.train experiment=demo hydra.run.dir={place}/run", place, warm)
     attenuation = torch.from_numpy(0.0192 * (phantom(32, seed=0, part="test", index=0) + 1000) / 1000)  # in 1/mm
     np.save(place / "scan.npy", load_pretrained(place / "run").projector(attenuation[None, None])[0, 0].numpy())
@@ -104,11 +92,11 @@ def run(command: str, place: Path, warm: Warm) -> None:
     into, _, command = command.rpartition(" && ")
     words = shlex.split(command)
     if words[0] == "make":
-        tiny = [*TINY, *TINY_PHANTOMS, "model.n_iterations=2", f"hydra.run.dir={place}/made"]
+        tiny = [*TINY, *PHANTOMS, "model.n_iterations=2", f"hydra.run.dir={place}/made"]
         if words[1] == "compare":
             sizes = [word for word in TINY if not word.startswith("model.")]
             of_ct = "CT=" in command
-            tiny = ["experiment/small=fbp,learn", "seed=1", *sizes, *([] if of_ct else TINY_PHANTOMS)]
+            tiny = ["experiment/small=fbp,learn", "seed=1", *sizes, *([] if of_ct else PHANTOMS)]
             words += [f"SWEEP={place}/sweep{'_of_ct' * of_ct}", "COMPARE=tests=[as_trained,disc]"]
         # A Python of the environment that runs this test stands in for .venv, which make would install otherwise.
         stand_in = ["-C", str(ROOT), "-o", ".venv/.installed", f"BIN={warm.python.parent}"]
@@ -119,7 +107,7 @@ def run(command: str, place: Path, warm: Warm) -> None:
         words += ["model.n_iterations=4" if "strategy=pipeline" in command else "model.n_iterations=2"]
     elif words[2] == "qnmixer.train":
         phantoms = not any(word.startswith(("data=", "experiment=paper")) for word in words)
-        words += [*TINY, *(TINY_PHANTOMS if phantoms else ["data.cache_dir=cache"] * ("data=custom" not in words))]
+        words += [*TINY, *(PHANTOMS if phantoms else ["data.cache_dir=cache"] * ("data=custom" not in words))]
         if "model.n_iterations" not in command:
             words.append("model.n_iterations=2")
         if "hydra/sweeper=search" in command:

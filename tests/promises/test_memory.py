@@ -5,7 +5,6 @@ What `plan` says, and runs whose memory does not suffice.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -25,14 +24,15 @@ from qnmixer.module import ReconstructionModule
 from ..memory.test_advice import TINY
 from ..memory.test_plan import SMALL
 from ..warm import Warm
+from .commands import Command, environment
 
+pytestmark = pytest.mark.slow
 Build = Callable[..., ReconstructionModule]
 
 
-@pytest.mark.slow
-def test_the_command_prints_one_object(warm: Warm, tmp_path: Path) -> None:
-    done = warm.run("-m", "qnmixer.plan", *SMALL, "model.n_iterations=2", "format=json", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_the_command_prints_one_object(command: Command, tmp_path: Path) -> None:
+    done = command(tmp_path, "plan", *SMALL, "model.n_iterations=2", "format=json")
+    assert (done.code, done.stderr) == (0, "")
     told = json.loads(done.stdout)
     assert {"parameters", "gradients", "optimizer", "activations"} <= set(told["parts"])
     assert sum(told["parts"].values()) == pytest.approx(told["peak_mib"], abs=0.01)
@@ -41,37 +41,16 @@ def test_the_command_prints_one_object(warm: Warm, tmp_path: Path) -> None:
     assert "idle_share" not in told
 
 
-@pytest.mark.slow
 @pytest.mark.long
-def test_the_command_prints_tables_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "qnmixer.plan", *SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_the_command_prints_tables_and_leaves_nothing(command: Command, tmp_path: Path) -> None:
+    done = command(tmp_path, "plan", *SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2")
+    assert (done.code, done.stderr) == (0, "")
     of_a_pipeline = ["on 4 devices, assumed", "in flight", "sequential", "idle"]
     for word in ["recompute", "16-mixed, bf16-mixed", "batch 8", "adamw", "1.2", *of_a_pipeline]:
         assert word in done.stdout
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["device=V10"], "device=V10 is not known"),
-        (["format=jsn"], "format=jsn should be"),
-        (["model.n_iteration=3"], "unknown key model.n_iteration: did you mean model.n_iterations?"),
-        (["formt=json"], "unknown key formt: did you mean format?"),
-    ],
-)
-@pytest.mark.slow
-def test_bad_input_is_one_line(cold: Warm, tmp_path: Path, overrides: list[str], message: str) -> None:
-    done = cold.run("-m", "qnmixer.plan", *overrides, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {message}")
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build maps more address space than the limit")
 def test_a_run_that_does_not_fit_ends_with_one_line(warm: Warm, tmp_path: Path) -> None:
     """A real allocation that the system refuses."""
@@ -92,17 +71,6 @@ runpy.run_module("qnmixer.train", run_name="__main__", alter_sys=True)
     assert "try memory=recompute (" in line
 
 
-def save(module: ReconstructionModule, path: Path) -> Path:
-    content = {"format": 1, "config": to_plain(module.config), "largest_norm": 0.0}
-    torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
-    return path
-
-
-def series(path: Path, count: int, size: int = 16) -> Path:
-    np.save(path, np.stack([phantom(size, seed=0, part="test", index=k) for k in range(count)]))
-    return path
-
-
 # Everything is imported and then the address space ends so many MiB above what it takes.
 _LIMITED = """
 import resource, sys
@@ -115,24 +83,21 @@ main()
 """
 
 
-def limited(mib: int, run: Path, source: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    output = source.parent / "out"
-    given = [f"run={run}", f"input={source}", f"output={output}", "accelerator=cpu", "formats=[npy]", *options]
-    # Freed memory goes back to the system. Else it depends on chance how much of the address space is left.
-    steady = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    return subprocess.run(
-        [sys.executable, "-c", _LIMITED, str(mib), *given],
-        capture_output=True, text=True, timeout=300, env={**os.environ, **steady},
-    )  # fmt: skip
-
-
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is read from /proc")
 def test_a_batch_that_does_not_fit_is_halved(tiny_module: Build, tmp_path: Path) -> None:
-    """Real allocations that the system refuses."""
-    run = save(tiny_module("data.image_size=128", "model.n_iterations=1", "model.channels=32"), tmp_path / "a.ckpt")
-    done = limited(150, run, series(tmp_path / "a.npy", 64, 32), "batch_size=64")
+    """Real allocations that the system refuses, 150 MiB above what is there."""
+    module = tiny_module("data.image_size=128", "model.n_iterations=1", "model.channels=32")
+    content = {"format": 1, "config": to_plain(module.config), "largest_norm": 0.0}
+    torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, tmp_path / "a.ckpt")
+    np.save(tmp_path / "a.npy", np.stack([phantom(32, seed=0, part="test", index=k) for k in range(64)]))
+    # Freed memory goes back to the system. Else it depends on chance how much of the address space is left.
+    steady = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    words = ["run=a.ckpt", "input=a.npy", "output=out", "accelerator=cpu", "formats=[npy]", "batch_size=64"]
+    done = subprocess.run(
+        [sys.executable, "-c", _LIMITED, "150", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env=environment(**steady),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     found = [re.fullmatch(r"warning: out of memory with (\d+) slices at once: .* batch_size=(\d+)", s) for s in lines]

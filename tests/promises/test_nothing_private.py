@@ -11,22 +11,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pydicom
 import pytest
 
-from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.inference.writers import write_dicom
-
-from ..warm import Warm
+from .commands import TINY as COMMON
+from .commands import Command, environment, write_ct
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharing")]
 
 REPOSITORY = Path(__file__).parents[2]
 USER, HOST, PATIENT, KEY, SECRET = "annaschmidt", "host-of-radiology", "JanetDoe", "key0" * 10, "word-that-nobody-knows"
 TINY = [
-    "data.image_size=32", "geometry.n_views=8", "geometry.n_detectors=48", "geometry.detector_pitch=20",
-    "model.n_iterations=2", "model.channels=8", "model.n_mixer_layers=1", "data.num_workers=0", "trainer.max_steps=2",
-    "trainer.val_every_n_steps=2", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "data=dicom",
+    *(word for word in COMMON if not word.startswith(("logger", "trainer.max"))), "trainer.max_steps=2", "data=dicom",
     "data.split=explicit", "data.test_patients=[JanetDoe0]", "data.val_patients=[JanetDoe1]",
     "logger=wandb", "+logger.hparams._target_=lightning.pytorch.loggers.CSVLogger",
 ]  # fmt: skip
@@ -38,12 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home") / USER
     for p in range(3):
         for k in range(2):
-            path = home / "ct" / f"{PATIENT}{p}" / f"{PATIENT}_{k}.dcm"
-            write_dicom(path, phantom(32, seed=0, part="test", index=p), series_uid=f"1.2.3.{p}", description="a test")
-            dataset = pydicom.dcmread(path)
-            dataset.PatientID, dataset.PatientName = f"{PATIENT}{p}", f"{PATIENT}^{p}"
-            dataset.ImagePositionPatient = [0, 0, k]
-            dataset.save_as(path)
+            write_ct(home / "ct" / f"{PATIENT}{p}" / f"{PATIENT}_{k}.dcm", 2 * p + k, f"{PATIENT}{p}", size=32)
     checkout = home / "qnmixer"
     for name in ("src", "conf"):
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -60,18 +50,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared(home: Path, warm: Warm) -> list[Path]:
+def shared(home: Path, command: Command) -> list[Path]:
     """What train, evaluate, compare and export write for others."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA", "GIT_"))}
-    environment = kept | {
+    variables = {
         "HOME": str(home), "USER": USER, "LOGNAME": USER, "WANDB_HOST": HOST, "WANDB_USERNAME": USER,
-        "WANDB_API_KEY": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "OMP_NUM_THREADS": "1",
+        "WANDB_API_KEY": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
     }  # fmt: skip
     run, sweep = home / "sweep" / "0", home / "sweep"
     data = [f"data.root={home / 'ct'}", f"data.cache_dir={home / 'cache'}"]
-    command = [sys.executable, "-m", "qnmixer.train", *TINY, *data, f"hydra.run.dir={run}"]
-    of_checkout = environment | {"PYTHONPATH": str(home / "qnmixer" / "src")}
-    done = subprocess.run(command, cwd=home, env=of_checkout, capture_output=True, text=True, timeout=300)
+    train = [sys.executable, "-m", "qnmixer.train", *TINY, *data, f"hydra.run.dir={run}"]
+    of_checkout = environment(**variables, PYTHONPATH=str(home / "qnmixer" / "src"))
+    done = subprocess.run(train, cwd=home, env=of_checkout, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     evaluated, exported = home / "evaluated", home / "given" / "weights.safetensors"
     told = {"overrides": data, "varying": [], "git_commit": None, "jobs": {"0": [*TINY, *data]}}
@@ -82,8 +71,8 @@ def shared(home: Path, warm: Warm) -> list[Path]:
         ["compare", f"sweep={sweep}", "tests=[as_trained]", cpu],
         ["export", f"run={run}", f"output={exported}"],
     ):
-        made = warm.run("-m", f"qnmixer.{words[0]}", *words[1:], cwd=home, env=environment)
-        assert made.returncode == 0, made.stderr
+        made = command(home, *words, **variables)
+        assert made.code == 0, made.stderr
     tables = ["page.html", "picture.png", "table.csv", "table.md"]
     paths = [folder / name for folder in (run / "evaluation", evaluated) for name in tables]
     paths += [sweep / "comparison" / f"comparison.{kind}" for kind in ("html", "md", "csv", "png")]

@@ -1,15 +1,14 @@
 """Promise 8: No file of another's executes code, writes outside, or reaches the network.
 
-Loss, optimizer, schedule, noise, network and slices of one file in an empty folder, by the real commands.
+What is the user's own in an empty folder: one file of code, and a config file for each part of a run. By the real
+commands; what others' files name is imported with a word of trust only.
 """
 
 import csv
 import json
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,18 +18,14 @@ from qnmixer.engine.config import to_plain
 from qnmixer.engine.config.run import parse_file
 from qnmixer.weights import CHECKPOINT_KEY
 
-from ..warm import FORK_RANKS, Done, Warm
+from ..conftest import PHANTOMS
+from ..conftest import TINY as COMMON
+from .commands import Command, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("own")]
 
-OWN = [
-    "loss=custom", "loss._target_=own.huber", "+loss.delta=0.1",
-    "optimizer=custom", "optimizer._target_=own.Lion", "+optimizer.beta=0.95",
-    "schedule=custom", "schedule._target_=own.triangle", "+schedule.peak=0.3",
-    "noise=custom", "noise._target_=own.Speckle", "+noise.strength=0.1",
-    "model=custom", "model._target_=own.MyNetwork", "+model.width=12",
-    "data=custom", "data._target_=own.MySlices", "+data.year=2016",
-]  # fmt: skip
+SHORT = "trainer.max_steps=2"
+TINY = [word for word in COMMON if not word.startswith(("model.n_mixer", "trainer.max"))] + [SHORT]
 FILES = {
     "loss/huber": "_target_: own.huber\ndelta: 0.1",
     "optimizer/lion": "_target_: own.Lion\nlr: 1.0e-3\nweight_decay: 0.0\nstep_size_lr_factor: 10.0\nbeta: 0.95",
@@ -38,115 +33,146 @@ FILES = {
     "noise/speckle": "_target_: own.Speckle\nstrength: 0.1",
     "model/mine": "_target_: own.MyNetwork\nn_iterations: 2\nchannels: 4\nwidth: 12",
     "data/mine": "_target_: own.MySlices\ndefaults: [_common]\nyear: 2016",
+    "experiment/mine": """# @package _global_
+defaults: [_self_, {override /loss: huber}, {override /optimizer: lion}, {override /schedule: triangle},
+  {override /noise: speckle}, {override /model: mine}, {override /data: mine}]
+module: {_target_: own.MyModule, smooth: 0.5}
+datamodule: {_target_: own.MyData, same: 2}
+callbacks: {mine: {_target_: own.Counting, path: counted}}""",
 }
-CHOSEN = [name.replace("/", "=") for name in FILES]
-SMALL = [
-    "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
-    "model.n_iterations=2", "model.channels=4", "data.num_workers=0", "data.batch_size=2",
-    "trainer.val_every_n_steps=2", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "logger=csv",
-    "test_after_training=false",
+MINE = ["--config-dir=my_conf", "experiment=mine", *TINY]
+# The same without a config file, by words alone.
+WORDS = [
+    "loss=custom", "loss._target_=own.huber", "+loss.delta=0.1",
+    "optimizer=custom", "optimizer._target_=own.Lion", "+optimizer.beta=0.95",
+    "schedule=custom", "schedule._target_=own.triangle", "+schedule.peak=0.3",
+    "noise=custom", "noise._target_=own.Speckle", "+noise.strength=0.1",
+    "model=custom", "model._target_=own.MyNetwork", "+model.width=12",
+    "data=custom", "data._target_=own.MySlices", "+data.year=2016",
 ]  # fmt: skip
+# The module alone, in a run that is otherwise ours.
+MODULE = ["module._target_=own.MyModule", "model.n_mixer_layers=1", *TINY, *PHANTOMS]
+PIPELINE = ["strategy=pipeline", "trainer.devices=2", "data.batch_size=2", "strategy.microbatch_size=1"]
+ALONE = ["strategy=single", "data.batch_size=4"]
+LOGGED = ("train/loss", "train/roughness", "train/range", "train/one", "train/grad_norm", "val/loss")
 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one file and a run of two steps."""
+    """A folder with code and configs, and a run of two steps by a Python that knows nothing before."""
     folder = tmp_path_factory.mktemp("own")
     shutil.copy(Path(__file__).parents[1] / "own.py", folder)
-    done = real(folder, "train", *SMALL, *OWN, "trainer.max_steps=2", "hydra.run.dir=run")
+    for name, text in FILES.items():
+        path = folder / "my_conf" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    words = [sys.executable, "-m", "qnmixer.train", *MINE, "hydra.run.dir=run"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment(), timeout=300)
     assert done.returncode == 0, done.stderr
+    assert "mine: data=" in done.stdout
     return folder
 
 
-def environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "HYDRA"))}
+@pytest.fixture(scope="module")
+def sweep(here: Path, command: Command) -> Path:
+    """A sweep over an argument of the user's module."""
+    assert command(here, "train", "-m", *MINE, "module.smooth=0,100", "hydra.sweep.dir=sweep").code == 0
+    return here / "sweep"
 
 
-def real(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    words = (sys.executable, "-m", f"qnmixer.{name}", *words)
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment(), timeout=300)
+def checkpoint(run: Path) -> dict:
+    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
 
 
-@pytest.fixture
-def command(warm: Warm, here: Path) -> Callable[..., Done]:
-    """command(name, *words): in that folder, by a Python that has loaded its libraries."""
-    return lambda name, *words: warm.run("-m", f"qnmixer.{name}", *words, cwd=here, env=environment() | FORK_RANKS)
+def weights_of(run: Path) -> torch.Tensor:
+    return torch.cat([value.flatten().double() for value in checkpoint(run)["state_dict"].values()])
 
 
-@pytest.fixture
-def command_there(warm: Warm, with_configs: Path) -> Callable[..., Done]:
-    """command_there(name, *words): as `command`, in the folder that has config files too."""
-    return lambda name, *words: warm.run("-m", f"qnmixer.{name}", *words, cwd=with_configs, env=environment())
+def rows_of(run: Path) -> list[dict[str, float]]:
+    with (run / "metrics.csv").open(newline="") as stream:
+        return [{name: float(row[name]) for name in LOGGED if row.get(name)} for row in csv.DictReader(stream)]
 
 
-def test_all_of_it_is_used(here: Path) -> None:
-    checkpoint = torch.load(here / "run" / "checkpoints" / "last.ckpt", weights_only=True)
-    config = checkpoint[CHECKPOINT_KEY]["config"]
+def trained(command: Command, here: Path, name: str, *words: str) -> list[dict[str, float]]:
+    """The rows of metrics.csv of a run in which only the module is the user's."""
+    done = command(here, "train", *MODULE, *words, f"hydra.run.dir={name}")
+    assert (done.code, done.stderr) == (0, "")
+    return rows_of(here / name)
+
+
+def test_every_part_of_the_run_is_the_users(here: Path) -> None:
+    found = checkpoint(here / "run")
+    config = found[CHECKPOINT_KEY]["config"]
     assert config["loss"] == {"_target_": "own.huber", "delta": 0.1}
-    assert config["model"]["width"] == 12
+    assert (config["data"]["year"], config["data"]["hu_max"]) == (2016, 2000.0)
+    assert config["module"] == {"_target_": "own.MyModule", "smooth": 0.5}
     assert to_plain(parse_file(config)) == config
-    assert all(name.startswith("network.") for name in checkpoint["state_dict"])
-    assert checkpoint["state_dict"]["network.denoiser.1.weight"].shape[0] == 12
-    (optimizer,) = checkpoint["optimizer_states"]
-    assert {group["beta"] for group in optimizer["param_groups"]} == {0.95}
-    assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.0, 0.0]
+    assert found["state_dict"]["network.denoiser.1.weight"].shape[0] == 12
+    (optimizer,) = found["optimizer_states"]
+    assert [(group["beta"], group["weight_decay"]) for group in optimizer["param_groups"]] == [(0.95, 0.0)] * 2
     assert "mean" in optimizer["state"][0]
-    rows = list(csv.DictReader((here / "run" / "metrics.csv").open()))
-    rates = [float(row["train/lr"]) for row in rows if row["train/lr"]]
+    with (here / "run" / "metrics.csv").open(newline="") as stream:
+        rates = [float(row["train/lr"]) for row in csv.DictReader(stream) if row["train/lr"]]
     assert rates == pytest.approx([0.0, 1e-3 * 0.5 / 0.7])
+    assert (here / "counted.0").read_text() == "2"
+    assert {"train/loss", "train/roughness", "train/range"} <= rows_of(here / "run")[0].keys()
 
 
-def test_it_is_resumed_and_exported_where_its_code_is_trusted(here: Path, command: Callable[..., Done]) -> None:
-    """A run of this user is resumed without a word."""
-    resumed = command("train", "resume=run", "trainer.max_steps=3")
-    assert resumed.returncode == 0, resumed.stderr
+def test_it_is_resumed_without_a_word(here: Path, command: Command) -> None:
+    """The run is this user's, by its signature."""
+    assert command(here, "train", "resume=run", "trainer.max_steps=3").code == 0
     record = json.loads((here / "run" / "results.json").read_text())
     assert (record["status"], record["steps"], record["resumed"][0]["step"]) == ("done", 3, 2)
+    assert (here / "counted.0").read_text() == "3"
 
-    assert "add trust=own" in command("export", "run=run", "output=a.safetensors").stderr
-    exported = command("export", "run=run", "output=a.safetensors", "trust=own")
-    assert exported.returncode == 0, exported.stderr
-    card = (here / "a.md").read_text()
-    assert "| loss | own.huber: delta 0.1 |" in card
-    assert "qnmixer.reconstruct run=a.safetensors trust=own" in card
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("evaluate", ["run=run", "hydra.run.dir=evaluated"]), ("export", ["run=run", "output=a.safetensors"])],
+)
+def test_a_file_of_it_is_used_where_its_code_is_trusted(
+    here: Path, command: Command, name: str, words: list[str]
+) -> None:
+    assert command(here, name, *words).error.endswith("if you trust that code, add trust=own")
+    assert command(here, name, *words, "trust=own").code == 0
+    if name == "evaluate":
+        assert "| Mine |" in (here / "evaluated" / "table.md").read_text()
+    else:
+        card = (here / "a.md").read_text()
+        assert "| loss | own.huber: delta 0.1 |" in card
+        assert "qnmixer.reconstruct run=a.safetensors trust=own" in card
+
+
+def test_a_sweep_of_its_arguments(sweep: Path) -> None:
+    with (sweep / "sweep.csv").open(newline="") as stream:
+        found = [(row["module.smooth"], row["status"]) for row in csv.DictReader(stream)]
+    assert found == [("0", "done"), ("100", "done")]
+    without, much = (rows_of(sweep / name)[0] for name in "01")
+    assert much["train/loss"] - without["train/loss"] == pytest.approx(100 * without["train/roughness"], rel=1e-4)
 
 
 @pytest.mark.long
-def test_a_sweep_of_it(here: Path, command: Callable[..., Done]) -> None:
-    own = ["+schedule.peak=0.3,0.6" if word == "+schedule.peak=0.3" else word for word in OWN]
-    sweep = ["-m", *SMALL, *own, "trainer.max_steps=2", "hydra.sweep.dir=sweep"]
-    done = real(here, "train", *sweep)
-    assert done.returncode == 0, done.stderr
-    rows = list(csv.DictReader((here / "sweep" / "sweep.csv").open()))
-    assert [(row["schedule.peak"], row["status"]) for row in rows] == [("0.3", "done"), ("0.6", "done")]
-
-    assert "add trust=own" in command("compare", "sweep=sweep").stderr
-    compared = command("compare", "sweep=sweep", "trust=own", "tests=[as_trained]", "evaluation.n_pictures=2")
-    assert compared.returncode == 0, compared.stderr
-    table = (here / "sweep" / "comparison" / "comparison.md").read_text()
-    assert all(f"| peak={peak} | 1 |" in table for peak in (0.3, 0.6))
-
-
-def test_it_is_planned(command: Callable[..., Done]) -> None:
-    planned = command("plan", *SMALL, *OWN, "format=json", "device=24")
-    assert planned.returncode == 0, planned.stderr
-    assert json.loads(planned.stdout)["peak_mib"] > 0
+def test_a_sweep_is_compared_where_its_code_is_trusted(sweep: Path, command: Command) -> None:
+    assert "add trust=own" in command(sweep.parent, "compare", "sweep=sweep").error
+    words = ["sweep=sweep", "trust=own", "tests=[as_trained]", "evaluation.n_pictures=2"]
+    assert command(sweep.parent, "compare", *words).code == 0
+    table = (sweep / "comparison" / "comparison.md").read_text()
+    assert all(f"| smooth={smooth} | 1 |" in table for smooth in (0, 100))
 
 
 @pytest.mark.parametrize(
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "pipeline"))]
 )
-def test_over_two_processes(here: Path, command: Callable[..., Done], strategy: str) -> None:
+def test_words_alone_name_it_too_over_two_processes(here: Path, command: Command, strategy: str) -> None:
     callback = ["+callbacks.mine._target_=own.Counting", f"+callbacks.mine.path={strategy}.txt"]
     # Its iterations share weights that it does not name: ddp needs all uses of them in one graph.
-    every = ["memory=recompute", "trainer.devices=2", "trainer.max_steps=2"]
-    over = [f"strategy={strategy}", *every, f"hydra.run.dir={strategy}"]
-    done = command("train", *SMALL, *OWN, *over, *callback)
-    assert done.returncode == 0, done.stderr
+    over = [f"strategy={strategy}", "memory=recompute", "trainer.devices=2", f"hydra.run.dir={strategy}"]
+    assert command(here, "train", *TINY, *WORDS, *over, *callback).code == 0
     assert [(here / f"{strategy}.txt.{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
-    checkpoint = torch.load(here / strategy / "checkpoints" / "last.ckpt", weights_only=True)
-    alone = torch.load(here / "run" / "checkpoints" / "last.ckpt", weights_only=True)
-    assert checkpoint["state_dict"].keys() == alone["state_dict"].keys()
+    found, alone = checkpoint(here / strategy), checkpoint(here / "run")
+    assert found["state_dict"].keys() == alone["state_dict"].keys()
+    for part in ("loss", "model", "noise"):
+        assert found[CHECKPOINT_KEY]["config"][part] == alone[CHECKPOINT_KEY]["config"][part]
 
 
 @pytest.mark.parametrize(
@@ -156,65 +182,65 @@ def test_over_two_processes(here: Path, command: Callable[..., Done], strategy: 
         (["loss._target_=huber"], "loss._target_=huber is not module.name"),
         (["+loss.delat=3"], "unknown key loss.delat: did you mean loss.delta?"),
         (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
-        (["model.target=own.MyNetwork"], "unknown key model.target: did you mean model._target_?"),
-        (
-            ["loss.beta=1"],
-            "unknown key loss.beta: choose loss._target_, loss.ssim_weight. An argument of your own takes",
-        ),
         (["+loss.delta=1"], "loss.delta exists already: leave out the + before it"),
+        (["--config-dir=my_cnf"], "no config folder at my_cnf"),
     ],
 )
-def test_errors_are_one_line(command: Callable[..., Done], words: list[str], message: str) -> None:
-    refused = command("train", *SMALL, *OWN, *words)
-    assert refused.returncode == 1
-    (line,) = refused.stderr.splitlines()
-    assert line.startswith(f"error: {message}")
+def test_a_slip_in_its_words_is_one_line(here: Path, command: Command, words: list[str], message: str) -> None:
+    assert command(here, "train", *TINY, *WORDS, *words).error.startswith(message)
 
 
-@pytest.fixture(scope="module")
-def with_configs(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
-    """A folder with one file of code, one config file for each group, and a run of two steps of them."""
-    folder = tmp_path_factory.mktemp("configs")
-    shutil.copy(Path(__file__).parents[1] / "own.py", folder)
-    for name, text in FILES.items():
-        path = folder / "my_conf" / f"{name}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-    words = ["--config-dir", "my_conf", *CHOSEN, *SMALL, "trainer.max_steps=2", "hydra.run.dir=run"]
-    done = warm.run("-m", "qnmixer.train", *words, cwd=folder, env=environment())
-    assert done.returncode == 0, done.stderr
-    return folder
+def test_a_loss_on_the_iterates_is_that_of_every_memory_mode(here: Path, command: Command) -> None:
+    runs = {
+        (memory, weight): trained(command, here, f"{memory}{weight}", f"memory={memory}", f"+module.iterates={weight}")
+        for memory, weight in (("keep", 1), ("offload", 1), ("recompute", 1), ("recompute", 0))
+    }
+    kept, offloaded, recomputed, without = (rows[0] for rows in runs.values())
+    for other in (offloaded, recomputed):
+        assert other["train/loss"] == pytest.approx(kept["train/loss"], rel=1e-6)
+        assert other["train/grad_norm"] == pytest.approx(kept["train/grad_norm"], rel=1e-4)
+    assert recomputed["train/loss"] > 2 * without["train/loss"]
+    assert abs(recomputed["train/grad_norm"] / without["train/grad_norm"] - 1) > 0.1
 
 
-def test_config_files_of_ones_own_are_options_like_others(
-    with_configs: Path, command_there: Callable[..., Done]
+def test_a_pipeline_trains_and_logs_what_one_process_does(here: Path, command: Command) -> None:
+    """A term on x_T and the values that the training step logs: means over the micro-batches, on every rank."""
+    weights = {}
+    for smooth in (0, 100):
+        alone, together = (
+            trained(command, here, f"{name}{smooth}", *words, f"+module.smooth={smooth}")
+            for name, words in (("single", ALONE), ("pipeline", PIPELINE))
+        )
+        assert len(alone) == len(together) == 3
+        for one, other in zip(alone, together, strict=True):
+            assert other.keys() == one.keys()
+            same = one.keys() - {"train/range"}  # which is no mean over images
+            assert [other[name] for name in same] == pytest.approx([one[name] for name in same], rel=1e-4, abs=1e-5)
+        weights[smooth], expected = (weights_of(here / f"{name}{smooth}") for name in ("pipeline", "single"))
+        assert (weights[smooth] - expected).abs().max() < 1e-5
+    assert 100 * together[0]["train/roughness"] > 0.9 * together[0]["train/loss"]  # so the term is honoured
+    assert (weights[100] - weights[0]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (
+            "+module.iterates=1",
+            "training_step asks for the iterates, but they are on other devices: choose ",
+        ),
+        ("+module.mode=another", "training_step gives the network another sinogram than that of self.measure"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused_in_one_line(
+    here: Path, command: Command, word: str, message: str
 ) -> None:
-    checkpoint = torch.load(with_configs / "run" / "checkpoints" / "last.ckpt", weights_only=True)
-    config = checkpoint[CHECKPOINT_KEY]["config"]
-    assert config["loss"] == {"_target_": "own.huber", "delta": 0.1}
-    assert (config["data"]["year"], config["data"]["hu_max"]) == (2016, 2000.0)
-    assert {group["beta"] for group in checkpoint["optimizer_states"][0]["param_groups"]} == {0.95}
-    misspelt = command_there("train", "--config-dir=my_conf", *CHOSEN, "loss.delat=3")
-    assert misspelt.returncode == 1
-    assert misspelt.stderr.startswith("error: unknown key loss.delat: ")
-    nowhere = command_there("train", "--config-dir", "my_cnf")
-    assert nowhere.stderr.startswith("error: no config folder at my_cnf")
+    refused = command(here, "train", *MODULE, *PIPELINE, word, "hydra.run.dir=refused")
+    assert refused.error.startswith(f"rank 1: strategy=pipeline: {message}")
 
 
-def test_a_run_of_ones_own_configs_is_resumed_with_them(with_configs: Path, command_there: Callable[..., Done]) -> None:
-    resumed = command_there("train", "resume=run", "trainer.max_steps=3")
-    assert resumed.returncode == 0, resumed.stderr
-    assert json.loads((with_configs / "run" / "results.json").read_text())["steps"] == 3
-    assert "add trust=own" in command_there("evaluate", "run=run").stderr
-    words = ["run=run", "trust=own", "data=mine", "--config-dir=my_conf", "hydra.run.dir=evaluated"]
-    evaluated = command_there("evaluate", *words)
-    assert evaluated.returncode == 0, evaluated.stderr
-
-
-@pytest.mark.long
-def test_a_sweep_with_ones_own_configs(with_configs: Path, command_there: Callable[..., Done]) -> None:
-    words = ["-m", "--config-dir", "my_conf", *SMALL, "loss=huber,mse", "trainer.max_steps=1", "hydra.sweep.dir=sweep"]
-    done = command_there("train", *words)
-    assert done.returncode == 0, done.stderr
-    rows = list(csv.DictReader((with_configs / "sweep" / "sweep.csv").open()))
-    assert [(row["loss"], row["status"]) for row in rows] == [("huber", "done"), ("mse", "done")]
+@pytest.mark.parametrize("words", [[*TINY, *WORDS], [*MODULE, *PIPELINE]], ids=["network", "module over stages"])
+def test_it_is_planned(here: Path, command: Command, words: list[str]) -> None:
+    planned = command(here, "plan", *words, "format=json", "device=24")
+    assert (planned.code, planned.stderr) == (0, "")
+    assert json.loads(planned.stdout)["peak_mib"] > 0

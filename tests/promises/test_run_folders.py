@@ -20,8 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
     ("source", "output", "words"),
     [
         (".", ".", "lies in input"),
-        (".", "link", "lies in input"),
-        (".", "out", "lies in input"),  # a second call would take the results for slices
+        (".", "link/out", "lies in input"),  # a second call would take the results for slices
         ("s.npy", ".", "contains s.npy already"),
         ("s.npy", "../other", "contains scan.png already"),
     ],
@@ -36,7 +35,7 @@ def test_reconstructions_never_take_the_place_of_files(
     (tmp_path / "link").symlink_to(folder)
     (other / "scan.png").write_text("mine")
     before = contents(tmp_path)
-    place = tmp_path / "link" if output == "link" else folder / output
+    place = tmp_path / output if output.startswith("link") else folder / output
     assert words in reconstruction(noise_free, folder / source, place).error
     assert contents(tmp_path) == before
 

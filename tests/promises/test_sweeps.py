@@ -18,7 +18,9 @@ from omegaconf import OmegaConf
 
 from qnmixer.engine.config.compose import compose
 
+from ..conftest import PHANTOMS, TINY
 from ..warm import FORK_RANKS, Warm
+from .commands import Command
 
 pytestmark = [pytest.mark.slow]
 
@@ -111,21 +113,16 @@ def test_a_bad_and_a_crashing_job_leave_the_others_alone(
     assert f"- job 1: {crashed['error']}" in markdown
 
 
-@pytest.mark.parametrize(
-    ("number", "saving"),
-    [
-        (
-            signal.SIGINT,
-            ["trainer.max_steps=100", "trainer.val_every_n_steps=1000", "trainer.save_every_n_steps=null"],
-        ),
-        pytest.param(signal.SIGKILL, ["trainer.max_steps=300", "trainer.val_every_n_steps=50"], marks=pytest.mark.long),
-    ],
-)
+UNSAVED = ["trainer.max_steps=100", "trainer.val_every_n_steps=1000", "trainer.save_every_n_steps=null"]
+SAVED = ["trainer.max_steps=300", "trainer.val_every_n_steps=50"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_a_stopped_sweep_leaves_no_process_and_continues(
-    start: Start, warm: Warm, tmp_path: Path, number: signal.Signals, saving: list[str]
+    start: Start, warm: Warm, tmp_path: Path, number: signal.Signals
 ) -> None:
     """The job that was running resumes in its folder. Jobs that had not started follow."""
-    sweep = ["-m", "seed=1,2", *saving, "hydra.sweep.dir=sweep"]
+    sweep = ["-m", "seed=1,2", *(UNSAVED if number == signal.SIGINT else SAVED), "hydra.sweep.dir=sweep"]
     command = start(*sweep, folder=None)
     job = tmp_path / "sweep" / "0"
     command.wait_for(job / ("metrics.csv" if number == signal.SIGINT else "checkpoints/last.ckpt"))
@@ -167,10 +164,18 @@ def test_without_slurm_its_launcher_is_one_line(start: Start) -> None:
     assert line.startswith("error: hydra/launcher=slurm needs SLURM, but this machine has no srun")
 
 
+RAY = ["hydra.launcher.ray.init.address=null", "hydra.launcher.ray.remote.num_gpus=0"]
+
+
 @pytest.mark.long
-def test_the_local_mode_of_submitit(start: Start, tmp_path: Path) -> None:
-    pytest.importorskip("submitit")
-    sweep = ["-m", "hydra/launcher=submitit_local", "strategy=ddp", "trainer.devices=2", "optimizer.lr=1e-3,abc"]
+@pytest.mark.parametrize(
+    ("launcher", "plugin", "words"), [("submitit_local", "submitit", []), ("ray_cluster", "ray", RAY)]
+)
+def test_the_local_mode_of_a_launcher(
+    start: Start, tmp_path: Path, launcher: str, plugin: str, words: list[str]
+) -> None:
+    pytest.importorskip(plugin)
+    sweep = ["-m", f"hydra/launcher={launcher}", *words, "strategy=ddp", "trainer.devices=2", "optimizer.lr=1e-3,abc"]
     code, _, stderr = start(*sweep, "hydra.sweep.dir=sweep", folder=None).outcome()
     assert code == 1, stderr
     assert stderr.splitlines()[-1].startswith("error: 1 of 2 jobs failed: 1 (see sweep/sweep.md)")
@@ -178,26 +183,11 @@ def test_the_local_mode_of_submitit(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_local_mode_of_ray(start: Start, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    sweep = ["-m", "hydra/launcher=ray_cluster", "hydra.launcher.ray.init.address=null", "optimizer.lr=1e-3,abc"]
-    sweep += ["hydra.launcher.ray.remote.num_gpus=0", "strategy=ddp", "trainer.devices=2", "hydra.sweep.dir=sweep"]
-    code, _, stderr = start(*sweep, folder=None).outcome()
-    assert code == 1, stderr
-    assert [line["status"] for line in table(tmp_path / "sweep")] == ["done", "failed"]
-
-
-@pytest.mark.long
-def test_jobs_that_an_experiment_is_fitted_to_are_done_once(warm: Warm, tmp_path: Path) -> None:
+def test_jobs_that_an_experiment_is_fitted_to_are_done_once(command: Command, tmp_path: Path) -> None:
     """`experiment=demo model=fbp` deletes keys of demo's, in the job's record too."""
-    words = [
-        "-m", "experiment=demo", "model=fbp,tv", "data.image_size=16", "data.n_val=1",
-        "data.n_train=2", "data.num_workers=0", "geometry.n_views=8", "geometry.n_detectors=24",
-        "geometry.detector_pitch=40", "logger=csv", "test_after_training=false", "trainer.accelerator=cpu",
-        "hydra.sweep.dir=sweep",
-    ]  # fmt: skip
+    tiny = [*(word for word in TINY if not word.startswith("model.")), *PHANTOMS]
     for _ in range(2):
-        done = warm.run("-m", "qnmixer.train", *words, cwd=tmp_path, env=dict(os.environ))
-        assert done.returncode == 0, done.stderr
+        done = command(tmp_path, "train", "-m", "experiment=demo", "model=fbp,tv", *tiny, "hydra.sweep.dir=sweep")
+        assert done.code == 0, done.stderr
     assert done.stdout.count("already done") == 2
     assert sorted(path.name for path in (tmp_path / "sweep").glob("[0-9]*")) == ["0", "1"]

@@ -39,7 +39,7 @@ Arrays = Sequence[np.ndarray]
 
 def cached(kind: str, geometry: FanBeamGeometry, build: Callable[[], Arrays]) -> Arrays:
     """What `build` gives for that kind and scan: from the disk if it is there and the scan is large."""
-    if not is_worth_caching(geometry):
+    if _work(geometry) < WORTH_CACHING:
         return build()
     key, found = _key(kind, geometry), None
     try:
@@ -58,11 +58,6 @@ def cached(kind: str, geometry: FanBeamGeometry, build: Callable[[], Arrays]) ->
         reason = f"{error.strerror} for {error.filename}" if isinstance(error, OSError) else error
         warnings.warn(f"no cache on disk ({reason}): every start builds the matrices of the scan again", stacklevel=1)
     return found or build()
-
-
-def is_worth_caching(geometry: FanBeamGeometry) -> bool:
-    """Whether building takes so long that the disk is used."""
-    return _work(geometry) >= WORTH_CACHING
 
 
 def _work(geometry: FanBeamGeometry) -> int:

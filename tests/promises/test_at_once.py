@@ -1,0 +1,178 @@
+"""Promise 1: Two commands. One-line errors with the way out. Ctrl-C, SIGTERM, SLURM: a checkpoint, and how to go on.
+
+What a command says at once, before torch or Lightning is loaded: its help, its version, and the first line of a run.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from qnmixer.engine import cli
+from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.config.compose import compose
+
+from ..heavy import LOADED, path_without
+from ..warm import Warm
+from .commands import environment
+
+pytestmark = pytest.mark.slow
+
+ASK = """
+eval "$(qnmixer-train -sc install=bash)"
+for typed in strategy= schedule.w debug=o; do
+    COMP_LINE="qnmixer-train $typed" COMP_WORDS=(qnmixer-train "$typed") COMP_CWORD=1
+    hydra_bash_completion
+    printf '%s\\n' "${COMPREPLY[@]}"
+done
+"""
+
+
+def real(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, from the start of Python on."""
+    kept = {name: value for name, value in environment().items() if not name.startswith(("SLURM", "TORCHELASTIC"))}
+    words = (sys.executable, *words)
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=kept | variables, timeout=120)
+
+
+def first_lines(folder: Path, *words: str, **variables: str) -> list[str]:
+    """What a command prints until it imports the first large library."""
+    done = real(folder, "-m", *words, PYTHONPATH=path_without(folder), **variables)
+    assert (done.returncode, done.stderr) == (LOADED, "")
+    *lines, last = done.stdout.splitlines()
+    assert last.endswith(" was imported")
+    return lines
+
+
+# Help
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the console script, as pip writes it, and torch as a module that fails to import."""
+    folder = tmp_path_factory.mktemp("bin")
+    script = folder / "qnmixer-train"
+    script.write_text(f"#!{sys.executable}\nfrom qnmixer.train import main\nmain()\n")
+    script.chmod(0o755)
+    (folder / "torch.py").write_text("raise ZeroDivisionError")
+    return folder
+
+
+def test_bash_completes(installed: Path, tmp_path: Path) -> None:
+    paths = {"PATH": f"{installed}:{os.environ['PATH']}", "PYTHONPATH": f"{installed}:{os.environ.get('PYTHONPATH')}"}
+    done = subprocess.run(
+        ["bash", "-c", ASK], cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+    assert {*done.stdout.split()} == {
+        *(f"strategy={it}" for it in ("ddp", "fsdp", "pipeline", "single")), "schedule.warmup=",
+        "debug=off", "debug=overfit",
+    }  # fmt: skip
+
+
+ALL = """
+import importlib, sys
+for name in "train evaluate reconstruct compare export plan doctor".split():
+    sys.argv = [name, "--help"]
+    importlib.import_module(f"qnmixer.{name}").main()
+sys.argv = ["train", "--version"]
+importlib.import_module("qnmixer.train").main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["-c", ALL], ["n_iterations", *(f"python -m qnmixer.{name} " for name in ("evaluate", "export", "doctor"))]),
+        (["-m", "qnmixer.train", "--cfg", "job"], ["n_iterations"]),
+        (["-m", "qnmixer.train", "--info", "defaults"], ["qn_mixer"]),
+    ],
+    ids=["help of each command", "config", "defaults"],
+)
+def test_questions_are_answered_without_torch(
+    installed: Path, tmp_path: Path, words: list[str], found: list[str]
+) -> None:
+    done = real(tmp_path, *words, PYTHONPATH=f"{installed}:{os.environ.get('PYTHONPATH', '')}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(word in done.stdout for word in found)
+    assert words[0] == "-m" or done.stdout.endswith(f"qnmixer {version('qnmixer')}\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_traceback_is_there_for_who_asks(tmp_path: Path) -> None:
+    done = real(tmp_path, "-m", "qnmixer.train", "geometry.n_views=0", "hydra.run.dir=run", **{cli.TRACEBACK: "1"})
+    assert done.returncode != 0
+    assert "Traceback (most recent call last)" in done.stderr
+    assert "geometry.n_views=0 should be greater than or equal to 1" in done.stderr.splitlines()[-1]
+
+
+# The first line
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "train experiment=demo model=learn hydra.run.dir=my/run",
+            "starting a run in {}/my/run: experiment=demo, model=learn, data=phantoms",
+        ),
+        ("train resume=run", "resuming the run in {}/run: model=qn_mixer, data=phantoms"),
+        ("evaluate run=pretrained", "evaluating pretrained"),
+        ("compare sweep=a_sweep", "comparing the jobs of a_sweep"),
+        ("reconstruct run=pretrained input=a_sweep output=out", "reconstructing a_sweep by pretrained"),
+    ],
+)
+def test_a_command_says_at_once_what_it_does(tmp_path: Path, words: str, line: str) -> None:
+    """Of a checkpoint it has a name alone: what is in it is not looked at before."""
+    for path in ("run/checkpoints/last.ckpt", "a_sweep/sweep.json"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).touch()
+    (tmp_path / "run" / "results.json").write_text('{"status": "interrupted", "overrides": []}')
+    assert first_lines(tmp_path, *f"qnmixer.{words}".split()) == [f"{line.format(tmp_path)} (loading PyTorch …)"]
+
+
+def test_json_has_no_line_before_it(tmp_path: Path) -> None:
+    assert first_lines(tmp_path, "qnmixer.doctor", "format=json") == []
+
+
+def test_of_several_processes_only_the_first_says_it(tmp_path: Path) -> None:
+    words = ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "hydra.run.dir=run"]
+    by_torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}
+    assert first_lines(tmp_path, "qnmixer.train", *words, **by_torchrun) == []
+
+
+BESIDE = [
+    *(
+        f"experiment=demo model={it}"
+        for it in ("tv", "fbp", "fbpconvnet", "regformer", "learn", "learned_primal_dual", "itnet")
+    ),
+    *(f"experiment={it} data=dicom data.root=." for it in ("pretrained", "measured", "compare_small")),
+    *(f"experiment={it} data=numpy data.root=." for it in ("pretrained", "measured", "compare_small")),
+    "experiment=paper_aapm data=phantoms",
+]
+"""Words of an experiment, beside an option that cannot have what the experiment sets."""
+
+
+@pytest.mark.parametrize("words", [BESIDE[0], BESIDE[-2], BESIDE[-1]])
+def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, words: str) -> None:
+    """All checks are before this line."""
+    path = {"PYTHONPATH": path_without(tmp_path)}
+    done = cold.run("-m", "qnmixer.train", *words.split(), "hydra.run.dir=run", cwd=tmp_path, env=os.environ | path)
+    assert (done.returncode, done.stderr) == (LOADED, "")
+    (line, _) = done.stdout.splitlines()
+    start, _, told = line.removesuffix(" (loading PyTorch …)").partition(": ")
+    assert start == f"starting a run in {tmp_path / 'run'}"
+    assert {word for word in words.split() if not word.startswith("data.root")} <= {*told.split(", ")}
+
+
+@pytest.mark.parametrize("words", BESIDE)
+def test_what_an_experiment_sets_stops_no_other_option(words: str) -> None:
+    """Each part that is named is the class that it is without the experiment."""
+    found = to_plain(parse(compose("train", words.split())))
+    _, *others = words.split()
+    alone = to_plain(parse(compose("train", others)))
+    for group in (word.partition("=")[0] for word in others if not word.startswith("data.root")):
+        assert found[group]["_target_"] == alone[group]["_target_"]

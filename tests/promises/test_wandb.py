@@ -1,0 +1,193 @@
+"""Promise 5: Sweeps: a process tree a job, resumable, one bad job does not stop the rest. W&B offline, same names for
+every method, nothing private.
+
+Runs of different methods beside each other in W&B: without a server, read back from this disk; and with a stand-in for
+one, which may go, or whose agent starts the jobs.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from wandb.sdk.launch.sweeps.utils import DEFAULT_SWEEP_COMMAND, create_sweep_command, create_sweep_command_args
+
+from qnmixer.engine.config.compose import CONF
+from qnmixer.engine.tracking.records import read_metrics
+from qnmixer.engine.tracking.results import read_results
+
+from ..conftest import PHANTOMS
+from ..conftest import TINY as COMMON
+from ..warm import Warm
+from .commands import STEPS, TINY, Command, environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wandb")]  # else each worker would train the three methods
+
+MANUAL = CONF.parent / "docs" / "wandb.md"
+SWEEP = yaml.safe_load((CONF / "wandb_sweep.yaml").read_text())
+SETTING = [
+    "experiment=demo", *(word for word in TINY if not word.startswith(("model.", "logger", "geometry.n_views"))),
+    *PHANTOMS, "tags=[tried]",
+]  # fmt: skip
+METHODS = {
+    "QN-Mixer": ["model=qn_mixer", "model.n_iterations=2", "model.channels=8"],
+    "FBPConvNet": ["model=fbpconvnet", "model.channels=4", "model.depth=2"],
+    "TV": ["model=tv", "model.n_iterations=5"],
+}
+SMALLEST = [word for word in COMMON if not word.startswith(("logger", "trainer.max", "trainer.val"))]
+
+
+@pytest.fixture(scope="module")
+def runs(
+    command: Command, tmp_path_factory: pytest.TempPathFactory, offline_runs: Callable[[Path], list[Any]]
+) -> dict[str, Any]:
+    """One run of each method, in the setting of one experiment, without key, home and network."""
+    place, found = tmp_path_factory.mktemp("methods"), {}
+    (place / "home").mkdir()
+    nowhere = {"HOME": str(place / "home"), **dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")}
+    for method, model in METHODS.items():
+        done = command(place, "train", *SETTING, *model, f"hydra.run.dir=runs/day/{method}", **nowhere)
+        assert (done.code, done.stderr) == (0, "")
+        (found[method],) = offline_runs(place / "runs" / "day" / method)
+    assert not list(place.glob("wandb"))
+    return found
+
+
+def folder(run: Any) -> Path:
+    return run.folder.parents[1]
+
+
+def columns(run: Any) -> set[str]:
+    """Of the table of runs."""
+    return {name.partition(".")[0] for name in run.summary if not name.startswith("_")}
+
+
+def test_every_step_of_a_run_is_kept_without_a_server(runs: dict[str, Any]) -> None:
+    run = runs["QN-Mixer"]
+    assert [it.exit_code for it in runs.values()] == [0] * 3
+    assert [(row["_step"], row["samples"]) for row in run.history] == [(k, 2 * k) for k in range(1, STEPS + 1)]
+    of_every_row = {"train/loss", "train/grad_norm", "train/lr", "train/lambda_0", "memory/allocated_mib"}
+    assert all(of_every_row <= row.keys() for row in run.history)
+    assert len(list((run.folder / "files" / "media").glob("images/val/*.png"))) == 2
+
+
+def test_two_networks_have_the_same_columns_and_what_is_not_trained_those_of_its_test(runs: dict[str, Any]) -> None:
+    first, second = runs["QN-Mixer"], runs["FBPConvNet"]
+    assert columns(first) == columns(second)
+    assert {"train/loss", "val/psnr", "val/psnr_best", "test/psnr", "test/ssim", "test/fbp/psnr"} <= columns(first)
+    assert first.config.keys() == second.config.keys()
+    assert "train/lambda_0" in first.metrics  # a curve of its own, and no column
+    assert columns(runs["TV"]) == {it for it in columns(first) if not it.startswith(("train/", "memory/"))}
+
+
+def test_the_names_of_the_manual_are_logged(runs: dict[str, Any]) -> None:
+    names = set(re.findall(r"[`\":]((?:train|val|test)/\w+(?:/\w+)?)[`\"]", MANUAL.read_text()))
+    assert len(names) > 10
+    logged = {name.partition(".")[0] for name in runs["QN-Mixer"].metrics}
+    assert names - logged == {"test/tv/psnr", "val/NAME", "test/NAME"}  # TV: nobody asked for it; NAME: of any metric
+
+
+def test_config_tags_and_name_distinguish_runs(runs: dict[str, Any]) -> None:
+    assert {method: run.config["method"] for method, run in runs.items()} == {method: method for method in METHODS}
+    assert [run.tags for run in runs.values()] == [
+        ["tried", "demo", model, "phantoms", "single"] for model in ("qn_mixer", "fbpconvnet", "tv")
+    ]
+    assert runs["TV"].name == "tv-phantoms-16views-seed42-TV"
+    assert len({run.name for run in runs.values()}) == len(runs)
+
+
+def test_the_columns_are_the_record_of_the_run(runs: dict[str, Any]) -> None:
+    """The best value, the means of the test, and one scale of SSIM."""
+    for method, run in runs.items():
+        record = json.loads((folder(run) / "results.json").read_text())
+        assert run.summary["val/psnr_best"] == pytest.approx(record["best"]["val/psnr"])
+        assert run.summary["val/psnr_best"] == pytest.approx(max(row.get("val/psnr", 0) for row in run.history))
+        for metric in ("psnr", "ssim", "window_psnr", "window_ssim"):
+            assert run.summary[f"test/{metric}"] == record["test"][method][metric]
+            assert run.summary[f"test/fbp/{metric}"] == record["test"]["FBP"][metric]
+        assert run.summary["test/ssim"] / run.summary["val/ssim"] == pytest.approx(1, abs=0.3)
+        assert 1 < run.summary["val/ssim"] <= 100
+
+
+def test_page_picture_and_a_table_of_numbers_are_files_of_the_run(runs: dict[str, Any]) -> None:
+    for method, run in runs.items():
+        for file in (Path("evaluation", name) for name in ("page.html", "picture.png")):
+            assert (run.folder / "files" / file).samefile(folder(run) / file)
+        (path,) = (run.folder / "files" / "media" / "table").rglob("*.json")
+        table = json.loads(path.read_text())
+        assert table["columns"][:3] == ["method", "psnr", "psnr_std"]
+        assert [line[0] for line in table["data"]] == ["FBP", method]
+        assert all(isinstance(cell, float) for line in table["data"] for cell in line[1:])
+        assert table["data"][1][1] == run.summary["test/psnr"]
+
+
+@pytest.mark.usefixtures("no_wandb")
+@pytest.mark.long
+def test_training_continues_without_the_network(tmp_path: Path, wandb_server: Any) -> None:
+    """A real run, whose server goes after the first validation: all its steps, one warning, a moment's wait."""
+    words = [*SMALLEST, *PHANTOMS, "trainer.max_steps=300", "trainer.val_every_n_steps=20", "logger.wandb.mode=online"]
+    train = [sys.executable, "-m", "qnmixer.train", *words, f"hydra.run.dir={tmp_path}"]
+    with subprocess.Popen(train, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("pictures/*.png")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.02)
+        wandb_server.leave()
+        start = time.monotonic()
+        stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    assert time.monotonic() - start < 120
+    assert "step 300/300" in stdout
+    assert f"W&B: {wandb_server.url}" in stdout
+    assert [line for line in stderr.splitlines() if "W&B" in line and "wandb sync" in line] == [
+        line for line in stderr.splitlines() if not line.startswith(" ")
+    ]
+    assert sorted({int(row["step"]) for row in read_metrics(tmp_path / "metrics.csv")}) == list(range(1, 301))
+    assert list(tmp_path.glob("wandb/run-*/*.wandb"))
+
+
+def command_line(command: list[str], python: Path, program: str, values: dict[str, Any]) -> list[str]:
+    """What the agent runs for one choice of the parameters (wandb_agent.py: Agent._command_run)."""
+    words = create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
+    words |= {"env": ["/usr/bin/env"], "interpreter": [str(python)], "program": [program]}
+    built = []
+    for word in create_sweep_command([*command]):
+        built += words[word[2:-1]] if word.startswith("${") and word.endswith("}") else [word]
+    return built
+
+
+def test_an_agent_runs_two_jobs_of_the_ready_sweep(warm: Warm, tmp_path: Path, wandb_server: Any) -> None:
+    """The command line as W&B's own code builds it: that of our sweep, and W&B's default."""
+    tiny = [*SMALLEST, "data.n_train=4", "data.n_val=2", "trainer.max_steps=2", "trainer.val_every_n_steps=1"]
+    at = SWEEP["command"].index("${args_no_hyphens}")
+    ours = [*SWEEP["command"][:at], *tiny, *SWEEP["command"][at:]]
+    wandbs_own = [*DEFAULT_SWEEP_COMMAND, *tiny, "logger.wandb.mode=online", "hydra.run.dir=second"]
+    jobs: dict[str, tuple[list[str], dict[str, Any], Path]] = {
+        "first111": (ours, {"optimizer.lr": 0.002, "loss": "l1"}, Path("runs/wandb_sweeps/s1/first111")),
+        "second22": (wandbs_own, {"optimizer.lr": 0.003, "trainer.gradient_clip_val": None}, Path("second")),
+    }
+    for run_id, (words, values, run_folder) in jobs.items():
+        assert values.keys() & SWEEP["parameters"].keys()
+        program = SWEEP["program"] if words is ours else str(CONF.parent / "src" / "qnmixer" / "train.py")
+        server = {name: value for name, value in os.environ.items() if name.startswith("WANDB")}
+        of_agent = server | {"WANDB_SWEEP_ID": "s1", "WANDB_RUN_ID": run_id, "WANDB_DIR": str(tmp_path)}
+        done = subprocess.run(
+            command_line(words, warm.python, program, values), cwd=tmp_path, env=environment(**of_agent),
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+        given = [f"{key}={'null' if value is None else value}" for key, value in values.items()]
+        assert {*given} <= {*read_results(tmp_path / run_folder)["overrides"]}
+        assert (tmp_path / run_folder / "wandb" / "run_id").read_text() == run_id
+    assert [*wandb_server.runs] == [*jobs]
+    for run in wandb_server.runs.values():
+        assert run["exit_code"] == 0
+        assert [row["val/psnr"] for row in run["history"] if SWEEP["metric"]["name"] in row]
