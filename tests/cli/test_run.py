@@ -152,6 +152,8 @@ def test_only_what_a_command_takes_is_offered(start: Start) -> None:
         ("x" * 5000, "xxxx"),
         (f"monitor={'v' * 5000}", "monitor=vvvv"),
         (f"{'x' * 5000}=1", "xxxx"),
+        (f"tags={'[' * 400}{']' * 400}", "tags=[[[["),
+        (f"seed={'{a:' * 100}1{'}' * 100}", "seed={a:{a:"),
     ],
     ids=lambda it: it[:9],
 )

@@ -17,7 +17,7 @@ from qnmixer.engine.cli.explain import explain, known_keys, warnings_in_one_line
 from qnmixer.engine.cli.help import usage
 from qnmixer.engine.config.compose import OF_A_RUN, compose_as_given, compose_sweep, fitted
 from qnmixer.engine.config.keys import habit, unknown_key
-from qnmixer.engine.config.overrides import is_override, with_home, with_length
+from qnmixer.engine.config.overrides import depth_of, is_override, with_home, with_length
 from qnmixer.engine.config.search_path import CONF, with_search_path
 from qnmixer.engine.processes.cores import wait_briefly
 from qnmixer.engine.processes.output import lasting_output
@@ -28,6 +28,8 @@ from qnmixer.files import naming, private_files
 TRACEBACK = "HYDRA_FULL_ERROR"
 _SWEEP = {"-m", "--multirun"}
 _SWEEP_MODE = "hydra.mode=MULTIRUN"
+_DEEPEST = 50
+"""Brackets of a value inside each other. Python gives up where Hydra and OmegaConf read about 100 of them."""
 
 
 def run(
@@ -106,6 +108,8 @@ def _run(
 def completed(arguments: list[str], config_name: str, complete: Callable[[list[str]], list[str]] = list) -> list[str]:
     """The arguments for Hydra, from those that the user gave. `complete` and the errors are as in `run`."""
     arguments = with_home(accepted(arguments))
+    if deep := next((it for it in arguments if depth_of(it) > _DEEPEST), None):
+        raise ConfigError(f"{deep} has more than {_DEEPEST} brackets inside each other: give a simpler value")
     if config_name in OF_A_RUN and (way := habit(arguments)):
         raise ConfigError(way)
     arguments = with_search_path(arguments)

@@ -34,6 +34,15 @@ def with_home(overrides: list[str]) -> list[str]:
     return found
 
 
+def depth_of(text: str) -> int:
+    """How deep the brackets of a text are nested."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def is_override(word: str) -> bool:
     """Whether a word of a command line is an override: KEY=VALUE or ~KEY, no flag and no value of a flag."""
     return not word.startswith("-") and ("=" in word or word.startswith("~"))
