@@ -453,3 +453,11 @@ def test_odd_names_are_printed_unchanged(tiny_module: Build, tmp_path: Path, cap
     told = capfd.readouterr().err
     assert "a[/b].txt" in told
     assert "[red]x.txt" in told
+
+
+def test_a_line_feed_in_a_name_is_kept(fbp_module: ReconstructionModule, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    series(tmp_path / "in" / "a\nb.npy", 2)
+    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "in", "output": tmp_path / "out"}
+    reconstruct_input(settings(**words, formats="[npy]"))
+    assert sorted(os.listdir(tmp_path / "out")) == ["a\nb_0.npy", "a\nb_1.npy"]

@@ -171,6 +171,8 @@ def test_the_time_left_is_at_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) ->
     shown = TrainingProgress(Console(quiet=True))
     shown._begin, shown._step, shown._total = (2, 40.0), 4, 12
     assert shown._pace_and_time(SimpleNamespace(callback_metrics={})) == ["0:04:00 left"]  # type: ignore[arg-type]
+    shown._total = 10**20  # as many as no timedelta counts
+    assert shown._pace_and_time(SimpleNamespace(callback_metrics={})) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
