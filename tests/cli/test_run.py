@@ -1,5 +1,6 @@
 import errno
 import os
+import re
 import resource
 import sys
 import warnings
@@ -218,6 +219,10 @@ def test_out_of_memory_names_what_the_command_takes() -> None:
 @pytest.mark.parametrize("flags", [[], ["--cfg", "job"]])
 def test_a_group_without_an_option_is_one_line(start: Start, flags: list[str]) -> None:
     assert "the name of one" in start("train", "noise=null", *flags).line
+
+
+def test_an_option_that_hydra_refuses_without_a_word_has_a_line(start: Start) -> None:
+    assert re.fullmatch(r"an option cannot be read \(.+\): give its name, as in .*", start.train("data=${.}").line)
 
 
 def test_home_is_the_users(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
