@@ -222,6 +222,8 @@ def test_a_group_without_an_option_is_one_line(start: Start, flags: list[str]) -
 
 
 def test_an_option_that_hydra_refuses_without_a_word_has_a_line(start: Start) -> None:
+    assert start.train("data=${oc.select:seed}").line.endswith("the name of one of its options, as in data=dicom")
+    assert "a value cannot be read" in start("reconstruct", "run=x", "++hydra.sweeper.params.seed=1").line
     assert re.fullmatch(r"an option cannot be read \(.+\): give its name, as in .*", start.train("data=${.}").line)
 
 

@@ -73,10 +73,10 @@ def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = 
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         try:
             return hydra.compose(config_name, overrides, return_hydra_config=with_hydra)
-        except (ValueError, TypeError) as error:  # Hydra raises these for data=null, trainer=3 or model=[1]
+        except (ValueError, TypeError, AssertionError) as error:  # of Hydra: data=null, data=3, data=${oc.select:seed}
             groups = " ".join(o for o in overrides if (CONF / o.partition("=")[0]).is_dir())
-            if not groups:  # a number of 5,000 digits
-                raise ConfigError(f"a value cannot be read ({first_line(error)}): give a shorter one") from error
+            if not groups:  # a number of 5,000 digits, or ++hydra.sweeper.params.seed=1 where there are none
+                raise ConfigError(f"a value cannot be read ({first_line(error)}): give a simpler one") from error
             raise ConfigError(f"{groups}: give a group the name of one of its options, as in data=dicom") from error
 
 
