@@ -1,5 +1,6 @@
 import errno
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -120,6 +121,8 @@ def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, m
         (f"monitor={'v' * 5000}", "monitor=vvvv"),
         ("noise=null", "noise=null cannot be read"),
         ("noise=null --cfg job", "a group has no option of that name: give it the name of one"),
+        (f"tags={'[' * 400}{']' * 400}", "a value cannot be read (maximum recursion depth"),
+        (f"seed={'{a:' * 100}1{'}' * 100}", "a value cannot be read (maximum recursion depth"),
     ],
     ids=lambda it: it[:12],
 )
@@ -137,6 +140,12 @@ def test_out_of_memory_names_what_the_command_takes() -> None:
         "GiB): lower data.batch_size, model.n_iterations or model.channels, or set trainer.precision=16-mixed"
     )
     assert {*lines.values()} == {"out of memory (CUDA out of memory. Tried to allocate 2 GiB): set accelerator=cpu"}
+
+
+def test_an_option_that_hydra_refuses_without_a_word_has_a_line(start: Start) -> None:
+    assert start("train", "data=${oc.select:seed}").line.endswith("the name of one of its options, as in data=dicom")
+    assert "a value cannot be read" in start("reconstruct", "run=x", "++hydra.sweeper.params.seed=1").line
+    assert re.fullmatch(r"an option cannot be read \(.+\): give its name, as in .*", start("train", "data=${.}").line)
 
 
 def test_home_is_the_users(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

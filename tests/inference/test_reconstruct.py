@@ -336,3 +336,11 @@ def test_a_scan_that_nearly_fits_is_told_and_so_is_the_misfit_of_its_image(
     x = torch.from_numpy((np.load(tmp_path / "out" / "a.npy") + 1000) / 3000)[None, None]
     left = fbp_module.projector(x)[0, 0].numpy() * OF_ONE - y
     assert told == f"{100 * np.sqrt(np.nansum(left**2) / np.nansum(y**2)):.1f}"
+
+
+def test_a_line_feed_in_a_name_is_kept(fbp_module: ReconstructionModule, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    series(tmp_path / "in" / "a\nb.npy", 2)
+    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "in", "output": tmp_path / "out"}
+    reconstruct_input(settings(**words, formats="[npy]"))
+    assert sorted(os.listdir(tmp_path / "out")) == ["a\nb_0.npy", "a\nb_1.npy"]

@@ -93,8 +93,11 @@ def test_jobs_of_a_sweep_are_runs_of_one_group(
         assert len(run.config["device"]) > 2
 
 
-def test_names_and_files_that_are_asked_for(tmp_path: Path, offline_runs: OfflineRuns) -> None:
-    """A run by itself has its time as its name."""
+def test_names_and_files_that_are_asked_for(
+    tmp_path: Path, offline_runs: OfflineRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run by itself has its time as its name. W&B's copy of the checkpoint stays in the run folder."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "of the user"))
     run_in(tmp_path / "2026-01-31" / "12-00-00", 1)
     own = tmp_path / "anna" / "time2"
     own.mkdir(parents=True)
@@ -112,6 +115,8 @@ def test_names_and_files_that_are_asked_for(tmp_path: Path, offline_runs: Offlin
     assert artifact["name"] == f"model-{second.id}"
     assert "best" in artifact["aliases"]
     assert artifact["manifest"]["contents"][0]["path"] == "best.ckpt"
+    assert [path.read_bytes() for path in (second.folder / "artifacts").rglob("*") if path.is_file()] == [b"weights"]
+    assert not (tmp_path / "of the user").exists()
 
 
 def test_the_users_environment_is_under_the_command_line(

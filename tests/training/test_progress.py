@@ -2,14 +2,17 @@
 
 import math
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback, LambdaCallback
+from rich.console import Console
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config import Config
@@ -19,6 +22,7 @@ from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks
+from qnmixer.engine.training.progress import TrainingProgress
 from qnmixer.engine.training.trainer import build_trainer
 from qnmixer.fit import fit
 
@@ -140,6 +144,15 @@ def test_a_log_has_whole_lines_by_optimizer_steps(lines: Callable[..., list[str]
     first, *more = lines(*steps, "trainer.max_steps=6", resume=tmp_path / "0")
     assert first == "resumed at step 4 of 6"
     assert [line.split(" · ")[0] for line in more if "loss" in line] == ["step 5/6", "step 6/6"]
+
+
+@pytest.mark.parametrize(("n_steps", "left"), [(12, ["0:04:00 left"]), (10**20, [])])
+def test_the_time_left_is_at_the_pace_so_far(n_steps: int, left: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the steps of this process, validations included. No timedelta counts 10**20 steps."""
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    shown = TrainingProgress(Console(quiet=True))
+    shown._begin, shown._step, shown._total = (2, 40.0), 4, n_steps
+    assert shown._pace_and_time(SimpleNamespace(callback_metrics={})) == left  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

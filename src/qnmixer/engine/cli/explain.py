@@ -109,6 +109,8 @@ def _explain_word(word: str) -> str:
 
 def _explain_composition(error: Exception, config_name: str) -> str:
     text = " ".join(str(error).split())
+    if not text:  # of Hydra, for an option such as ${.}
+        return f"an option cannot be read ({first_line(error.__cause__ or error)}): give its name, as in data=dicom"
     if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
         return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{_EXTRAS[found[2]]}]"'
     if isinstance(error, MissingConfigException) and (found := re.search(r"'(\w+(?:/\w+)?)/([^']*)'", text)):

@@ -174,7 +174,8 @@ def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = 
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         try:
             return hydra.compose(config_name, overrides, return_hydra_config=with_hydra)
-        except (ValueError, TypeError) as error:  # data=null, trainer=3, model=[1], or a number of 5,000 digits
+        except (ValueError, TypeError, AssertionError, RecursionError) as error:
+            # Of Hydra: data=null, trainer=3, data=${oc.select:seed}, a number of 5,000 digits, or hundreds of brackets
             groups = " ".join(o for o in overrides if (CONF / o.partition("=")[0]).is_dir())
             raise ConfigError(
                 f"{groups or 'a value'} cannot be read ({first_line(error)}): give a group the name of one of its "

@@ -172,7 +172,7 @@ def _series_uid(call_uid: str, scan: Scan, method: str) -> str:
 
 def _file_name(name: str) -> Path:
     """The relative path of a slice without its ending: a/b.dcm#3 becomes a/b_3."""
-    file, frame = re.fullmatch(r"(.*?)(#\d+)?", name).groups()  # type: ignore[union-attr]  # it matches anything
+    file, frame = re.fullmatch(r"(?s)(.*?)(#\d+)?", name).groups()  # type: ignore[union-attr]  # it matches anything
     path = Path(file)
     path = path.with_suffix("") if path.suffix.lower() in (".dcm", ".ima", ".npy", ".png") else path
     return path.with_name(f"{path.name}_{frame[1:]}") if frame else path

@@ -38,6 +38,7 @@ DONE, FAILED, INTERRUPTED = 0, 1, 255
 
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
 # Only one kind of network has these. They get a curve, but no column in the table of runs.
+_DATA_DIR = "WANDB_DATA_DIR"
 _CURVES_ONLY = ("train/lambda_*", "val/cosine_zs", "val/skipped_pairs")
 _SECONDS_TO_START = 30
 _SECONDS_TO_DISK = 0.1  # W&B's default is 15. A kill loses these rows, and the resumed run does not repeat them
@@ -102,7 +103,13 @@ def log_checkpoint(loggers: list[Logger], checkpoint: Path) -> None:
     """Log a checkpoint as an artifact, if the W&B run asks for it. An offline run stores a copy for `wandb sync`."""
     for logger in loggers:
         if isinstance(logger, WandbRun) and logger.log_best:
-            logger.experiment.log_model(checkpoint, f"model-{logger.experiment.id}", aliases=["best"])
+            is_chosen = _DATA_DIR in os.environ  # else W&B's copy would stay in the user's home
+            os.environ.setdefault(_DATA_DIR, str(Path(logger.experiment.dir).parent))
+            try:
+                logger.experiment.log_model(checkpoint, f"model-{logger.experiment.id}", aliases=["best"])
+            finally:
+                if not is_chosen:
+                    del os.environ[_DATA_DIR]
 
 
 class WandbRun(WandbLogger):

@@ -127,7 +127,8 @@ class TrainingProgress(Callback):
         found = [] if speed is None else [f"{float(speed):.{2 if speed < 1 else 1}f} samples/s"]
         if first < self._step < self._total < math.inf:
             left = (time.monotonic() - start) / (self._step - first) * (self._total - self._step)
-            found.append(f"{timedelta(seconds=round(left))} left")
+            if left < timedelta.max.total_seconds():  # max_steps may be a number that nobody will live to see
+                found.append(f"{timedelta(seconds=round(left))} left")
         return found
 
 
