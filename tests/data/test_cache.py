@@ -112,7 +112,7 @@ def test_bad_files_among_good_ones_are_skipped_and_counted(make_ct: Any, body_hu
 @pytest.mark.parametrize(
     ("option", "files", "says"),
     [
-        ("dicom", None, r"data\.root=.*root is empty .*, or no folder"),
+        ("dicom", None, r"data\.root=.*root does not exist: give the folder with the slices"),
         ("dicom", {}, "is empty"),
         ("dicom", {"a.txt": b"hello"}, r"no usable slice.*1 not DICOM.*a\.txt.*give a folder with CT images in DICOM"),
         ("numpy", {"objects.npy": np.array([{"a": 1}], dtype=object)}, "no usable slice"),

@@ -39,6 +39,7 @@ from qnmixer.engine.reports.tables import Console
 from qnmixer.errors import DataError
 from qnmixer.files import (
     atomic_file,
+    check_there,
     default_cache_dir,
     digest,
     digest_of_bytes,
@@ -121,6 +122,7 @@ def list_files(root: Path, *, leave_out: Path | None = None, key: str = "data.ro
 
     Raises DataError, which names the key, if there are none.
     """
+    check_there(key, str(root), "the folder with the slices")
     found: list[str] = []
     seen = {leave_out and os.path.realpath(leave_out)}
     for folder, subfolders, files in os.walk(root, followlinks=True):
@@ -133,7 +135,7 @@ def list_files(root: Path, *, leave_out: Path | None = None, key: str = "data.ro
         paths = (Path(folder, name) for name in sorted(files) if not name.startswith("."))
         found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     if not found:
-        raise DataError(f"{key}={root} is empty (no file at any depth), or no folder: give the folder with the slices")
+        raise DataError(f"{key}={root} is empty (no file at any depth): give the folder with the slices")
     return found
 
 
