@@ -177,7 +177,7 @@ class Group:
             partial = bool(part.get("_partial_") or part.get("_args_"))
             check_names(key, str(part[TARGET]), its, part.keys() - words, partial=partial)
         typed = converted_arguments(self.section, function, simple)
-        return self.changed(**{key: _plain(value) for key, value in typed.items()})
+        return self.changed(**{key: _plain(value) for key, value in typed.items() if key in self.arguments})
 
     def build(self, *args: Any, offered: Mapping[str, Any] | None = None, **ours: Any) -> Any:
         """Call the target with these arguments and those of the config. Raises PluginError if it does not take them."""
