@@ -54,7 +54,7 @@ def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     assert lines[0].startswith("starting a run in ")
     assert not [line for line in lines if "━" in line or "Epoch" in line or "v_num" in line]
     assert {"printed by a callback", "printed by the module"} <= set(lines)
-    assert any(line.endswith("UserWarning: warned by a callback") for line in lines)
+    assert any(line.endswith("warning: warned by a callback") for line in lines)
     assert any(re.fullmatch(r"memory: \d+ MiB in tensors at the peak of a step", line) for line in lines)
     assert [line.split(" · ")[:1] for line in lines if "val PSNR" in line][:2] == [["step 10/5000"], ["step 20/5000"]]
     (end,) = re.findall(r"^interrupted after step (\d+), to resume: ", lines[-1])
