@@ -55,6 +55,12 @@ def test_an_end_that_nobody_recorded(tmp_path: Path) -> None:
     assert record == {**signed(["seed=1"]), "status": "failed", "error": "ValueError: no data"}
 
 
+def test_an_error_between_the_lock_and_the_record_is_recorded(tmp_path: Path) -> None:
+    with contextlib.suppress(SyntaxError), Run(tmp_path, ["seed=1"]).lock():
+        raise SyntaxError("of fit.py")
+    assert (read(tmp_path)["status"], read(tmp_path)["error"]) == ("failed", "SyntaxError: of fit.py")
+
+
 def test_one_process_holds_the_lock_and_a_killed_one_releases_it(tmp_path: Path) -> None:
     """Also where it has forked a child, as data workers are, that outlives it. Who holds it removes what was half
     written."""

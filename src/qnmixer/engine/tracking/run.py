@@ -165,6 +165,10 @@ class Run:
                 amend(self.folder, self.overrides, status="running", error=None)
             try:
                 yield
+            except Exception as error:
+                if read_results(self.folder).get("status") == "running":  # the user's fit.py cannot be imported, say
+                    self.record_end("failed", error)
+                raise
             finally:
                 remove(self.folder / NEXT_HYDRA)
 
