@@ -67,7 +67,7 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
             f"slice{'s' * (batch > 1)} an optimizer step; {steps:,} step{'s' * (steps > 1)} an epoch",
             f"training ends after {' or '.join(limits)}",
         ]
-    if config.debug.name != "off":
+    if config.debug.name in ("few_batches", "overfit"):
         lines.append(f"debug={config.debug.name}: the numbers of such a run mean little")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     if data.measured and (doubt := _other_unit(module, data)):
