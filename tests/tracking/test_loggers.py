@@ -170,6 +170,17 @@ def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Pa
     assert [(row["_step"], row["test/psnr"]) for row in third.history] == [(5, 31.0)]
 
 
+def test_what_a_second_kill_repeats_is_not_logged_again(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    """metrics.csv has no step above 3 after the second part: W&B has those of the first one."""
+    run_in(tmp_path / "a", 1, 2, 3, 4, 5, 6, exit_code=INTERRUPTED)
+    time.sleep(1)  # wandb names folders by the second
+    run_in(tmp_path / "a", 3, resumed_at=2, exit_code=INTERRUPTED)
+    time.sleep(1)
+    run_in(tmp_path / "a", 3, 4, 5, 6, 7, resumed_at=2)
+    steps = [row["_step"] for run in offline_runs(tmp_path) for row in run.history]
+    assert steps == [1, 2, 3, 4, 5, 6, 6, 7]  # the last one may be missing after a kill
+
+
 def test_a_logger_gets_nothing_of_the_machine_and_the_patients() -> None:
     words = [
         "data=numpy", "data.root=/home/anna/ct", "data.split=explicit", "data.test_patients=[anna]",

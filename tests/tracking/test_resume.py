@@ -103,6 +103,10 @@ def test_the_same_command_resumes_the_run_in_its_folder(make: Make, tmp_path: Pa
         got = resume_overrides(["seed=1", f"hydra.run.dir={folder}", "finetune=runs/base"])
         assert got[:2] == ["seed=1", f"hydra.run.dir={folder}"]
         assert (Path(values_of(got)["resume"]).resolve(), got[3:]) == (tmp_path / "runs" / "1", [NEXT])
+    # Hydra would merge a group of keys with what the record has before it.
+    words = ["+data={a: 1}", "hydra.run.dir=runs/2"]
+    make("2", "+data={b: 2}", words[0], mine=False)
+    assert resume_overrides(words) == [*words, "resume=runs/2", NEXT]
 
 
 def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
@@ -228,6 +232,12 @@ def test_code_loggers_callbacks_and_folders_of_a_stranger_are_the_users_to_name(
 def test_plain_values_are_taken_from_any_run(make: Make, override: str) -> None:
     make("a", override, mine=False)
     assert resume_overrides(["resume=runs/a"]) == [override, *IN_A]
+
+
+def test_where_a_strangers_run_began_is_the_users_to_name(make: Make) -> None:
+    make("a", "resume=${oc.env:SECRET}", mine=False, checkpoint=False)
+    with pytest.raises(ConfigError, match=r"^runs/a was not started by you here"):
+        resume_overrides(["resume=runs/a"])
 
 
 def test_the_line_for_who_stops_is_one_for_a_shell(make: Make) -> None:

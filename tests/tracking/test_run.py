@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qnmixer.engine.tracking.run import Run, run_lock
-from qnmixer.engine.tracking.signature import signed
+from qnmixer.engine.tracking.signature import is_signed, signed
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_unused
 
@@ -53,6 +53,24 @@ def test_an_end_that_nobody_recorded(tmp_path: Path) -> None:
     record = read(tmp_path)
     assert record.pop("started")
     assert record == {**signed(["seed=1"]), "status": "failed", "error": "ValueError: no data"}
+
+
+@pytest.mark.parametrize("began", ["finetune=hf://evil/net", None])
+def test_where_a_strangers_run_began_is_not_signed(tmp_path: Path, began: str | None) -> None:
+    """Without its checkpoints it would begin there again, on the user's own word."""
+    overrides = [*filter(None, [began]), "seed=1"]
+    (tmp_path / "results.json").write_text(json.dumps({"status": "interrupted", "overrides": overrides}))
+    run = Run(tmp_path, ["seed=1", f"resume={tmp_path}"], str(tmp_path))
+    with run.recording():
+        run.record_resume(3)
+    assert read(tmp_path)["overrides"] == overrides
+    assert is_signed(read(tmp_path)) == (began is None)
+
+
+def test_an_error_between_the_lock_and_the_record_is_recorded(tmp_path: Path) -> None:
+    with contextlib.suppress(SyntaxError), Run(tmp_path, ["seed=1"]).lock():
+        raise SyntaxError("of fit.py")
+    assert (read(tmp_path)["status"], read(tmp_path)["error"]) == ("failed", "SyntaxError: of fit.py")
 
 
 def test_one_process_holds_the_lock_and_a_killed_one_releases_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.callbacks import Callback, LambdaCallback, Timer
 from rich.console import Console
 
 from qnmixer.engine.build import build_module
@@ -21,6 +21,7 @@ from qnmixer.engine.reports import progress
 from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.training import progress as progress_of_a_run
 from qnmixer.engine.training.callbacks import build_callbacks
 from qnmixer.engine.training.progress import TrainingProgress
 from qnmixer.engine.training.trainer import build_trainer
@@ -164,3 +165,11 @@ def test_without_a_bar_and_with_another_one_only_validations_have_lines(
 ) -> None:
     found = lines(override, "trainer.max_steps=2", plain="TQDM" not in override)
     assert [line.split(" · ")[0] for line in found] == ["step 2/2"]
+
+
+def test_the_end_is_that_of_the_time_only_if_it_is_over() -> None:
+    timer, stopped = Timer(duration={"minutes": 1}), SimpleNamespace(should_stop=True, global_step=3)
+    stopped.callbacks = [timer]
+    for offset, reason in ((0, "a callback set trainer.should_stop"), (60, "its time is over (trainer.max_time)")):
+        timer._offset = offset
+        assert progress_of_a_run._why_it_ends(stopped) == reason  # type: ignore[arg-type]  # it reads callbacks only

@@ -32,13 +32,14 @@ from qnmixer.files import write_text
 
 CODE_DIFF = "code.diff"
 RUN_ID = Path("wandb", "run_id")
+KNOWN_UNTIL = Path("wandb", "known_until")  # W&B has all steps before this one, also those that metrics.csv dropped
 
 # Exit codes of a W&B run; wandb itself uses the last one for Ctrl-C.
 DONE, FAILED, INTERRUPTED = 0, 1, 255
 
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
-# Only one kind of network has these. They get a curve, but no column in the table of runs.
 _DATA_DIR = "WANDB_DATA_DIR"
+# Only one kind of network has these. They get a curve, but no column in the table of runs.
 _CURVES_ONLY = ("train/lambda_*", "val/cosine_zs", "val/skipped_pairs")
 _SECONDS_TO_START = 30
 _SECONDS_TO_DISK = 0.1  # W&B's default is 15. A kill loses these rows, and the resumed run does not repeat them
@@ -140,12 +141,21 @@ class WandbRun(WandbLogger):
 def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: list[str], file: MetricsFile) -> WandbRun:
     """Start the W&B run of a folder. If it resumes, W&B goes on where it was."""
     resumes = file.resumed_at is not None and (folder / RUN_ID).is_file()
-    run = _start(config, options, folder, overrides, resumes)
-    logger = WandbRun(run, file.last_step() if resumes else 0, options.log_checkpoint)
+    known = max(file.last_step(), _known(folder / KNOWN_UNTIL)) if resumes else 0
+    write_text(folder / KNOWN_UNTIL, str(known))  # a run may be killed and resumed several times
+    logger = WandbRun(_start(config, options, folder, overrides, resumes), known, options.log_checkpoint)
     for row in file.rows_before()[-1:] if resumes else ():  # a killed W&B lacks it, and training does not repeat it
         values = {name: it for name, text in row.items() if name != "step" and (it := as_number(text)) is not None}
         logger.log_metrics(values, int(row["step"]))
     return logger
+
+
+def _known(path: Path) -> int:
+    """The number in wandb/known_until; 0 without it. Raises DataError if it is none."""
+    text = read_text(path) if path.is_file() else "0"
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise damaged(path, "it is no number of steps", f"remove {path.parent}, and W&B starts a new run")
+    return int(text)
 
 
 def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[str], resumes: bool) -> Any:
@@ -181,7 +191,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
             finish_timeout_raises=True,
             x_disable_meta=True,  # it has the command line, paths, the user and the remote of git
             host="",  # the name of this machine is private
-            console="off",  # console lines name folders; `TrainingProgress` logs the progress
+            console="off",  # its lines name folders
             x_transaction_log_flush_interval=_SECONDS_TO_DISK,
         ),
     }

@@ -30,8 +30,8 @@ from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import check_unused
 from qnmixer.weights import PRETRAINED
 
-_OURS = ("resume", "hydra.run.dir", "hydra.output_subdir")
-"""Keys that are set here."""
+_OURS = ("hydra.run.dir", "hydra.output_subdir")
+"""Keys that are set here. No record gives them: see `overrides_of`."""
 _ROOT_KEYS = ("seed", "monitor", "compile", "test_after_training", "tags")
 _NAMES_CODE_OR_WRITES = re.compile("_target_|regularizer|cache_dir")
 _LOOKS_ELSEWHERE = re.compile(r"[${}\\]|\.\.")
@@ -78,7 +78,7 @@ def _resumed(overrides: list[str]) -> list[str]:
         found = _in_place(run, path, given)
     else:
         found = [*_merged(_without(overrides_of(run), *BEGINNING), given), f"resume={quoted(path)}"]
-    _check_plain(run, found, given)
+    _check_plain(run, found, [*given, f"resume={quoted(path)}"])
     return found if in_place else _unless_begun(found)
 
 
@@ -118,7 +118,7 @@ def _unless_begun(overrides: list[str]) -> list[str]:
             how = f"with {before.get(differing, f'no {differing}')}, not {now.get(differing, 'without')}"
         resume = shlex.quote(f"resume={quoted(run)}") + (" trainer.max_steps=…" if is_done else "")
         raise ConfigError(f"{run} has a run {how}: resume it with {resume}, or give another hydra.run.dir=FOLDER")
-    return _in_place(run, run, [override for override in overrides if of_hydra(override)])
+    return _in_place(run, run, _without(overrides, *BEGINNING))
 
 
 def _asked_path(asked: str) -> Path:

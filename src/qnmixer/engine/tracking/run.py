@@ -15,7 +15,7 @@ from qnmixer.engine.config.compose import SEARCH_PATH, key_of, of_hydra
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.reports.tables import Console
 from qnmixer.engine.tracking.results import amend, now, read_results, results, was_refused, write_results
-from qnmixer.engine.tracking.signature import signed
+from qnmixer.engine.tracking.signature import is_signed, signed
 from qnmixer.engine.tracking.sweep_file import SWEEP, sweep_of
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_no_links, is_temporary, newest_complete, remove, replace
@@ -135,9 +135,11 @@ class Run:
         self.resumed_at: int | None = None
         self.resumes_in_place = resumes_in_place(folder, resume)
         self._before: dict[str, Any] = {}
+        self._is_mine = True
         if self.resumes_in_place:
             self._before = read_results(folder)
             began = [it for it in overrides_of(folder) if key_of(it) in BEGINNING]
+            self._is_mine = not began or is_signed(self._before)  # the user has not seen where a stranger's began
             self.overrides = [*began, *(it for it in overrides if key_of(it) not in BEGINNING)]
 
     @property
@@ -165,6 +167,10 @@ class Run:
                 amend(self.folder, self.overrides, status="running", error=None)
             try:
                 yield
+            except Exception as error:
+                if read_results(self.folder).get("status") == "running":  # the user's fit.py cannot be imported, say
+                    self.record_end("failed", error)
+                raise
             finally:
                 remove(self.folder / NEXT_HYDRA)
 
@@ -181,7 +187,8 @@ class Run:
         """Record that the run resumes in its folder from a checkpoint of this optimizer step, with its overrides."""
         self.resumed_at = step
         resumed = [*self.record.get("resumed", []), {"step": step, "at": now()}]
-        self.record |= signed(self.overrides) | {"resumed": resumed}
+        overrides = signed(self.overrides) if self._is_mine else {"overrides": self.overrides, "signature": None}
+        self.record |= overrides | {"resumed": resumed}
         if rank() == 0:
             write_results(self.folder, self.record)  # at once, because the run may be killed
             if (accepted := self.folder / NEXT_HYDRA).is_dir():

@@ -47,8 +47,10 @@ def _signature(overrides: list[str]) -> str | None:
 def _write_key(path: Path) -> None:
     """Write a new key. It is complete before it has its name, and one that another process wrote meanwhile stays."""
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    with private_files():
-        temporary.write_bytes(secrets.token_bytes(_LENGTH))
-    with suppress(FileExistsError):
-        os.link(temporary, path)
-    temporary.unlink()
+    try:
+        with private_files():
+            temporary.write_bytes(secrets.token_bytes(_LENGTH))
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:  # the disk may be full, or have no hard links
+        temporary.unlink(missing_ok=True)

@@ -136,7 +136,8 @@ def _why_it_ends(trainer: L.Trainer) -> str:
     """The reason for which a callback ends training early, in the words of Lightning's EarlyStopping."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's, untyped
     reasons = [it.stopping_reason_message for it in callbacks if isinstance(it, EarlyStopping)]
-    reasons += ["its time is over (trainer.max_time)" for it in callbacks if isinstance(it, Timer)]
+    left = [it.time_remaining() for it in callbacks if isinstance(it, Timer)]
+    reasons += ["its time is over (trainer.max_time)" for it in left if it is not None and it <= 0]
     return next(filter(None, reasons), "a callback set trainer.should_stop")
 
 

@@ -12,6 +12,7 @@ from qnmixer.engine.batch import Batch
 from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.run_module import RunModule
+from qnmixer.errors import ConfigError
 
 _T = TypeVar("_T", bound=Callback)
 
@@ -44,6 +45,7 @@ class StepMetrics(Callback):
         self._asked: tuple[Tensor, torch.cuda.Event | None, Tensor, str] | None = None  # a loss that is being checked
         self._largest_norm: Tensor | float = 0.0
         self._loss: Tensor | float = 0.0
+        self._batches = 1  # of a step, when training began
         self._row = (0, 0.0)  # samples at the previous row, and its time, moved by the time of validations since
         self._paused: float | None = None  # when a validation began
 
@@ -57,10 +59,19 @@ class StepMetrics(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock."""
+        self._batches = trainer.accumulate_grad_batches
         self._row = samples_until(trainer, trainer.global_step), time.monotonic()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any) -> None:
-        """Store the names of the slices, for the message. Leave out the time of a validation."""
+        """Store the names of the slices, for the message. Leave out the time of a validation.
+
+        Raises ConfigError if a callback has changed the batches of a step: `samples` and resuming rely on their number.
+        """
+        if (now := trainer.accumulate_grad_batches) != self._batches:
+            raise ConfigError(
+                f"a callback changed trainer.accumulate_grad_batches from {self._batches} to {now}: leave it "
+                f"out, and set trainer.accumulate_grad_batches={now}"
+            )
         self._names = batch["name"]
         if self._paused is not None:
             samples, since = self._row

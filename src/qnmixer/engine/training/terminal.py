@@ -67,7 +67,7 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
             f"slice{'s' * (batch > 1)} an optimizer step; {steps:,} step{'s' * (steps > 1)} an epoch",
             f"training ends after {' or '.join(limits)}",
         ]
-    if config.debug.name != "off":
+    if config.debug.name in ("few_batches", "overfit"):
         lines.append(f"debug={config.debug.name}: the numbers of such a run mean little")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     if data.measured and (doubt := _other_unit(module, data)):
@@ -91,7 +91,7 @@ def print_end(config: Config, run: Run) -> None:
     """Print where the results are, and how to try the network on other slices."""
     run.console.print(f"run folder: {run.folder}", soft_wrap=True)
     if (profile := run.folder / "profile").is_dir():
-        run.console.print(f"profile: {profile} (traces for https://ui.perfetto.dev, tables as text)", soft_wrap=True)
+        run.console.print(f"profile: {profile} (traces are for https://ui.perfetto.dev)", soft_wrap=True)
     if picture := run.record.get("picture"):
         words = [f"run={quoted(run.folder)}", *trust_words(built_from(config, "metrics.").values()), "data=dicom"]
         lines = f"on your own slices: python -m qnmixer.evaluate {shlex.join(words)} data.root=/path/to/dicom"
