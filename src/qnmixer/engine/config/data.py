@@ -243,7 +243,6 @@ class PairData(DataConfig):
     """
 
     late: ClassVar[bool] = False
-    own_range: ClassVar[bool] = True
 
     root: str | None
 
@@ -262,6 +261,11 @@ class PairData(DataConfig):
     def measured(self) -> bool:  # type: ignore[override]  # an attribute of the other sources
         """Whether the sinograms of the set are used."""
         return bool(self.arguments.get("sinograms", "measured") == "measured")
+
+    @property
+    def own_range(self) -> bool:  # type: ignore[override]  # as above
+        """Whether the data range of each image is its own, as in the published scores of a set."""
+        return bool(getattr(self.load(), "own_range", True))
 
     @property
     def attenuation_of_one(self) -> float | None:  # type: ignore[override]  # as above
