@@ -248,11 +248,12 @@ class PairData(DataConfig):
 
     def keywords(self) -> dict[str, Any]:
         """The arguments of the set's reader."""
-        return {"root": self.root} | super().keywords()
+        return super().keywords() | {"root": self.root}
 
     def checked(self) -> Self:
         """As for every target. Then the keys that change images."""
         section = super().checked()
+        section.arguments.pop("root", None)  # else it would stay there when `root` changes
         if section.measured:
             check_untouched(section)
         return section
