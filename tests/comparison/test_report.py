@@ -21,6 +21,7 @@ from qnmixer.extras.comparison.report import (
     TV,
     curve_of,
     draw_curves,
+    drawn_of,
     over_tv,
     pairs_of,
     tables_of,
@@ -187,3 +188,11 @@ def test_the_curves_are_those_of_the_validations(tmp_path: Path) -> None:
         assert np.asarray(Image.open(tmp_path / f"{number}.png")).std() > 10
     assert not draw_curves(tmp_path / "none.png", [tv])
     assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.parametrize("worst", ["FBP", "J"])
+def test_the_picture_has_the_best_methods_and_fbp(worst: str) -> None:
+    names = [worst, "I", "H" if worst == "FBP" else "FBP", *"GFEDCBA"]  # the best one last
+    image = torch.zeros(8, 8)
+    drawn = drawn_of(SliceImages("slice", image, [MethodImages(name, [image], "") for name in names]))
+    assert [its.name for its in drawn.methods] == (["FBP", "H"] if worst == "FBP" else ["FBP"]) + [*"GFEDCBA"]

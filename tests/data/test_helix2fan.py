@@ -24,6 +24,7 @@ from qnmixer.engine.inference.reconstruct import reconstruct_input
 from qnmixer.engine.inference.sinograms import holds_sinograms
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import ConfigError, DataError
+from qnmixer.extras.helix2fan import views_of
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.train import train
 from qnmixer.weights import CHECKPOINT_KEY
@@ -120,7 +121,8 @@ SKIPPED: dict[str, Callable[[Path], object]] = {
         path, np.zeros((200, 8, 96), np.float32)
     ),
     "no geometry of helix2fan in its description": lambda path: tifffile.imwrite(path, np.zeros((9, 9), np.float32)),
-    "angles or distances in its description that are none": lambda path: write(path.parents[1], du=math.nan),
+    "angles or distances in its description that are none": lambda path: write(path.parents[1], hu_factor=math.nan),
+    "values of complex64, not float32": lambda path: rewritten(path, tifffile.imread(path).astype(np.complex64)),
 }
 
 
@@ -139,6 +141,16 @@ def test_slices_without_all_views_are_left_out(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=f"{NAME}: 1 of 5 slices lack views, and are left out"):
         data = module(tmp_path).dataset("train")
     assert [data[k]["name"][-2:] for k in range(len(data))] == ["#1", "#2", "#3", "#4"]
+    assert data.part.patients == [0, 0, 0, 0]  # one file
+
+
+def test_any_first_angle_will_do(tmp_path: Path) -> None:
+    measured = open_fan(write(tmp_path))
+    for k, first in enumerate(np.linspace(0, 6, 60)):
+        its, fan = replace(scan(), first_angle=first), replace(measured, angles=(measured.angles + k) % (2 * np.pi))
+        views, turned = views_of(fan, its)
+        left = (fan.scan(its, turned).angles()[views] - its.angles() + np.pi) % (2 * np.pi) - np.pi
+        assert np.abs(left).max() < 0.05 * 2 * np.pi / HELIX  # the roughness of the angles
 
 
 @pytest.mark.parametrize(
@@ -183,7 +195,9 @@ def test_a_run_of_two_steps_is_scored(tmp_path: Path) -> None:
     train(*WORDS, f"data.root={tmp_path}/set", *more)
     record = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (record["status"], record["steps"]) == ("done", 2)
-    assert "16 views, measured" in (tmp_path / "run" / "evaluation" / "table.md").read_text()
+    table = (tmp_path / "run" / "evaluation" / "table.md").read_text()
+    assert "16 views, measured" in table
+    assert "data range 1" in table
 
 
 def test_a_file_is_reconstructed_as_it_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,8 @@ class Helix2FanSource:
     Attributes:
         scan: keys of `geometry` that all files fix: none.
         attenuation_of_one: 1/mm of x = 1: each file has its own water.
+        own_range: the data range of scores is 1, as of other slices in HU.
+        patients: the file of each slice, because the slices of a file look alike.
 
     Args:
         part: train, val or test: the name of a folder.
@@ -57,6 +59,7 @@ class Helix2FanSource:
     endless = False
     scan: ClassVar[dict[str, Any]] = {}
     attenuation_of_one = None
+    own_range = False
 
     def __init__(self, part: str, image_size: int, geometry: FanBeamGeometry, hu_max: float, *, root: str) -> None:
         optional("tifffile", "helix2fan")
@@ -84,6 +87,7 @@ class Helix2FanSource:
                 self.warnings.append(f"{path}: {few} of {fan.n_slices} slices lack views, and are left out")
         if skipped:
             self.warnings.append(summarise_skipped(str(folder / part), skipped))
+        self.patients = [str(fan.path) for fan, *_ in self._slices]
 
     def __len__(self) -> int:
         return len(self._slices)

@@ -27,6 +27,8 @@ _RAW = "sinogram.tif", "dark.tif", "flat1.tif", "flat2.tif"
 _REFERENCE = "reconstruction.tif"
 _PIXEL = 0.113797
 """Millimetres of the references, whose values are attenuation per pixel."""
+_DEAD = 1e-3
+"""Share of the median light; a bin with less is dead, and its values are noise."""
 _LEAST = 1e-6
 """The transmission of a ray without any light."""
 
@@ -178,7 +180,7 @@ def line_integrals(
         raise SkipFile(f"a dark or flat field of {wrong[0].size} values, not {_RAW_BINS}")
     none, *full = (_binned(it.reshape(_RAW_BINS)) for it in (dark, *flats))
     light = np.mean(full, axis=0) - none
-    if dark_bins := int((light <= 0).sum()):
+    if dark_bins := int((light <= max(0.0, _DEAD * np.median(light))).sum()):
         raise SkipFile(f"{dark_bins} detector bins without light in its flat fields")
     transmission = (_binned(sinogram[[*views]]) - none) / light
     if moved:

@@ -243,17 +243,17 @@ class PairData(DataConfig):
     """
 
     late: ClassVar[bool] = False
-    own_range: ClassVar[bool] = True
 
     root: str | None
 
     def keywords(self) -> dict[str, Any]:
         """The arguments of the set's reader."""
-        return {"root": self.root} | super().keywords()
+        return super().keywords() | {"root": self.root}
 
     def checked(self) -> Self:
         """As for every target. Then the keys that change images."""
         section = super().checked()
+        section.arguments.pop("root", None)  # else it would stay there when `root` changes
         if section.measured:
             check_untouched(section)
         return section
@@ -262,6 +262,11 @@ class PairData(DataConfig):
     def measured(self) -> bool:  # type: ignore[override]  # an attribute of the other sources
         """Whether the sinograms of the set are used."""
         return bool(self.arguments.get("sinograms", "measured") == "measured")
+
+    @property
+    def own_range(self) -> bool:  # type: ignore[override]  # as above
+        """Whether the data range of each image is its own, as in the published scores of a set."""
+        return bool(getattr(self.load(), "own_range", True))
 
     @property
     def attenuation_of_one(self) -> float | None:  # type: ignore[override]  # as above

@@ -63,7 +63,7 @@ class FanTiff:
             return replace(
                 like, beam="fan_flat", n_views=len(self.angles), n_detectors=self.n_detectors, detector_offset=0.0,
                 detector_pitch=self.detector_pitch, source_to_axis=self.source_to_axis,
-                axis_to_detector=self.axis_to_detector, view_angles=tuple(self.angles - turned),
+                axis_to_detector=self.axis_to_detector, view_angles=tuple((self.angles - turned) % (2 * np.pi)),
             )  # fmt: skip
         except GeometryError as error:
             raise DataError(f"{self.path} cannot be used: {error}") from error
@@ -82,7 +82,7 @@ def open_fan(path: Path) -> FanTiff:
     except ImportError as error:
         raise DataError(f"{path} is read by tifffile, which is not installed: pip install tifffile") from error
     with reading("unreadable or truncated TIFF"), tifffile.TiffFile(path) as file:
-        description, shape = file.pages[0].description, file.series[0].shape
+        description, shape, dtype = file.pages[0].description, file.series[0].shape, file.series[0].dtype
     with reading("no geometry of helix2fan in its description"):
         its = json.loads(description)
         angles = np.array(its["angles"], np.float64)[: int(its["rotview"])]
@@ -90,12 +90,11 @@ def open_fan(path: Path) -> FanTiff:
         pitch, to_axis, to_detector, water = (float(its[key]) for key in ("du", "dso", "ddo", "hu_factor"))
     if len(shape) != 3 or shape[:2] != (views, bins):
         raise SkipFile(f"{[*shape]} values, not [{views}, {bins}, slices]; {_HELICAL}")
+    if dtype.kind != "f":
+        raise SkipFile(f"values of {dtype}, not float32; {_HELICAL}")
     require_size(views, bins, least=1)
-    if (
-        angles.shape != (views,)
-        or not all(map(np.isfinite, (*angles, to_detector)))
-        or not min(pitch, to_axis, water) > 0
-    ):
+    numbers = *angles, pitch, to_axis, to_detector, water
+    if angles.shape != (views,) or not np.isfinite(numbers).all() or min(pitch, to_axis, water) <= 0:
         raise SkipFile("angles or distances in its description that are none")
     beta = -(angles + np.pi / 2) % (2 * np.pi)
     return FanTiff(path, beta, bins, shape[2], pitch, to_axis, to_detector, water)

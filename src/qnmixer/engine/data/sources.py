@@ -89,7 +89,8 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
         if measured:
             check_untouched(config)
         fine = built(part, config.simulation_factor) if config.simulation_factor > 1 else None
-        parts[part] = Part(source, fine=fine, measured=measured, scaling=getattr(its, "scaling", None))
+        patients = _numbered(getattr(its, "patients", ())) if isinstance(config, PairData) else ()
+        parts[part] = Part(source, patients, fine, measured, getattr(its, "scaling", None))
     return parts
 
 

@@ -17,7 +17,7 @@ from qnmixer.engine.config import to_plain
 from qnmixer.engine.config.commands import CompareConfig
 from qnmixer.engine.evaluation.scores import IN_WINDOW, data_range
 from qnmixer.engine.reports.paths import without_folders
-from qnmixer.engine.reports.pictures import draw_slices, save_figure
+from qnmixer.engine.reports.pictures import SliceImages, draw_slices, save_figure
 from qnmixer.engine.reports.tables import NOTHING, Table, csv_table, in_digits, markdown_table, terminal_table
 from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.results import duration, git_commit, versions
@@ -68,14 +68,13 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     write_text(folder / "comparison.csv", csv_table([[*lines[0]], *cells]))
     write_text(folder / "images.csv", csv_table(_image_lines(comparison)))
     write_text(folder / "comparison.md", _markdown(title, tables, notes, made_by))
-    # The best one last, beside its own errors. The picture has room for one more, FBP.
+    # The best one last, beside its own errors.
     slices = {
         test: [replace(of, methods=of.methods[::-1]) for of in its.values()] for test, its in comparison.slices.items()
     }
     pictures, figures = [], []
     if drawn := slices[comparison.tests[0]]:
-        best = [[replace(its, name=fill(its.name, 26)) for its in of.methods[-_DRAWN - 1 :]] for of in drawn]
-        draw_slices(folder / "comparison.png", [replace(of, methods=its) for of, its in zip(drawn, best, strict=True)])
+        draw_slices(folder / "comparison.png", [drawn_of(of) for of in drawn])
         pictures.append("comparison.png")
     if draw_curves(folder / CURVES, comparison.methods):
         note = "Mean PSNR over validation slices: a line for each seed; a level for methods that learn nothing."
@@ -98,6 +97,12 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     written = ["comparison.html", "comparison.md", "comparison.csv", *pictures, "images.csv"]
     said = [*(f"note: {note}" for note in notes), f"comparison: {folder} ({', '.join(written)})"]
     console.print("\n".join(said), soft_wrap=True, highlight=False)
+
+
+def drawn_of(of: SliceImages) -> SliceImages:
+    """A slice of the picture: the best methods that there is room for, and always FBP."""
+    methods = [its for its in of.methods[:-_DRAWN] if its.name == FBP] + of.methods[-_DRAWN:]
+    return replace(of, methods=[replace(its, name=fill(its.name, 26)) for its in methods])
 
 
 def lines_of(comparison: Comparison) -> list[Line]:
