@@ -148,7 +148,7 @@ def parse_compare(cfg: DictConfig) -> CompareConfig:
     sets, wanted = config.sets, config.tests
     for name in wanted or []:
         if name not in sets:
-            raise ConfigError(f"tests={name} is not known: {suggest(name, sets)}, or give it to sets.{name}=[…]")
+            raise ConfigError(f"tests={name} is not known: {suggest(name, sets)}, or give it as +sets.{name}=[…]")
         if config.root is None and needs_root(sets[name]):
             raise ConfigError(f"tests={name} needs a folder of slices: give it as root=/path/to/slices")
     chosen = sets if wanted is None else wanted
