@@ -8,7 +8,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config import Config, effective_batch, parse, to_plain
-from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
+from qnmixer.engine.config.commands import parse_compare, parse_evaluate, parse_reconstruct
 from qnmixer.engine.config.compose import CONF, compose, with_length
 from qnmixer.engine.config.data import AsTrained, FolderData, PhantomData
 from qnmixer.engine.config.run import batch_of_replica, devices_per_replica, section
@@ -250,3 +250,14 @@ def test_reconstruct_refuses(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_reconstruct(compose("reconstruct", [*usual, override]))
     assert str(error.value).startswith(message)
+
+
+def test_readers_of_ours_refuse_a_wrong_key_before_a_run_has_a_folder() -> None:
+    with pytest.raises(ConfigError, match=r"data\.foo: qnmixer\..*NumpyReader has no such argument"):
+        train("data=numpy", "data.root=/ct", "+data.foo=1")
+
+
+def test_compare_takes_no_total_variation() -> None:
+    cfg = compose("compare", ["evaluation=default", "evaluation.tv_weight=9e-5"])
+    with pytest.raises(ConfigError, match=r"evaluation\.tv_weight is not known here: train model=tv in the sweep"):
+        parse_compare(cfg)

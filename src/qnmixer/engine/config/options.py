@@ -136,12 +136,13 @@ def unknown_key(key: str, known: Collection[str] = ()) -> ConfigError:
         return ConfigError(f"unknown key {key}: did you mean {' or '.join(same)}?")
     siblings = {it.rpartition(".")[2]: it for it in sorted(everything) if name and it.startswith(f"{section}.")}
     beside = {it.rpartition(".")[2]: it for it in siblings.values() if it.rpartition(".")[0] == parent}
-    for its in (beside, siblings):
-        if near := difflib.get_close_matches(leaf, its, n=1):
-            return ConfigError(f"unknown key {key}: did you mean {its[near[0]]}?")
+    for names in (beside, siblings):
+        if alike := difflib.get_close_matches(leaf, names, n=1):
+            return ConfigError(f"unknown key {key}: did you mean {names[alike[0]]}?")
     if 0 < len(beside) <= _MOST_LISTED:
         return ConfigError(f"unknown key {key}: choose {', '.join(sorted(beside.values()))}")
-    near = [parent] if parent in everything and not beside else []
-    if near := near or difflib.get_close_matches(key, everything, n=1) * (not name):
-        return ConfigError(f"unknown key {key}: did you mean {near[0]}?")
+    if parent in everything and not beside:
+        return ConfigError(f"unknown key {key}: did you mean {parent}?")
+    if not name and (alike := difflib.get_close_matches(key, everything, n=1)):
+        return ConfigError(f"unknown key {key}: did you mean {alike[0]}?")
     return ConfigError(f"unknown key {key}: run with --cfg job to see all keys")
