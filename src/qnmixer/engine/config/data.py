@@ -260,6 +260,7 @@ class PairData(DataConfig):
     def checked(self) -> Self:
         """As for every target. Then the keys that change images."""
         section = super().checked()
+        section.arguments.pop("root")  # else another root would have no effect
         if section.measured:
             check_untouched(section)
         return section
