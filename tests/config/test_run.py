@@ -252,11 +252,6 @@ def test_reconstruct_refuses(override: str, message: str) -> None:
     assert str(error.value).startswith(message)
 
 
-def test_readers_of_ours_refuse_a_wrong_key_before_a_run_has_a_folder() -> None:
-    with pytest.raises(ConfigError, match=r"data\.foo: qnmixer\..*NumpyReader has no such argument"):
-        train("data=numpy", "data.root=/ct", "+data.foo=1")
-
-
 def test_compare_takes_no_total_variation() -> None:
     cfg = compose("compare", ["evaluation=default", "evaluation.tv_weight=9e-5"])
     with pytest.raises(ConfigError, match=r"evaluation\.tv_weight is not known here: train model=tv in the sweep"):

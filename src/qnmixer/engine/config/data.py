@@ -150,12 +150,6 @@ class FolderData(DataConfig):
         if self.val_fraction + self.test_fraction >= 1:
             raise ConfigError(f"{self.section}.val_fraction + test_fraction leave nothing to train on: lower them")
 
-    def checked(self) -> Self:
-        """Refuse keys that our own readers do not have. A reader of the user's is checked when it is built."""
-        if self._target_.startswith("qnmixer."):
-            self._check_names(self.load(), self.keywords())
-        return self
-
 
 @dataclass(kw_only=True)
 class MixedData(DataConfig):
