@@ -114,7 +114,24 @@ def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, m
         ("++data=numpy", "data has an option already: leave out the +"),
         ("data=mnist", "data=mnist does not exist: choose custom, deeplesion"),
         ("loss=custom loss._target_=a.b loss.delta=1", "unknown key loss.delta: "),
-        ("tags.0=a", "Error merging override tags.0=a"),
+        ("tags.0=a", "tags.0=a cannot be set: give tags as a whole, tags=…"),
+        ("evaluation.window.low=3", "'low'): check the values"),
+        ("=3", "=3 has no key: write KEY=VALUE"),
+        ("experiment=demo data=dicom", "data.root has no value: give one with data.root=…"),
+        ("hydra/launcher=joblib", "hydra/launcher=joblib does not exist: choose processes, "),
+        ("hydra.run.dirr=a", "unknown key hydra.run.dirr: --cfg hydra prints those of Hydra"),
+        (
+            "trainer.max_time=a",
+            "unknown key trainer.max_time. An argument that is not in conf/ takes a plus: +trainer.m",
+        ),
+        (
+            "callbacks.mine._target_=a.b",
+            "unknown key callbacks.mine._target_. An argument that is not in conf/ takes a",
+        ),
+        ("loss=custom loss._target_=a.b loss.weight=1", "takes a plus: +loss.weight=…"),
+        ("logger=tensorboard logger.tensorboard.dir=a", "choose logger.tensorboard.default_hp_metric, logger.tensorb"),
+        ("model.foo=1", "unknown key model.foo: run with --cfg job to see all keys. An argument that is not in conf/"),
+        ("seed.a=1", "unknown key seed.a: did you mean seed?"),
         (f"seed={'1' * 5000}", "a value cannot be read (Exceeds the limit"),
         (f"data={'d' * 5000}", "dddddddddd"),
         ("x" * 5000, "xxxx"),
@@ -131,6 +148,19 @@ def test_a_wrong_word_is_one_short_line(start: Start, words: str, line: str) -> 
     assert line in found
     assert "as_trained" not in found
     assert len(found) < 1000
+
+
+@pytest.mark.parametrize("words", ["foo.bar=1", "memory.recompute=true", "hydra.run.dirr=a", "model.batch_size=2"])
+def test_a_plus_is_offered_only_where_it_is_taken(start: Start, words: str) -> None:
+    assert "plus" not in start("train", words).line
+
+
+def test_an_experiment_of_ones_own_whose_option_does_not_exist(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    mine = tmp_path / "conf" / "experiment" / "mine.yaml"
+    mine.write_text("# @package _global_\ndefaults:\n  - override /model: learnn\n", encoding="utf-8")
+    line = start("train", "--config-dir=conf", "experiment=mine").line
+    assert line == "model=learnn does not exist: did you mean learn?"
 
 
 def test_out_of_memory_names_what_the_command_takes() -> None:

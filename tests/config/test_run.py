@@ -8,7 +8,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config import Config, effective_batch, parse, to_plain
-from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
+from qnmixer.engine.config.commands import parse_compare, parse_evaluate, parse_reconstruct
 from qnmixer.engine.config.compose import CONF, compose, with_length
 from qnmixer.engine.config.data import AsTrained, FolderData, PhantomData
 from qnmixer.engine.config.run import batch_of_replica, devices_per_replica, section
@@ -107,7 +107,10 @@ def test_bounds(option: str) -> None:
         ("data.augment=perhaps", "data.augment=perhaps should be a valid boolean"),
         ("data.scaling=min-max", "data.scaling=min-max should be 'attenuation' or 'minmax'"),
         ("model.hessian=bfg", "model.hessian=bfg should be 'bfgs', "),
-        ("optimizer.betas=0.9", "optimizer.betas=0.9 should be a valid tuple"),
+        ("optimizer.betas=0.9", "optimizer.betas=0.9 should be a valid tuple: write optimizer.betas=[…]"),
+        ("optimizer.betas=[0.9]", "optimizer.betas=[0.9] has too few values"),
+        ("model.regularizer=foo", "model.regularizer=foo is no class or function: give module.name"),
+        ("trainer.devices=auto", "trainer.devices=auto is not known here: leave it out"),
         ("optimizer.betas=[0.9,1.0]", "optimizer._target_=torch.optim.AdamW refuses its arguments (Invalid beta"),
         ("optimizer.weight_decay=1e300", "optimizer.weight_decay=1e+300 should be a 32-bit float"),
         ("optimizer.betas=[0.9,1e-300]", "optimizer.betas=[0.9, 1e-300] should be a 32-bit float"),
@@ -115,7 +118,7 @@ def test_bounds(option: str) -> None:
         ("logger.wandb.mode=ofline", "logger.wandb.mode=ofline should be 'offline', 'online' or 'disabled'"),
         ("evaluation.window=[5,5]", "evaluation.window=[5.0, 5.0] is not [low, high]"),
         ("evaluation.window=[true,31]", "evaluation.window=[True, 31] should be a number"),
-        ("tags=paper", "tags=paper should be a valid list"),
+        ("tags=paper", "tags=paper should be a valid list: write tags=[…]"),
         (f"tags=[{'a' * 65}]", f"tags={'a' * 65}: string should have at most 64 characters"),
         ("monitor=val/rmse", "monitor=val/rmse is not known: choose val/psnr, val/ssim, val/loss, or add a metric"),
         ("data.foo=1", "data.foo: qnmixer.engine.data.phantoms.PhantomSource has no such argument"),
@@ -247,3 +250,9 @@ def test_reconstruct_refuses(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_reconstruct(compose("reconstruct", [*usual, override]))
     assert str(error.value).startswith(message)
+
+
+def test_compare_takes_no_total_variation() -> None:
+    cfg = compose("compare", ["evaluation=default", "evaluation.tv_weight=9e-5"])
+    with pytest.raises(ConfigError, match=r"evaluation\.tv_weight is not known here: train model=tv in the sweep"):
+        parse_compare(cfg)

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from qnmixer.engine.config.compose import CONF, OF_A_RUN, compose, key_of
-from qnmixer.engine.config.options import answer, flat_keys, unknown_key
+from qnmixer.engine.config.options import TARGET, answer, flat_keys, owners, unknown_key
+from qnmixer.engine.config.sections import PassedOn
+from qnmixer.engine.config.values import has_no_value
 from qnmixer.errors import UserError, first_line, in_a_line, suggest, visible
 from qnmixer.files import name_error
 
@@ -113,7 +115,14 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         return f"an option cannot be read ({first_line(error.__cause__ or error)}): give its name, as in data=dicom"
     if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
         return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{_EXTRAS[found[2]]}]"'
-    if isinstance(error, MissingConfigException) and (found := re.search(r"'(\w+(?:/\w+)?)/([^']*)'", text)):
+    if isinstance(error, MissingMandatoryValue):  # while an experiment is fitted to another option
+        return str(has_no_value(str(error.full_key)))
+    if found := re.search(r"Error merging override (([^= ]+)\.[^.= ]+=.*)", text):
+        whole = key_of(found[2])
+        return f"{found[1]} cannot be set: give {whole} as a whole, {whole}=…"
+    if isinstance(error, MissingConfigException) and (
+        found := re.search(r"Could not (?:find|load) '(\w+(?:/\w+)?)/([^']*)'", text)  # "In 'experiment/mine': Could …"
+    ):
         group, name = found.groups()
         left_out = "as_trained" if config_name in OF_A_RUN else ""
         if known := [it.stem for it in sorted((CONF / group).glob("[!_]*.yaml")) if it.stem != left_out]:
@@ -137,10 +146,18 @@ def _explain_key(key: str, config_name: str) -> str:
     if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
         way = ", or choose other slices with data=dicom" if group == "data" and group in known else ""
         return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
+    if key.startswith(("hydra.", "hydra/")):
+        return f"unknown key {key}: --cfg hydra prints those of Hydra"
     line = str(unknown_key(key, [*groups, *known]))
-    if line.startswith("unknown key") and not line.endswith("?") and group != key:
-        return f"{line}. An argument that is not in conf/ takes a plus: +{key}=…"
-    return line
+    its = [it for it in owners() if it.startswith(f"{group}.")]
+    takes_more = group in ("trainer", "sets") or any(it.endswith(f".{TARGET}") for it in its)
+    if not line.startswith("unknown key") or not takes_more or group == key:
+        return line
+    if key.endswith(f".{TARGET}") or (group == "trainer" and key.partition(".")[2] in PassedOn.__annotations__):
+        line = f"unknown key {key}"  # what it is like would lead astray
+    elif line.endswith("?") and f"{group}=custom" not in sys.argv:
+        return line
+    return f"{line}{'' if line.endswith('?') else '.'} An argument that is not in conf/ takes a plus: +{key}=…"
 
 
 def known_keys(config_name: str) -> list[str]:

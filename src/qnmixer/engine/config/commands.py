@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.data import AsTrained, DataConfig
 from qnmixer.engine.config.groups import NoiseConfig, parse_section
-from qnmixer.engine.config.options import TARGET, keys_of_options
+from qnmixer.engine.config.options import TARGET, keys_of_options, unknown_key
 from qnmixer.engine.config.run import Config, Seed, check_targets, parse, schema_of
 from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, check_window
 from qnmixer.engine.config.values import plain_values
@@ -144,11 +144,13 @@ def parse_compare(cfg: DictConfig) -> CompareConfig:
     """Parse and check the config of `qnmixer.compare`. Raises ConfigError."""
     values = plain_values(cfg)
     evaluation: EvaluationConfig = parse_section("evaluation", EvaluationConfig, values["evaluation"])
+    if evaluation.tv_weight is not None:  # of evaluation=default
+        raise unknown_key("evaluation.tv_weight")
     config = _parsed(CompareConfig, values, evaluation=evaluation)
     sets, wanted = config.sets, config.tests
     for name in wanted or []:
         if name not in sets:
-            raise ConfigError(f"tests={name} is not known: {suggest(name, sets)}, or give it to sets.{name}=[…]")
+            raise ConfigError(f"tests={name} is not known: {suggest(name, sets)}, or give it as +sets.{name}=[…]")
         if config.root is None and needs_root(sets[name]):
             raise ConfigError(f"tests={name} needs a folder of slices: give it as root=/path/to/slices")
     chosen = sets if wanted is None else wanted

@@ -167,7 +167,7 @@ def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = 
 
     if not CONF.is_dir():
         raise ConfigError(f"no configs at {CONF}: in a clone, `git config core.symlinks true` and check it out again")
-    if nameless := next((it for it in overrides if it[:1] in ("+", "~") and not key_of(it).strip("+~")), None):
+    if nameless := next((it for it in overrides if it[:1] in ("+", "~", "=") and not key_of(it).strip("+~")), None):
         raise ConfigError(f"{nameless} has no key: write KEY=VALUE")
     # Hydra refuses a second initialisation in one process, and a program may compose many configs.
     GlobalHydra.instance().clear()
@@ -177,9 +177,9 @@ def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = 
         except (ValueError, TypeError, AssertionError, RecursionError) as error:
             # Of Hydra: data=null, trainer=3, data=${oc.select:seed}, a number of 5,000 digits, or hundreds of brackets
             groups = " ".join(o for o in overrides if (CONF / o.partition("=")[0]).is_dir())
+            group = "give a group the name of one of its options, as in data=dicom"
             raise ConfigError(
-                f"{groups or 'a value'} cannot be read ({first_line(error)}): give a group the name of one of its "
-                "options, as in data=dicom"
+                f"{groups or 'a value'} cannot be read ({first_line(error)}): {group if groups else 'check the values'}"
             ) from error
 
 

@@ -253,7 +253,6 @@ class PairData(DataConfig):
     def checked(self) -> Self:
         """As for every target. Then the keys that change images."""
         section = super().checked()
-        section.arguments.pop("root", None)  # else it would stay there when `root` changes
         if section.measured:
             check_untouched(section)
         return section

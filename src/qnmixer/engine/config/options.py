@@ -17,6 +17,8 @@ from qnmixer.errors import ConfigError
 
 TARGET = "_target_"
 _NO_OPTIONS = ("_", "as_trained", "custom")  # parts of other files; for evaluate only; for the user's classes
+_MOST_LISTED = 14
+"""Keys in a message: those of trainer. Those of model or data have many that fit other options only."""
 _WITHOUT_KEYS = ("experiment", "hydra", "local")  # groups that set keys of other groups
 
 
@@ -133,10 +135,14 @@ def unknown_key(key: str, known: Collection[str] = ()) -> ConfigError:
     if same := [it for it in same if it.startswith(f"{section}.")] or same:
         return ConfigError(f"unknown key {key}: did you mean {' or '.join(same)}?")
     siblings = {it.rpartition(".")[2]: it for it in sorted(everything) if name and it.startswith(f"{section}.")}
-    if near := difflib.get_close_matches(leaf, siblings, n=1):
-        return ConfigError(f"unknown key {key}: did you mean {siblings[near[0]]}?")
-    if siblings:
-        return ConfigError(f"unknown key {key}: choose {', '.join(sorted(siblings.values()))}")
-    if near := difflib.get_close_matches(key, everything, n=1):
-        return ConfigError(f"unknown key {key}: did you mean {near[0]}?")
+    beside = {it.rpartition(".")[2]: it for it in siblings.values() if it.rpartition(".")[0] == parent}
+    for names in (beside, siblings):
+        if alike := difflib.get_close_matches(leaf, names, n=1):
+            return ConfigError(f"unknown key {key}: did you mean {names[alike[0]]}?")
+    if 0 < len(beside) <= _MOST_LISTED:
+        return ConfigError(f"unknown key {key}: choose {', '.join(sorted(beside.values()))}")
+    if parent in everything and not beside:
+        return ConfigError(f"unknown key {key}: did you mean {parent}?")
+    if not name and (alike := difflib.get_close_matches(key, everything, n=1)):
+        return ConfigError(f"unknown key {key}: did you mean {alike[0]}?")
     return ConfigError(f"unknown key {key}: run with --cfg job to see all keys")

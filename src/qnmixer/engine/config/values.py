@@ -14,12 +14,17 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from qnmixer.engine.config.options import owners, unknown_key
+from qnmixer.engine.config.options import answer, owners, unknown_key
 from qnmixer.engine.plugins import parameters_of
 from qnmixer.errors import ConfigError, PluginError
 
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 """Magnitudes of 32-bit floats, in which networks and optimizers compute."""
+_OWN_WORDS = {
+    "callable_type": "Input is no class or function: give module.name",
+    "missing": "Input has too few values",
+}
+"""By pydantic's type of an error, where its own words do not say what to type."""
 
 
 def plain_values(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -56,8 +61,12 @@ def converted(key: str, value: Any, hint: Any) -> Any:
         for part in first["loc"]:
             if isinstance(value, Mapping) and part in value:
                 key, value = f"{key}.{part}", value[part]
-        says = first["msg"]  # "Input should be …", "Field required"
+        if way := answer(f"{key}={_as_typed(first['input'])}"):
+            raise ConfigError(way) from error
+        says = _OWN_WORDS.get(first["type"], first["msg"])  # "Input should be …"
         says = says.removeprefix("Input") if says.startswith("Input ") else f": {says[0].lower()}{says[1:]}"
+        if first["type"] in ("list_type", "tuple_type"):
+            says = f"{says}: write {key}=[…]"
         raise ConfigError(f"{key}={_as_typed(first['input'])}{says}") from error
     except (PydanticUserError, NameError):
         return value
