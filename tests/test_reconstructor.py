@@ -86,7 +86,7 @@ def test_a_target_that_is_no_network_is_refused(other_config: Callable[..., Conf
 def test_a_regularizer_of_ones_own(tiny_config: Callable[..., Config]) -> None:
     network = build_network(config := tiny_config(*OWN_REGULARIZER), build_projector(config))
     assert [type(module).__name__ for module in network.blocks()] == ["Scaled"]
-    with pytest.raises(ConfigError, match=r"set model\.detail_channels=0"):
+    with pytest.raises(ConfigError, match=r"set detail_channels=0"):
         tiny_config(*OWN_REGULARIZER[:1])
 
 
