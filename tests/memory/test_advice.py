@@ -83,3 +83,12 @@ def test_the_mildest_that_fit_are_advised_or_the_smallest(planner: Planner, monk
     assert f"no simple change fits, the closest are {min(peaks, key=peaks.__getitem__)} (" in line
     # By the plan it fits, and still it failed.
     assert "gaps between tensors, validation or other programs took the rest" in advice(planner, config, 1000.0)
+
+
+def test_a_slow_plan_still_finds_what_fits(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without time, only the strongest change is planned."""
+    monkeypatch.setattr("qnmixer.engine.memory.advice._SECONDS", -1.0)
+    config = config_of("model=learn", "model.n_iterations=2")
+    *_, strongest = changes(config)
+    peak = planner.estimate(override(config, strongest)).peak / MIB
+    assert advice(planner, config, available=peak).endswith(f": try {strongest} ({peak:,.0f} MiB)")

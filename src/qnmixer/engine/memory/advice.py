@@ -13,16 +13,22 @@ _SECONDS = 20.0
 def advice(planner: Planner, config: Config, available: float) -> str:
     """One line with the three mildest changes that fit into `available` MiB by the plan, or the closest ones.
 
-    Planning stops after `_SECONDS`, because other ranks are waiting for this rank.
+    Planning stops after `_SECONDS`, because other ranks are waiting for this rank. If nothing fits until then, the
+    strongest change is planned too.
     """
     end = time.monotonic() + _SECONDS
     needed = planner.estimate(config).peak / MIB
     peaks: dict[str, float] = {}
-    for change in changes(config):
-        peaks[change] = planner.estimate(override(config, change)).peak / MIB
-        if sum(peak <= available for peak in peaks.values()) == 3 or time.monotonic() > end:
+    fitting: list[str] = []
+    left = changes(config)
+    while left and len(fitting) < 3:
+        late = time.monotonic() > end
+        if late and fitting:
             break
-    fitting = [change for change, peak in peaks.items() if peak <= available]
+        change = left[-1] if late else left[0]
+        left = [] if late else left[1:]
+        peaks[change] = planner.estimate(override(config, change)).peak / MIB
+        fitting += [change] * (peaks[change] <= available)
     chosen = fitting or sorted(peaks, key=peaks.__getitem__)[:3]
     options = ", or ".join(f"{change} ({peaks[change]:,.0f} MiB)" for change in chosen)
     # By the plan the step fits. So something that the plan does not count took the memory.

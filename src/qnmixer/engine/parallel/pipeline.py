@@ -181,7 +181,7 @@ class Pipeline:
         known: list[Any] = [None]
         last = dist.get_world_size(self.group) - 1
         if self._losses:
-            values = {name: (value.item(), *others) for name, (value, *others) in self._logged.items()}
+            values = {name: (total.item() / share, *rest) for name, (total, share, *rest) in self._logged.items()}
             known = [(torch.stack(self._losses).sum().item(), values)]
         dist.broadcast_object_list(known, group_src=last, group=self.group, device=device)
         loss, values = known[0]

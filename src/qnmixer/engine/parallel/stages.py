@@ -15,8 +15,9 @@ from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 
 Context = Callable[[], AbstractContextManager[Any]]
-Logged = dict[str, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]
-"""What `training_step` logs in a batch, by name: the mean over its micro-batches, and the other arguments of `log`."""
+Logged = dict[str, tuple[Tensor, float, tuple[Any, ...], dict[str, Any]]]
+"""What `training_step` logs in a batch, by name: the weighted sum over micro-batches, the sum of their weights, and the
+other arguments of `log`."""
 
 _OF_ITERATES = ("iterates", "states", "trajectory", "run")
 """Methods of a network that need all its iterations on one device."""
@@ -110,8 +111,8 @@ def _add(logged: Logged, share: float, name: str, value: Any, *args: Any, **opti
     if isinstance(value, nn.Module):
         raise ConfigError(f"strategy=pipeline: training_step logs {name} as a metric object: log a number")
     number = torch.as_tensor(value, dtype=torch.float32).detach().reshape(())
-    before = logged[name][0] if name in logged else 0
-    logged[name] = (before + share * number, args, options)
+    total, shares = logged[name][:2] if name in logged else (0, 0.0)  # perhaps in some micro-batches only
+    logged[name] = (total + share * number, shares + share, args, options)
 
 
 @dataclass(frozen=True)
