@@ -80,7 +80,7 @@ class LodopabSource:
             self._places += [(end, row) for row in range(n)]
         self._places = self._places[: _IMAGES[part]]  # the last file of images is longer
         self.warnings: list[str] = []
-        if len(self) != _IMAGES[part]:
+        if 0 < len(self) < _IMAGES[part]:
             self.warnings.append(
                 f"data.root={root} has only {len(self)} of the {_IMAGES[part]} images of LoDoPaB-CT for {part}: the "
                 "published scores use all of them"
