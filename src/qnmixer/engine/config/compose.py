@@ -168,7 +168,7 @@ def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = 
     if not CONF.is_dir():
         raise ConfigError(f"no configs at {CONF}: in a clone, `git config core.symlinks true` and check it out again")
     if nameless := next((it for it in overrides if it[:1] in ("+", "~", "=") and not key_of(it).strip("+~")), None):
-        raise ConfigError(f"{nameless} has no key: write KEY=VALUE")
+        raise ConfigError(f"{nameless} has no key: write KEY=VALUE, without blanks around the =")
     # Hydra refuses a second initialisation in one process, and a program may compose many configs.
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
