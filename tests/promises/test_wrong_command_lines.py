@@ -110,6 +110,8 @@ TRAIN = {
 OTHERS = {
     "evaluate": "run has no value: give one with run=…",
     "evaluate run=nowhere": "run=nowhere does not exist",
+    "compare sweep=. evaluation=[]": "the config has no evaluation",
+    "evaluate run=. noise=[]": "the config has no noise: choose one with noise=…",
     "evaluate run=. split=tset": "split=tset should be 'train', 'val' or 'test'",
     "evaluate run=. model.n_iterations=3": "model.n_iterations comes from the run",
     "evaluate run=. data.split=all": "data.split comes from the run and cannot change in evaluate: leave it out, or",

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from qnmixer.engine.config.data import AsTrained, DataConfig
 from qnmixer.engine.config.groups import NoiseConfig, parse_section
 from qnmixer.engine.config.options import TARGET, keys_of_options, unknown_key
-from qnmixer.engine.config.run import Config, Seed, check_targets, parse, schema_of
+from qnmixer.engine.config.run import Config, Seed, check_targets, parse, require_sections, schema_of
 from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, check_window
 from qnmixer.engine.config.values import plain_values
 from qnmixer.errors import ConfigError, suggest
@@ -124,6 +124,7 @@ def _parsed(schema: type[_T], values: dict[str, Any], **sections: Any) -> _T:
 def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     """Parse and check the config of `qnmixer.evaluate`. Raises ConfigError."""
     values = plain_values(cfg)
+    require_sections(values, (*_OF_RUN, "evaluation"))
     data, noise = (None if values[key].get(TARGET, "") is None else schema_of(key, values[key]) for key in _OF_RUN)
     config = _parsed(
         EvaluateConfig,
@@ -143,6 +144,7 @@ def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
 def parse_compare(cfg: DictConfig) -> CompareConfig:
     """Parse and check the config of `qnmixer.compare`. Raises ConfigError."""
     values = plain_values(cfg)
+    require_sections(values, ["evaluation"])
     evaluation: EvaluationConfig = parse_section("evaluation", EvaluationConfig, values["evaluation"])
     if evaluation.tv_weight is not None:  # of evaluation=default
         raise unknown_key("evaluation.tv_weight")

@@ -3,7 +3,7 @@
 The values are in `conf/`. The files beside this one have their types, their bounds and the rules between them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, get_type_hints
 
@@ -102,6 +102,13 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     return checked(config)
 
 
+def require_sections(values: Mapping[str, Any], sections: Iterable[str]) -> None:
+    """Raise ConfigError for the first section that a command line has taken away, as ~model or noise=[] does."""
+    for key in sections:
+        if key not in values:
+            raise ConfigError(f"the config has no {key}: choose one with {key}=…")
+
+
 def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     """Parse the config in a file, such as a checkpoint. It imports nothing that the config names.
 
@@ -110,9 +117,7 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     Raises ConfigError, which names the key and how to fix it.
     """
     values = _USUAL | plain_values(cfg)
-    for key in _SECTIONS:
-        if key not in values:
-            raise ConfigError(f"the config has no {key}: choose one with {key}=…")
+    require_sections(values, _SECTIONS)
     named = {
         "callbacks": parse_callbacks(values.get("callbacks", {})),
         "metrics": parse_metrics(values["metrics"]) if "metrics" in values else default_metrics(),
