@@ -14,6 +14,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
@@ -266,6 +267,8 @@ def train(
         if any(p.requires_grad for p in module.parameters()):
             with interrupts_as_raised():
                 trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    # The profile is written. torch's profiler refuses a validation alone, which may follow.
+    trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]  # Lightning's, untyped
 
 
 def validate_last_steps(
