@@ -46,7 +46,7 @@ def test_few_batches_are_a_whole_run(tiny_config: TinyConfig, tmp_path: Path) ->
 def test_a_profile_is_a_trace_that_viewers_open(tiny_config: TinyConfig, tmp_path: Path) -> None:
     options = ["debug.warm_up=2", "debug.steps=1", "trainer.max_steps=4", "trainer.val_every_n_steps=3"]
     trained(tiny_config("debug=profile", *options), tmp_path)
-    (trace,) = (tmp_path / "profile").glob("*training_step*.json")
+    trace, *_ = sorted((tmp_path / "profile").glob("*training_step*.json"))
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(event["name"].startswith("ProfilerStep#") for event in events if event["ph"] == "X") == 1
     (table,) = (tmp_path / "profile").glob("*.txt")
