@@ -5,8 +5,6 @@ file has them. The vendor's images have another thickness, centre and kernel, an
 belongs to a slice. So the truth has the noise of the full scan, also that of the chosen views.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qnmixer.engine.data.fan_tiff import TIFF, FanTiff, open_fan
-from qnmixer.engine.data.slices import FloatArray, SkipFile, summarise_skipped
+from qnmixer.engine.data.slices import FloatArray, SkipFile, summarise_skipped, usable
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.extras.pairs import optional
 from qnmixer.physics import FanBeamGeometry
@@ -24,6 +22,7 @@ from qnmixer.physics.matrix_cache import cached
 from qnmixer.physics.noise import attenuation_per_value
 
 _PARTS = "train", "val", "test"
+_FIX = "copy it again, or move it elsewhere"
 _SAME = 1e-3
 """Share of a length that counts as equal."""
 _NEAR = 0.25
@@ -95,7 +94,7 @@ class Helix2FanSource:
     def load(self, index: int) -> FloatArray:
         """FBP of all views [S, S] in HU. Raises DataError if it cannot be used."""
         fan, _, turned, z = self._slices[index]
-        with _usable(fan):
+        with usable(fan.path, _FIX):
             attenuation = _images(fan.path, fan.path.stat().st_mtime_ns, fan.scan(self.geometry, turned))[z]
             if not np.isfinite(attenuation).all():
                 raise SkipFile(f"NaN or infinite values in slice {z}")
@@ -104,22 +103,13 @@ class Helix2FanSource:
     def sinogram(self, index: int) -> FloatArray:
         """Sinogram [V, D], value × mm. Raises DataError if it cannot be used."""
         fan, views, _, z = self._slices[index]
-        with _usable(fan):
+        with usable(fan.path, _FIX):
             return fan.rows(z, views) / np.float32(attenuation_per_value(fan.water, self.hu_max))
 
     def name(self, index: int) -> str:
         """File and slice, as "scan_001_flat_fan_projections#5"."""
         fan, *_, z = self._slices[index]
         return f"{fan.path.stem}#{z}"
-
-
-@contextmanager
-def _usable(fan: FanTiff) -> Iterator[None]:
-    """Raise DataError, which names the file, for a SkipFile of the block."""
-    try:
-        yield
-    except SkipFile as reason:
-        raise DataError(f"{fan.path} cannot be used ({reason}): copy it again, or move it elsewhere") from None
 
 
 def views_of(fan: FanTiff, geometry: FanBeamGeometry) -> tuple[npt.NDArray[np.intp], float]:

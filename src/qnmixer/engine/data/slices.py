@@ -5,10 +5,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from qnmixer.errors import DataError
 
 FloatArray = npt.NDArray[np.float32]
 NO_SPACING = "no pixel size in the file"
@@ -39,6 +42,15 @@ def reading(problem: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise SkipFile(f"{problem} ({type(error).__name__})") from error
+
+
+@contextmanager
+def usable(path: Path, fix: str) -> Iterator[None]:
+    """Raise DataError, which names the file and how to fix it, for a SkipFile of the block."""
+    try:
+        yield
+    except SkipFile as reason:
+        raise DataError(f"{path} cannot be used ({reason}): {fix}") from reason
 
 
 def require_size(rows: int, columns: int, least: int = _LEAST) -> None:

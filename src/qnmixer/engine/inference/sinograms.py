@@ -6,7 +6,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from qnmixer.engine.config import Config
 from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.data.fan_tiff import TIFF, open_fan
 from qnmixer.engine.data.numpy_files import open_stack, read_frame
-from qnmixer.engine.data.slices import FloatArray, SkipFile, require_size
+from qnmixer.engine.data.slices import FloatArray, SkipFile, require_size, usable
 from qnmixer.engine.inference.fit import FloatList, fit_scan
 from qnmixer.engine.inference.scan import Scan, misfit, warn
 from qnmixer.engine.reconstructor import Reconstructor
@@ -32,6 +32,7 @@ from qnmixer.physics.noise import attenuation_per_value
 # is wrong.
 _MAX_ATTENUATION, _MIN_ATTENUATION = 14.0, -0.5
 _SCANS = (".npy", ".mat", *TIFF)
+_FIX = "give sinograms as .npy"
 _COMPRESSED = 15  # the type miCOMPRESSED of MATLAB 5
 _MAT_BYTES = 8 * 8192**2
 """The most that a .mat may unpack to: the largest sinogram in double precision."""
@@ -127,7 +128,7 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
         of_mat, scanner, angles = read_mat(file, geometry)
         count, read = 1, [of_mat].__getitem__
     elif file.suffix in TIFF:
-        with _usable(file):
+        with usable(file, _FIX):
             fan = open_fan(file)
         (start,), (off,) = fan.nearest(geometry.angles()[:1])
         views, scanner = np.roll(np.arange(len(fan.angles)), -start), fan.scan(geometry)
@@ -141,7 +142,7 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
         warn(f"{file} starts {np.degrees(turned):.4g}° from the run's first view, so the image is turned by that angle")
     for k in range(count):
         end = f"#{k}" if count > 1 else ""
-        with _usable(file):
+        with usable(file, _FIX):
             sinogram = read(k)
         try:
             fitted, missing = fit_scan(sinogram, angles, scanner, geometry, f"{file}{end}")
@@ -167,21 +168,12 @@ def _attenuation_of_one(trained: Config, config: ReconstructConfig) -> float:
     return attenuation_per_value(config.water_attenuation, trained.data.hu_max) if its is None else its
 
 
-@contextmanager
-def _usable(file: Path) -> Iterator[None]:
-    """Raise DataError for a .npy that the block cannot use."""
-    try:
-        yield
-    except SkipFile as reason:
-        raise DataError(f"{file} cannot be used ({reason}): give sinograms as .npy") from reason
-
-
 def _scanner_of_npy(file: Path, geometry: FanBeamGeometry, config: ReconstructConfig) -> tuple[int, FanBeamGeometry]:
     """The number of sinograms in a .npy, and their rays: those of the run, except for keys that were given.
 
     Sinograms of another shape than the run's are accepted only if the config gives the keys that describe them.
     """
-    with _usable(file):
+    with usable(file, _FIX):
         shape = open_stack(file).shape
         require_size(shape[1], shape[2], least=1)
     views, bins = geometry.n_views, geometry.n_detectors
