@@ -121,7 +121,7 @@ def test_a_gain_over_patients_has_an_interval(scores: Evaluation) -> None:
     assert scores.gain() == "QN-Mixer over FBP: +9.75 dB, mean over 2 images (data range 1)"
     assert Evaluation(scores.of("FBP")).gain() == "mean over 2 images (data range 1)"
     with_phantoms = [*of_two.scores, *(replace(score, number=score.number + 2) for score in scores.scores)]
-    assert "patients" not in Evaluation(with_phantoms).gain()  # as in a mix with evaluate_on=null
+    assert "patients" not in Evaluation(with_phantoms).gain()  # slices of patients and phantoms together
 
 
 def test_files_hold_the_scores(scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path) -> None:

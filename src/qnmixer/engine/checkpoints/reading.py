@@ -33,7 +33,7 @@ _OF_RESULTS = ("model", "data", "geometry", "noise", "loss", "optimizer")
 """Sections that a resumed run may not change."""
 _OF_LOADING = {"batch_size", "num_workers", "prefetch_factor", "pin_memory"}
 """Keys of slices that a resumed run may change."""
-_OF_PLACES = _OF_LOADING | {"cache_dir", "root", "reference_root"}
+_OF_PLACES = _OF_LOADING | {"cache_dir", "root"}
 """The same for our sources of files, whose slices are known by their pixels."""
 _NO_FIT = "has weights that do not fit its own config: use the qnmixer version that wrote it"
 _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
