@@ -29,8 +29,8 @@ import pytest
 import torch
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.module import ReconstructionModule
 
 from .warm import Warm

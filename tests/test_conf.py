@@ -6,9 +6,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer import models
-from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.compose import CONF, compose
 from qnmixer.engine.config.options import options, values_of_option
+from qnmixer.engine.config.run import Config, parse
 
 FILES = sorted(CONF.rglob("*.yaml"))
 TARGETS = ("model", "data", "loss", "noise", "optimizer", "schedule")

@@ -12,8 +12,8 @@ import torch
 
 from qnmixer.engine import cli
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose, quoted
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.export import check, export
 from qnmixer.reconstruct import check as check_reconstruct

@@ -18,7 +18,7 @@ SRC = Path(qnmixer.__file__).parent
     ("module", "unwanted"),
     [
         ("qnmixer", {"torch", "numpy", "omegaconf", "rich"}),
-        ("qnmixer.engine.config", {"torch", "lightning"}),
+        ("qnmixer.engine.config.run", {"torch", "lightning"}),
         ("qnmixer.engine.inference.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
         ("qnmixer.extras.export_run", {"lightning", "torchmetrics", "matplotlib"}),
     ],

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import qnmixer
-from qnmixer.engine.checkpoints.weights_file import encode
-from qnmixer.engine.config import Config
+from qnmixer.engine.checkpoints import encode
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import CheckpointError, ConfigError, GeometryError, PluginError
 from qnmixer.models import QNMixer

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.checkpoints.reading import load_run
-from qnmixer.engine.config import parse
+from qnmixer.engine.checkpoints import load_run
 from qnmixer.engine.config.commands import parse_compare, parse_evaluate
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import section
+from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.evaluation.evaluate import evaluate_run, title_of
+from qnmixer.engine.evaluation.evaluate import title_of
+from qnmixer.engine.evaluation.run import evaluate_run
 from qnmixer.engine.reconstructor import build_geometry
-from qnmixer.engine.reports.tables import Console
+from qnmixer.engine.reports.terminal import Console
+from qnmixer.engine.training.steps import build_trainer
 from qnmixer.engine.training.terminal import print_start
-from qnmixer.engine.training.trainer import build_trainer
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.extras.comparison.compare import config_of
 from qnmixer.extras.comparison.methods import ComparedJob

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.memory.report import LEVERS, levers_table
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.checkpoints.reading import load_run, read_checkpoint
-from qnmixer.engine.config import Config, parse
+from qnmixer.engine.checkpoints import load_run, read_checkpoint
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.reconstructor import build_network, build_noise, build_projector, method_name
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.models import TotalVariation

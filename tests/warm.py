@@ -175,7 +175,7 @@ def _reap(*_: object) -> None:
 
 
 def _die_with(parent: int) -> None:
-    from qnmixer.engine.processes.ranks import die_with_parent
+    from qnmixer.engine.processes.process import die_with_parent
 
     die_with_parent(parent)
 
@@ -198,8 +198,8 @@ def _preload(modules: list[str]) -> None:
 
 def _compose_once() -> None:
     """Let Hydra find its plugins and pydantic build its types: half of the time of a wrong command line."""
-    from qnmixer.engine.config import parse
     from qnmixer.engine.config.compose import compose
+    from qnmixer.engine.config.run import parse
 
     parse(compose("train", []))
 
@@ -212,7 +212,7 @@ def _become(arguments: list[str]) -> None:
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, whose parent is not its launcher
-        ranks = importlib.import_module("qnmixer.engine.processes.ranks")
+        ranks = importlib.import_module("qnmixer.engine.processes.process")
         die_with_parent = ranks.die_with_parent
         ranks.die_with_parent = lambda parent=None: die_with_parent()
     match arguments:

@@ -32,6 +32,6 @@ def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ())
         ConfigError: hf:// needs huggingface_hub, which is not installed.
         PluginError: the file names a class of a module that is not in `trust`.
     """
-    from qnmixer.engine.checkpoints.reading import load_run
+    from qnmixer.engine.checkpoints import load_run
 
     return load_run(run, trust=trust).network.eval()

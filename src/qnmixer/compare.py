@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from qnmixer.engine import cli
 from qnmixer.engine.config.commands import CompareConfig, parse_compare
-from qnmixer.engine.sweeps.sweep import find_sweep
+from qnmixer.engine.sweeps import find_sweep
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_no_links, check_no_nifti, check_there, check_unused
 
@@ -22,7 +22,7 @@ def compare(cfg: DictConfig) -> None:
     config = parse_compare(cfg)
     sweeps = [find_sweep(sweep) for sweep in config.sweep]
     print(f"comparing the jobs of {', '.join(map(str, sweeps))} (loading PyTorch …)", flush=True)
-    from qnmixer.engine.reports.tables import Console
+    from qnmixer.engine.reports.terminal import Console
     from qnmixer.extras.comparison.compare import compare
     from qnmixer.extras.comparison.report import write_comparison
 

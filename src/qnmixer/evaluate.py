@@ -11,8 +11,7 @@ from omegaconf import DictConfig
 from qnmixer.engine import cli
 from qnmixer.engine.config.commands import EvaluateConfig, parse_evaluate
 from qnmixer.engine.config.data import DataConfig, check_data
-from qnmixer.engine.tracking.resume import folder_of
-from qnmixer.engine.tracking.run import run_lock
+from qnmixer.engine.tracking.run import folder_of, run_lock
 from qnmixer.files import check_there, check_unused
 from qnmixer.weights import check_weights
 
@@ -22,7 +21,7 @@ def evaluate(cfg: DictConfig) -> None:
     print(f"evaluating {cfg.run} (loading PyTorch …)", flush=True)
     from hydra.core.hydra_config import HydraConfig
 
-    from qnmixer.engine.evaluation.evaluate import evaluate_run
+    from qnmixer.engine.evaluation.run import evaluate_run
 
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)

@@ -16,7 +16,7 @@ from qnmixer.engine import cli
 from qnmixer.engine.config.commands import ExportConfig, parse_export
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
-from qnmixer.weights import PRETRAINED, SUFFIX, hub
+from qnmixer.weights import PRETRAINED, SUFFIX, hub_library
 
 
 def export(cfg: DictConfig) -> None:
@@ -30,7 +30,7 @@ def check(cfg: DictConfig) -> ExportConfig:
     """Parse and check the config. Raises UserError also if the run does not exist or is an exported file."""
     config = parse_export(cfg)
     if config.push is not None:
-        hub.library()
+        hub_library()
     if config.run == PRETRAINED or Path(config.run).suffix == SUFFIX:
         raise ConfigError(f"run={config.run} is a weights file already: give the run folder that it was exported from")
     check_there("run", config.run, "a run folder of qnmixer.train, or a checkpoint")

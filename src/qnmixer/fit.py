@@ -5,13 +5,13 @@
 
 import lightning as L
 
-from qnmixer.engine.checkpoints.reading import find_checkpoint
-from qnmixer.engine.config import Config
+from qnmixer.engine.checkpoints import find_checkpoint
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.tracking.loggers import build_loggers, log_checkpoint
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training import steps
+from qnmixer.engine.training.steps import build_trainer
 from qnmixer.engine.training.terminal import print_end
-from qnmixer.engine.training.trainer import build_trainer
 
 
 def fit(config: Config, run: Run) -> float:

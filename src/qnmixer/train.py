@@ -20,15 +20,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.compose import CONF, compose_as_given, search_path_in
 from qnmixer.engine.config.data import check_data
-from qnmixer.engine.processes.ranks import is_rank
-from qnmixer.engine.processes.signals import loading
-from qnmixer.engine.sweeps.jobs import Job, run_jobs
-from qnmixer.engine.sweeps.sweep import sweep
-from qnmixer.engine.tracking.resume import resume_overrides
-from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.config.run import Config, parse
+from qnmixer.engine.processes.process import is_rank, loading
+from qnmixer.engine.sweeps import Job, run_jobs, sweep
+from qnmixer.engine.tracking.run import Run, resume_overrides
 from qnmixer.engine.training.worker import check_processes, fit_as_rank, fit_in_processes
 from qnmixer.errors import ConfigError, UserError
 from qnmixer.files import private_files
@@ -91,7 +88,7 @@ def run(cfg: DictConfig) -> Trained | float | None:
     with record.lock():
         print_begin(record, hydra_config)
         with loading():  # torch takes seconds
-            from qnmixer.engine.checkpoints.reading import find_checkpoint
+            from qnmixer.engine.checkpoints import find_checkpoint
             from qnmixer.engine.parallel.devices import cpu_threads, resolve_devices
 
         try:

@@ -18,13 +18,12 @@ from measuring import GIVE_BACK, MIB, in_own_process, peak_mib
 from report import Row, finish, options_of
 
 from qnmixer.engine.build import build_module, build_optimizer
-from qnmixer.engine.config import Config, override, parse
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import batch_of_replica
+from qnmixer.engine.config.run import Config, batch_of_replica, override, parse
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.memory.tracker import batch_of
-from qnmixer.engine.parallel.compilation import compile_blocks
+from qnmixer.engine.parallel.devices import compile_blocks
 from qnmixer.engine.parallel.pipeline import Pipeline, sum_gradients
 from qnmixer.engine.reconstructor import AUTOCAST
 

@@ -16,8 +16,8 @@ import torch
 from report import Row, finish, options_of
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import parse, to_plain
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse, to_plain
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.inference.writers import write_dicom
 from qnmixer.module import ReconstructionModule

@@ -23,8 +23,8 @@ from operators import OPERATORS, lacking, stand_in_for_torchvision
 from report import Row, finish, options_of
 from torch import Tensor, nn
 
-from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.models import LEARN
 from qnmixer.physics import FanBeamGeometry

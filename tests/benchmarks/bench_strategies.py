@@ -19,16 +19,16 @@ from lightning.pytorch.profilers import Profiler
 from report import Row, finish, options_of
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.parallel.devices import resolve_devices
 from qnmixer.engine.processes.launch import launch
-from qnmixer.engine.processes.ranks import rank
+from qnmixer.engine.processes.process import rank
 from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.training.callbacks import build_callbacks
-from qnmixer.engine.training.trainer import build_trainer
+from qnmixer.engine.training.steps import build_trainer
 
 VARIANTS = {
     "ddp": "strategy=ddp",

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints.weights_file import digest_of_weights
-from qnmixer.engine.config import parse
+from qnmixer.engine.checkpoints import digest_of_weights
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.extras.model_card import model_card
 

@@ -13,8 +13,9 @@ from tests.limits import within_limits
 from torch import Tensor, nn
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.checkpoints.reading import (
+from qnmixer.engine.checkpoints import (
     _Outline,
+    encode,
     find_checkpoint,
     load,
     load_run,
@@ -23,9 +24,8 @@ from qnmixer.engine.checkpoints.reading import (
     resumable,
     split_of,
 )
-from qnmixer.engine.checkpoints.weights_file import encode
-from qnmixer.engine.config import Config, parse, to_plain
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import Config, parse, to_plain
 from qnmixer.engine.data.splits import PARTS
 from qnmixer.engine.reconstructor import build_geometry, build_network
 from qnmixer.errors import CheckpointError

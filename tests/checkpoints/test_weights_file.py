@@ -9,11 +9,18 @@ import torch
 from safetensors import safe_open
 
 from qnmixer import weights
-from qnmixer.engine.checkpoints.reading import find_checkpoint, load_run, load_weights, read_checkpoint, resumable
-from qnmixer.engine.checkpoints.weights_file import digest_of_weights, encode
-from qnmixer.engine.config import Config, parse, to_plain
+from qnmixer.engine.checkpoints import (
+    digest_of_weights,
+    encode,
+    find_checkpoint,
+    load_run,
+    load_weights,
+    read_checkpoint,
+    resumable,
+)
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import FolderData
+from qnmixer.engine.config.run import Config, parse, to_plain
 from qnmixer.engine.plugins import module_of
 from qnmixer.errors import CheckpointError, DataError, PluginError
 from qnmixer.module import ReconstructionModule

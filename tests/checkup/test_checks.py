@@ -24,7 +24,7 @@ from qnmixer.engine.checkup.checks import (
     shortened,
 )
 from qnmixer.engine.checkup.rank import STEPS, Report, held
-from qnmixer.engine.data.sampler import EpochSampler
+from qnmixer.engine.data.dataset import EpochSampler
 from qnmixer.engine.parallel.devices import resolve_devices
 
 from ..conftest import TinyConfig
@@ -39,7 +39,7 @@ TWO = ["strategy=ddp", "trainer.devices=2"]
 FAULTY = """
 import os
 import torch.distributed as dist
-from qnmixer.engine.data.sampler import EpochSampler
+from qnmixer.engine.data.dataset import EpochSampler
 from qnmixer.module import ReconstructionModule
 
 RANK, order = os.environ.get("RANK"), EpochSampler.__iter__

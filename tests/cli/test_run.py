@@ -12,9 +12,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.cli.explain import explain
-from qnmixer.engine.config import parse
+from qnmixer.engine.cli import explain
 from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
+from qnmixer.engine.config.run import parse
 from qnmixer.errors import ConfigError, DataError
 
 CHECKS = {"train": parse, "evaluate": parse_evaluate, "reconstruct": parse_reconstruct}

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from qnmixer.compare import check, compare
-from qnmixer.engine.checkpoints.reading import load_run
-from qnmixer.engine.config import parse
+from qnmixer.engine.checkpoints import load_run
 from qnmixer.engine.config.compose import CONF, compose
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.extras.comparison.compare import scan_under_test

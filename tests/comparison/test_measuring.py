@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import parse, to_plain
 from qnmixer.engine.config.commands import parse_compare
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import FolderData
+from qnmixer.engine.config.run import parse, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.reports.tables import Console
+from qnmixer.engine.reports.terminal import Console
 from qnmixer.extras.comparison.compare import compare
 from qnmixer.extras.comparison.methods import Comparison
 from qnmixer.extras.comparison.report import tables_of

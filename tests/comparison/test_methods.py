@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.config import parse, to_plain
 from qnmixer.engine.config.commands import parse_compare
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse, to_plain
 from qnmixer.extras.comparison.compare import config_of
 from qnmixer.extras.comparison.methods import ComparedJob, methods_of
 from qnmixer.weights import CHECKPOINT_KEY

@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from qnmixer.engine.config import parse
 from qnmixer.engine.config.commands import parse_compare
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.evaluation.scores import ImageScore
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages
-from qnmixer.engine.reports.tables import Console
+from qnmixer.engine.reports.terminal import Console
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.extras.comparison.report import (
     COSTS,

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qnmixer.engine.config import Config, parse, to_plain
 from qnmixer.engine.config.compose import CONF, compose
+from qnmixer.engine.config.run import Config, parse, to_plain
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import ConfigError, GeometryError
 

@@ -7,11 +7,18 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config import Config, effective_batch, parse, to_plain
 from qnmixer.engine.config.commands import parse_compare, parse_evaluate, parse_reconstruct
 from qnmixer.engine.config.compose import CONF, compose, with_length
 from qnmixer.engine.config.data import AsTrained, FolderData, PhantomData
-from qnmixer.engine.config.run import batch_of_replica, devices_per_replica, section
+from qnmixer.engine.config.run import (
+    Config,
+    batch_of_replica,
+    devices_per_replica,
+    effective_batch,
+    parse,
+    section,
+    to_plain,
+)
 from qnmixer.errors import ConfigError
 
 

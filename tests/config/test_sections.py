@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from qnmixer.engine.config import compose as composing
-from qnmixer.engine.config import parse, to_plain, without_places
 from qnmixer.engine.config.compose import CONF, compose
-from qnmixer.engine.config.run import parse_file
+from qnmixer.engine.config.run import parse, parse_file, to_plain, without_places
 from qnmixer.engine.config.sections import CallbackConfig, LoggerConfig, MetricConfig, modes_of
 
 METRIC, CALLBACK = "+metrics.mine._target_=collections.Counter", "+callbacks.mine._target_=collections.Counter"

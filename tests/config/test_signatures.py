@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from qnmixer.engine.build import build_loss
-from qnmixer.engine.checkpoints.reading import load_run, load_weights
-from qnmixer.engine.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.engine.config import Config, parse, to_plain
+from qnmixer.engine.checkpoints import CHECKPOINT_KEY, load_run, load_weights
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse_file
+from qnmixer.engine.config.run import Config, parse, parse_file, to_plain
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import ConfigError, UserError
 

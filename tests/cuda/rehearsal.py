@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import Config, override, parse
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import Config, override, parse
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.sampler import EpochSampler
+from qnmixer.engine.data.dataset import EpochSampler
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner, track_step
 from qnmixer.engine.parallel.strategies import build_precision

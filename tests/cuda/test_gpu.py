@@ -26,20 +26,19 @@ from torch import Tensor
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.checkup.rank import untrained
-from qnmixer.engine.config import Config, override, parse
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import Config, override, parse
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.memory import modes
-from qnmixer.engine.memory.footprint import MIB, WORKSPACE, on_a_gpu
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner
-from qnmixer.engine.parallel.compilation import compile_blocks
-from qnmixer.engine.parallel.devices import allow_tf32, has_bf16, resolve_devices
+from qnmixer.engine.memory.usage import MIB, WORKSPACE, on_a_gpu
+from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks, has_bf16, resolve_devices
 from qnmixer.engine.parallel.strategies import build_precision
 from qnmixer.engine.reconstructor import sample_measurement
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.memory_monitor import MemoryMonitor
-from qnmixer.engine.training.trainer import build_trainer
+from qnmixer.engine.training.callbacks import MemoryMonitor
+from qnmixer.engine.training.steps import build_trainer
 from qnmixer.errors import ConfigError
 from qnmixer.fit import fit
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector

@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader
 from qnmixer.engine.config.run import section
 from qnmixer.engine.data.cache import SliceCache, open_cache
 from qnmixer.engine.data.datamodule import SliceDataModule, _end_with_parent_only
-from qnmixer.engine.data.sampler import EpochSampler, Pick
-from qnmixer.engine.data.scaling import MinMaxScaling, build_scaling
+from qnmixer.engine.data.dataset import EpochSampler, MinMaxScaling, Pick, build_scaling
 from qnmixer.engine.data.splits import PARTS, RunSplit, SplitRecord
-from qnmixer.engine.processes.signals import SIGNALS
+from qnmixer.engine.processes.process import SIGNALS
 from qnmixer.errors import DataError
 
 

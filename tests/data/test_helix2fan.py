@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import parse, to_plain
 from qnmixer.engine.config.commands import parse_reconstruct
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import section
+from qnmixer.engine.config.run import parse, section, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.fan_tiff import open_fan
 from qnmixer.engine.inference.reconstruct import reconstruct_input

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import section
+from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reconstructor import build_geometry, build_noise
 from qnmixer.errors import ConfigError, DataError

@@ -10,16 +10,15 @@ import pytest
 import torch
 from hydra.errors import HydraException
 
-from qnmixer.engine.checkpoints.reading import read_checkpoint
-from qnmixer.engine.checkpoints.weights_file import encode
+from qnmixer.engine.checkpoints import encode, read_checkpoint
 from qnmixer.engine.cli import explain
-from qnmixer.engine.config import Config, parse, to_plain
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import AsTrained, FolderData, MixedData, check_data
-from qnmixer.engine.config.run import section
+from qnmixer.engine.config.run import Config, parse, section, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.mixed import counts_of
-from qnmixer.engine.evaluation.slices import as_trained, kind_of, other_slices
+from qnmixer.engine.data.sources import counts_of
+from qnmixer.engine.evaluation.evaluate import kind_of
+from qnmixer.engine.evaluation.run import as_trained, other_slices
 from qnmixer.errors import CheckpointError, ConfigError, DataError, PluginError
 
 N_PATIENTS, N_EACH = 5, 2

@@ -9,9 +9,8 @@ import torch
 from torch.nn import functional
 
 from qnmixer.engine.config.run import section
-from qnmixer.engine.data.cache import open_cache
+from qnmixer.engine.data.cache import Grid, open_cache, to_field, to_square
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.resample import Grid, to_field, to_square
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.physics import FanBeamGeometry

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import section
+from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import ConfigError, DataError

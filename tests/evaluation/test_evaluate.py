@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from qnmixer.engine.batch import to_hu
-from qnmixer.engine.config import Config
-from qnmixer.engine.config.run import section
+from qnmixer.engine.config.run import Config, section
 from qnmixer.engine.config.sections import EvaluationConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation import evaluate as module_under_test
 from qnmixer.engine.evaluation.evaluate import evaluate, pictured, worst_of, write_evaluation
 from qnmixer.engine.evaluation.scores import Evaluation, ImageScore
-from qnmixer.engine.optimization.metrics import psnr, ssim, to_window
+from qnmixer.engine.metrics import psnr, ssim, to_window
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages
-from qnmixer.engine.reports.tables import Console
+from qnmixer.engine.reports.terminal import Console
 from qnmixer.module import ReconstructionModule
 
 WINDOW = [-160.0, 240.0]

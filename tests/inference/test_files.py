@@ -12,7 +12,7 @@ from pydicom import dcmread
 from pydicom.dataset import Dataset
 from pydicom.uid import generate_uid
 
-from qnmixer.engine.data.resample import Grid, to_square
+from qnmixer.engine.data.cache import Grid, to_square
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.engine.inference.slices import InputSlice, read_slices, slice_files
 from qnmixer.engine.inference.writers import write_dicom, write_npy, write_png

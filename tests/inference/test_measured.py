@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.inference.fit import fit_scan
 from qnmixer.engine.inference.sinograms import read_mat
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import DataError
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.physics.rays import system_matrix
+from qnmixer.physics.projector import system_matrix
 
 SIZE = 64
 

@@ -15,9 +15,9 @@ from pydicom import dcmread
 
 from qnmixer.engine.batch import to_hu
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import parse, to_plain
 from qnmixer.engine.config.commands import ReconstructConfig, parse_reconstruct
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.inference.reconstruct import images_of, reconstruct_input
@@ -26,7 +26,7 @@ from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, 
 from qnmixer.engine.inference.slices import read_slices, simulated_scans, slice_files
 from qnmixer.errors import DataError, OutOfMemory
 from qnmixer.module import ReconstructionModule
-from qnmixer.physics.rays import system_matrix
+from qnmixer.physics.projector import system_matrix
 from qnmixer.weights import CHECKPOINT_KEY
 
 from ..conftest import TINY

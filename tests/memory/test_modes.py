@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.memory import modes as memory
 from qnmixer.engine.memory.modes import apply_memory_mode

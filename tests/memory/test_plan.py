@@ -7,14 +7,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
 
 from qnmixer.engine.build import build_module, build_optimizer
-from qnmixer.engine.config import Config, override, parse
 from qnmixer.engine.config.commands import device_memory, parse_plan
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import batch_of_replica
-from qnmixer.engine.memory.footprint import MIB, Footprint
+from qnmixer.engine.config.run import Config, batch_of_replica, override, parse
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.pipeline import cut_of, idle, in_flight, n_microbatches
-from qnmixer.engine.memory.plan import Planner, track_step
+from qnmixer.engine.memory.plan import Planner, cut_of, idle, in_flight, n_microbatches, track_step
 from qnmixer.engine.memory.report import as_object, largest_batch, levers_table, print_plan, usable
 from qnmixer.engine.memory.tracker import (
     PeakTracker,
@@ -25,7 +22,8 @@ from qnmixer.engine.memory.tracker import (
     optimizer_tensors,
     without_data,
 )
-from qnmixer.engine.parallel.stages import Stage, layouts, loss_of_part, ranges
+from qnmixer.engine.memory.usage import MIB, Footprint
+from qnmixer.engine.parallel.pipeline import Stage, layouts, loss_of_part, ranges
 from qnmixer.engine.reconstructor import build_network, system_matrix_at
 from qnmixer.errors import ConfigError
 

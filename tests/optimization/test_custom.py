@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qnmixer.engine.build import build_module, build_optimizer, learning_rate_factor
-from qnmixer.engine.config import Config
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.reconstructor import build_noise
 from qnmixer.errors import PluginError
 from qnmixer.module import ReconstructionModule

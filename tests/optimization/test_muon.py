@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qnmixer.engine.build import build_module, build_optimizer
-from qnmixer.engine.config import Config
+from qnmixer.engine.config.run import Config
 from qnmixer.muon import Muon, orthogonalized
 
 MODELS = ["qn_mixer", "learn", "learned_primal_dual", "learn_pp", "itnet model.channels=8"]

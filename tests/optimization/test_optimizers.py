@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from qnmixer.engine.build import build_loss, build_optimizer, learning_rate_factor
-from qnmixer.engine.config import Config
 from qnmixer.engine.config.groups import ScheduleConfig
-from qnmixer.engine.config.run import section
+from qnmixer.engine.config.run import Config, section
 from qnmixer.module import ReconstructionModule
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.parallel.compilation import check_compiler, compile_blocks
+from qnmixer.engine.parallel.devices import check_compiler, compile_blocks
 from qnmixer.errors import ConfigError
 from qnmixer.models import FBP, QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector

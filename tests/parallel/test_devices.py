@@ -11,7 +11,7 @@ from qnmixer.engine.parallel.devices import (
     resolve_devices,
     runs_on,
 )
-from qnmixer.engine.training.trainer import build_trainer
+from qnmixer.engine.training.steps import build_trainer
 from qnmixer.errors import ConfigError
 
 from ..conftest import TinyConfig

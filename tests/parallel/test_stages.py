@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.parallel.pipeline import sum_gradients
-from qnmixer.engine.parallel.stages import (
+from qnmixer.engine.config.run import parse
+from qnmixer.engine.parallel.pipeline import (
     Logged,
     Packing,
     Stage,
@@ -18,6 +17,7 @@ from qnmixer.engine.parallel.stages import (
     layouts,
     loss_of_part,
     ranges,
+    sum_gradients,
 )
 from qnmixer.models.qn_mixer import QNMixer, QNState
 from qnmixer.module import ReconstructionModule

@@ -17,7 +17,7 @@ import torch
 from tests.limits import within_limits
 from torch import Tensor
 
-from qnmixer.physics import FanBeamGeometry, FanBeamProjector, fbp, matrix_cache, rays
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector, fbp, projector, sparse
 
 GEOMETRY = FanBeamGeometry.paper(16, image_size=32)
 
@@ -26,7 +26,7 @@ GEOMETRY = FanBeamGeometry.paper(16, image_size=32)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where matrices are kept, of which small ones are here worth it too; empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(matrix_cache, "WORTH_CACHING", 0)
+    monkeypatch.setattr(sparse, "WORTH_CACHING", 0)
     return tmp_path / "qnmixer" / "matrices"
 
 
@@ -38,7 +38,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def counted(build: Callable[..., object]) -> Callable[..., object]:
         return lambda *given: done.append(build.__name__) or build(*given)
 
-    for room, name in ((rays, "_by_rays"), (fbp, "_by_pixels"), (FanBeamProjector, "_power_iteration")):
+    for room, name in ((projector, "_by_rays"), (fbp, "_by_pixels"), (FanBeamProjector, "_power_iteration")):
         monkeypatch.setattr(room, name, counted(getattr(room, name)))
     return done
 
@@ -85,7 +85,7 @@ def test_the_second_time_all_is_mapped_and_nothing_changes_the_files(
     for buffer in projector.buffers():
         buffer.zero_()
     assert files(folder) == kept
-    monkeypatch.setattr(matrix_cache, "WORTH_CACHING", 2**40)  # what is quick to build leaves the disk alone
+    monkeypatch.setattr(sparse, "WORTH_CACHING", 2**40)  # what is quick to build leaves the disk alone
     FanBeamProjector(replace(GEOMETRY, first_angle=0.1))
     assert files(folder) == kept
 
@@ -103,7 +103,7 @@ def test_another_scan_has_other_files(folder: Path, monkeypatch: pytest.MonkeyPa
     FanBeamProjector(replace(GEOMETRY, source_to_axis=np.float64(600), axis_to_detector=290))
     FanBeamProjector(replace(GEOMETRY, beam="parallel", source_to_axis=1.0))  # it has no source
     assert len(files(folder)) == 2 * len(changes)
-    monkeypatch.setattr(matrix_cache, "FORMAT", matrix_cache.FORMAT + 1)
+    monkeypatch.setattr(sparse, "FORMAT", sparse.FORMAT + 1)
     FanBeamProjector(GEOMETRY)
     assert len(files(folder)) == 2 * len(changes) + 2
     assert FanBeamProjector(GEOMETRY, "hann").safe_step_size() > FanBeamProjector(GEOMETRY).safe_step_size()
@@ -203,4 +203,4 @@ def test_another_layout_needs_another_format() -> None:
             # Of the values what rounding leaves alone.
             rounded = buffer.double().sum(0, keepdim=True).round(decimals=1)
             digest.update((rounded if buffer.is_floating_point() else buffer).numpy().tobytes())
-    assert (matrix_cache.FORMAT, digest.hexdigest()[:16]) == (3, "e920af00b62fd78b")
+    assert (sparse.FORMAT, digest.hexdigest()[:16]) == (3, "e920af00b62fd78b")

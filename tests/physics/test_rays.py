@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qnmixer.physics import FanBeamGeometry
-from qnmixer.physics.rays import system_matrix
+from qnmixer.physics.projector import system_matrix
 
 from .ellipses import ellipse_image, ellipse_integrals, random_pair, rays, relative_error
 

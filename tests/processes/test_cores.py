@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.memory.footprint import MIB
-from qnmixer.engine.memory.limits import memory_of
+from qnmixer.engine.memory.usage import MIB, memory_of
 from qnmixer.engine.parallel.devices import choose_device
-from qnmixer.engine.processes import cores
-from qnmixer.engine.processes.cores import cpu_limit, memory_limit, n_cores, threads_each, wait_briefly
+from qnmixer.engine.processes import process
+from qnmixer.engine.processes.process import cpu_limit, memory_limit, n_cores, threads_each, wait_briefly
 
 SLURM = "0::/slurm/job_7/step_0\n"
 V1 = "4:memory:/docker/ab\n"
@@ -58,8 +57,8 @@ def test_limits(
     n: float,
     memory: float,
 ) -> None:
-    monkeypatch.setattr(cores, "_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(cores, "_ROOT", tmp_path)
+    monkeypatch.setattr(process, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(process, "_ROOT", tmp_path)
     if groups is not None:
         (tmp_path / "groups").write_text(groups)
     for name, text in files.items():

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.processes.cores import threads_each
 from qnmixer.engine.processes.launch import RankTraceback, launch
+from qnmixer.engine.processes.process import threads_each
 from qnmixer.errors import RankFailed, Stopped
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launch")]
 
 SCRIPT = """
 import os, signal, sys, time
-from qnmixer.engine.processes.ranks import end_with_the_others, leave, rank
+from qnmixer.engine.processes.process import end_with_the_others, leave, rank
 end_with_the_others({launcher})
 here = int(os.environ["RANK"])
 try:
@@ -128,7 +128,7 @@ def test_ranks_that_end_where_they_are_are_stopped_too(
 
     body = f"""
 from pathlib import Path
-from qnmixer.engine.processes.signals import stop_signals
+from qnmixer.engine.processes.process import stop_signals
 with stop_signals():
     Path(f'{tmp_path}/{{here}}.pid').write_text(str(os.getpid()))
     while len(list(Path({str(tmp_path)!r}).glob('*.pid'))) < 2:

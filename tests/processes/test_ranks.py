@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from qnmixer.engine.processes.ranks import by_srun, is_rank, rank, world_size
+from qnmixer.engine.processes.process import by_srun, is_rank, rank, world_size
 
 AGENT = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4"}
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
@@ -41,8 +41,9 @@ def begin(body: str) -> subprocess.Popen[str]:
     code = f"""
 import ctypes, os, signal, sys, time
 from qnmixer.errors import Stopped
-from qnmixer.engine.processes import ranks, signals
-ranks._SECONDS_TO_LEAVE = ranks._SECONDS_TO_LEAVE_BY_ITSELF = ranks._SECONDS_TO_STOP = ranks._SECONDS_TO_HEAR = 0.3
+from qnmixer.engine.processes import process
+process._SECONDS_TO_LEAVE = process._SECONDS_TO_LEAVE_BY_ITSELF = 0.3
+process._SECONDS_TO_STOP = process._SECONDS_TO_HEAR = 0.3
 {body}
 """
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -56,7 +57,7 @@ def said(process: subprocess.Popen[str]) -> str:
 def test_sigterm_is_an_interruption_where_another_rank_has_failed() -> None:
     """The launcher that sends it says nothing else; a rank that it asks to stop gets SIGUSR1 from it."""
     process = begin("""
-ranks.end_with_the_others(os.getppid())
+process.end_with_the_others(os.getppid())
 try:
     print("ready", flush=True)
     time.sleep(60)
@@ -70,15 +71,15 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize(
     ("number", "training", "most"),
-    [(signal.SIGTERM, True, "ranks._SECONDS_TO_HEAR = 60"), (signal.SIGINT, False, "ranks._SECONDS_TO_STOP = 60")],
+    [(signal.SIGTERM, True, "process._SECONDS_TO_HEAR = 60"), (signal.SIGINT, False, "process._SECONDS_TO_STOP = 60")],
     ids=["in a step", "before the first step"],
 )
 def test_what_hangs_outside_python_is_ended_all_the_same(number: signal.Signals, training: bool, most: str) -> None:
     """As in a collective that waits for a rank that is gone; here in a mutex that is locked twice."""
     process = begin(f"""
 {most}
-ranks.end_with_the_others()
-signals.defer_stop({training})
+process.end_with_the_others()
+process.defer_stop({training})
 mutex = ctypes.create_string_buffer(256)
 print("ready", flush=True)
 for _ in range(2):
@@ -94,7 +95,7 @@ for _ in range(2):
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_forks_end_with_their_rank() -> None:
     process = begin("""
-ranks.end_with_the_others()
+process.end_with_the_others()
 child = os.fork()
 if not child:
     print(os.getpid(), flush=True)
@@ -119,7 +120,7 @@ def alive(pid: int) -> bool:
 
 
 def test_a_parent_that_died_before_is_noticed() -> None:
-    process = begin(f"ranks.end_with_the_others(parent={os.getppid()}); print('alive')")
+    process = begin(f"process.end_with_the_others(parent={os.getppid()}); print('alive')")
     assert process.communicate(timeout=30)[0] == ""
     assert process.returncode == 1
 
@@ -129,9 +130,9 @@ def test_a_rank_that_lost_contact_speaks_if_nobody_ends_it(ended: str, line: str
     """As under srun, where no launcher shows an error of all ranks, such as a network that does not work."""
     process = begin(f"""
 sys.stderr = sys.stdout
-ranks.end_with_the_others()
+process.end_with_the_others()
 {ended}
-ranks.leave(RuntimeError("NCCL error: unhandled system error"), "NCCL error", say=True)
+process.leave(RuntimeError("NCCL error: unhandled system error"), "NCCL error", say=True)
 """)
     assert process.communicate(timeout=30)[0].strip() == line
     assert process.returncode == 1

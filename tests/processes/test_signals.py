@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from qnmixer.engine.processes import signals
-from qnmixer.engine.processes.signals import SIGNALS, defer_stop, handle_signals, loading, stop_requested, stop_signals
+from qnmixer.engine.processes import process
+from qnmixer.engine.processes.process import SIGNALS, defer_stop, handle_signals, loading, stop_requested, stop_signals
 from qnmixer.errors import Stopped
 
 
@@ -28,7 +28,7 @@ def test_the_exit_code_names_the_signal(number: signal.Signals, code: int) -> No
 
 
 def test_what_comes_later_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "_SECONDS_OF_ECHO", 0)
+    monkeypatch.setattr(process, "_SECONDS_OF_ECHO", 0)
     with stop_signals():
         defer_stop(True)
         signal.raise_signal(signal.SIGINT)

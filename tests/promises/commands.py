@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from qnmixer.engine import cli
-from qnmixer.engine.config import parse
 from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.inference.writers import write_dicom
-from qnmixer.engine.tracking.resume import resume_overrides
+from qnmixer.engine.tracking.run import resume_overrides
 from qnmixer.evaluate import evaluate, into_new_folder
 from qnmixer.reconstruct import reconstruct
 from qnmixer.train import run as train

@@ -12,19 +12,19 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.checkpoints.reading import load_weights
-from qnmixer.engine.config import Config, parse
+from qnmixer.engine.checkpoints import load_weights
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.parallel.compilation import compile_blocks
+from qnmixer.engine.parallel.devices import compile_blocks
 from qnmixer.engine.parallel.shards import gather
-from qnmixer.engine.processes.ranks import rank
+from qnmixer.engine.processes.process import rank
 from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks
 from qnmixer.engine.training.checkpointing import Checkpointing
-from qnmixer.engine.training.trainer import build_trainer
+from qnmixer.engine.training.steps import build_trainer
 
 
 class Record(Callback):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from qnmixer.engine import cli
-from qnmixer.engine.config import parse, to_plain
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse, to_plain
 
 from ..heavy import LOADED, path_without
 from ..warm import Warm

@@ -19,8 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from qnmixer.engine.checkpoints.reading import load_run
-from qnmixer.engine.checkpoints.weights_file import digest_of_weights
+from qnmixer.engine.checkpoints import digest_of_weights, load_run
 from qnmixer.module import ReconstructionModule
 
 from ..nvidia import fake_nvidia_smi

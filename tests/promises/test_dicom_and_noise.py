@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from qnmixer.engine.checkpoints.reading import load_run
+from qnmixer.engine.checkpoints import load_run
 from qnmixer.module import ReconstructionModule
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.noise import attenuation_per_value

@@ -20,11 +20,11 @@ import torch
 
 from qnmixer import load_pretrained
 from qnmixer.engine import cli
-from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.reconstructor import build_projector
-from qnmixer.engine.tracking.resume import latest
+from qnmixer.engine.tracking.run import latest
 from qnmixer.new import new
 
 from ..conftest import PHANTOMS

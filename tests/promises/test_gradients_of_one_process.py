@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints.reading import load_run, split_of
-from qnmixer.engine.config import override, parse, to_plain
+from qnmixer.engine.checkpoints import load_run, split_of
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import override, parse, to_plain
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.data.splits import PARTS
 from qnmixer.engine.processes.launch import launch

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.engine.config import to_plain
+from qnmixer.engine.config.run import to_plain
 from qnmixer.module import ReconstructionModule
 from qnmixer.weights import CHECKPOINT_KEY
 

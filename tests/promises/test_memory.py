@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.engine.config import to_plain
+from qnmixer.engine.checkpoints import CHECKPOINT_KEY
+from qnmixer.engine.config.run import to_plain
 from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.memory.footprint import MIB
+from qnmixer.engine.memory.usage import MIB
 from qnmixer.module import ReconstructionModule
 
 from ..memory.test_advice import TINY

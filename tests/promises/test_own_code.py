@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.config import to_plain
-from qnmixer.engine.config.run import parse_file
+from qnmixer.engine.config.run import parse_file, to_plain
 from qnmixer.weights import CHECKPOINT_KEY
 
 from ..conftest import PHANTOMS

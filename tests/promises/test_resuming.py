@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints.reading import read_checkpoint
+from qnmixer.engine.checkpoints import read_checkpoint
 
 from ..conftest import PHANTOMS, TINY
 from ..warm import Warm

@@ -20,8 +20,7 @@ import yaml
 from wandb.sdk.launch.sweeps.utils import DEFAULT_SWEEP_COMMAND, create_sweep_command, create_sweep_command_args
 
 from qnmixer.engine.config.compose import CONF
-from qnmixer.engine.tracking.records import read_metrics
-from qnmixer.engine.tracking.results import read_results
+from qnmixer.engine.tracking.records import read_metrics, read_results
 
 from ..conftest import PHANTOMS
 from ..conftest import TINY as COMMON

@@ -1,6 +1,6 @@
 import pytest
 
-from qnmixer.engine.reports.paths import without_folders
+from qnmixer.engine.tracking.loggers import without_folders
 
 
 @pytest.mark.parametrize(

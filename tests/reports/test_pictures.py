@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import Config
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reports.pictures import (
     MethodImages,
@@ -20,7 +20,7 @@ from qnmixer.engine.reports.pictures import (
 from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.training import callbacks
 from qnmixer.engine.training.callbacks import build_callbacks
-from qnmixer.engine.training.trainer import build_trainer
+from qnmixer.engine.training.steps import build_trainer
 
 
 def pixels(path: Path) -> np.ndarray:

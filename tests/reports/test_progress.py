@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from qnmixer.engine.reports import progress as module
-from qnmixer.engine.reports.progress import LONGEST, SHORTEST, Pace, progress
+from qnmixer.engine.reports import terminal as module
+from qnmixer.engine.reports.terminal import LONGEST, SHORTEST, Pace, progress
 
 from ..terminal import in_terminal
 
@@ -55,11 +55,11 @@ def test_a_log_has_whole_lines_and_a_quiet_console_none(clock: Callable[[float],
 BAR = """
 import sys, time, warnings
 from rich.console import Console
-from qnmixer.engine.reports import progress
-progress._REDRAW = 0.0
+from qnmixer.engine.reports import terminal
+terminal._REDRAW = 0.0
 console = Console()
 before = sys.stdout, sys.stderr
-for n in progress.progress(range(4), "counting", "number", console):
+for n in terminal.progress(range(4), "counting", "number", console):
     if n == 1:
         console.print("a line of a console")
         print("a line", "of print")

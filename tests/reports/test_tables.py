@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.reports.tables import Console, csv_table, markdown_table, terminal_table
+from qnmixer.engine.reports.terminal import Console, csv_table, markdown_table, terminal_table
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.processes.cores import threads_each
-from qnmixer.engine.sweeps.jobs import Job, objective, run_jobs
-from qnmixer.engine.tracking.results import read_results
+from qnmixer.engine.config.run import parse
+from qnmixer.engine.processes.process import threads_each
+from qnmixer.engine.sweeps import Job, objective, run_jobs
+from qnmixer.engine.tracking.records import read_results
 from qnmixer.errors import ConfigError
 
 PROGRAM = f"""#!{sys.executable}

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from qnmixer.engine.config.compose import compose_sweep, values_of
-from qnmixer.engine.sweeps.report import rows_of, write_report
-from qnmixer.engine.sweeps.sweep import place_jobs, sweep
-from qnmixer.engine.tracking.results import amend
-from qnmixer.engine.tracking.sweep_file import name_of_job, sweep_of
+from qnmixer.engine.sweeps import place_jobs, rows_of, sweep, write_report
+from qnmixer.engine.tracking.records import amend, name_of_job, sweep_of
 from qnmixer.errors import ConfigError, SweepFailed, UserError
 
 # rich would take the brackets for its markup

@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import wandb
 
-from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse_file
+from qnmixer.engine.config.run import Config, parse, parse_file
 from qnmixer.engine.tracking import loggers as room
-from qnmixer.engine.tracking.loggers import DONE, FAILED, INTERRUPTED, build_loggers, close_loggers, log_checkpoint
-from qnmixer.engine.tracking.metrics_file import MetricsFile
-from qnmixer.engine.tracking.records import read_metrics
-from qnmixer.engine.tracking.results import PACKAGES, git_commit
-from qnmixer.engine.tracking.sweep_file import SWEEP
+from qnmixer.engine.tracking.loggers import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    MetricsFile,
+    build_loggers,
+    close_loggers,
+    log_checkpoint,
+)
+from qnmixer.engine.tracking.records import PACKAGES, SWEEP, git_commit, read_metrics
 from qnmixer.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("no_wandb")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.tracking.metrics_file import MetricsFile
+from qnmixer.engine.tracking.loggers import MetricsFile
 from qnmixer.engine.tracking.records import read_metrics
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from tests.limits import within_limits
 
-from qnmixer.engine.sweeps.report import rows_of
-from qnmixer.engine.tracking.metrics_file import MetricsFile
-from qnmixer.engine.tracking.results import read_results
+from qnmixer.engine.sweeps import rows_of
+from qnmixer.engine.tracking.loggers import MetricsFile
+from qnmixer.engine.tracking.records import read_results, read_sweep
 from qnmixer.engine.tracking.run import overrides_of
-from qnmixer.engine.tracking.sweep_file import read_sweep
 from qnmixer.errors import DataError
 
 BRACKETS = b"[" * 200_000

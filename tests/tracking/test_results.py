@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from qnmixer.engine.tracking import results as room
-from qnmixer.engine.tracking.results import PACKAGES, git_commit, git_diff, results
+from qnmixer.engine.tracking import records as room
+from qnmixer.engine.tracking.records import PACKAGES, git_commit, git_diff, results
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -52,12 +52,12 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     tracking = tmp_path / "src" / "qnmixer" / "engine" / "tracking"
     tracking.mkdir(parents=True)
-    (tracking / "results.py").write_text("# stands for the module\n")
+    (tracking / "records.py").write_text("# stands for the module\n")
     (tmp_path / "src" / "qnmixer" / "train.py").write_text("# a\n")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "-A")
     git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first")
-    monkeypatch.setattr(room, "__file__", str(tracking / "results.py"))
+    monkeypatch.setattr(room, "__file__", str(tracking / "records.py"))
     return tmp_path
 
 
@@ -84,7 +84,7 @@ def test_no_commit_without_git_and_in_somebody_elses_repository(
     """A wheel in an environment inside their project, which git may even see."""
     installed = checkout / ".venv" / "site-packages" / "qnmixer"
     (installed / "tracking").mkdir(parents=True)
-    monkeypatch.setattr(room, "__file__", str(installed / "tracking" / "results.py"))
+    monkeypatch.setattr(room, "__file__", str(installed / "tracking" / "records.py"))
     assert (git_commit(), git_diff()) == (None, "")
     monkeypatch.setenv("PATH", "")
     assert (git_commit(), git_diff()) == (None, "")
@@ -96,7 +96,7 @@ def test_changes_can_be_applied_to_the_commit(checkout: Path, tmp_path_factory: 
     package = checkout / "src" / "qnmixer"
     (package / "train.py").write_text("# changed\n")
     (package / "new.py").write_text("# new: χ\n")
-    (package / "engine" / "tracking" / "results.py").unlink()
+    (package / "engine" / "tracking" / "records.py").unlink()
     (checkout / "conf").mkdir()
     (checkout / "conf" / "a.yaml").write_text("a: 1\n")
     private = ["conf/.env", "conf/.hidden.yaml", "conf/local/a.yaml", "conf/notes.txt", "src/qnmixer/local_settings.py"]
@@ -114,6 +114,6 @@ def test_changes_can_be_applied_to_the_commit(checkout: Path, tmp_path_factory: 
     git(clone, "apply", "code.diff")
     assert (clone / "src" / "qnmixer" / "train.py").read_text() == "# changed\n"
     assert (clone / "src" / "qnmixer" / "new.py").read_text() == "# new: χ\n"
-    assert not (clone / "src" / "qnmixer" / "engine" / "tracking" / "results.py").exists()
+    assert not (clone / "src" / "qnmixer" / "engine" / "tracking" / "records.py").exists()
     assert (clone / "conf" / "a.yaml").is_file()
     assert not (clone / "notes.txt").exists()

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from qnmixer.engine.config.compose import values_of
-from qnmixer.engine.tracking.resume import latest, resume_hint, resume_overrides
-from qnmixer.engine.tracking.run import Run, run_lock
-from qnmixer.engine.tracking.signature import signed
+from qnmixer.engine.tracking.records import signed
+from qnmixer.engine.tracking.run import Run, latest, resume_hint, resume_overrides, run_lock
 from qnmixer.errors import CheckpointError, ConfigError
 
 Make = Callable[..., Path]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from qnmixer.engine.tracking.records import is_signed, signed
 from qnmixer.engine.tracking.run import Run, run_lock
-from qnmixer.engine.tracking.signature import is_signed, signed
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_unused
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.tracking.signature import is_signed, signed
+from qnmixer.engine.tracking.records import is_signed, signed
 
 
 def test_a_key_is_made_once_and_again_if_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

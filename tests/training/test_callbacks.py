@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints.reading import read_checkpoint
-from qnmixer.engine.config import Config
+from qnmixer.engine.checkpoints import read_checkpoint
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import parse_callbacks
-from qnmixer.engine.tracking.results import read_results
+from qnmixer.engine.tracking.records import read_results
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks
 from qnmixer.errors import ConfigError, PluginError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.config import Config
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.checkpointing import Checkpointing
 from qnmixer.errors import Stopped

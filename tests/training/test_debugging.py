@@ -7,8 +7,8 @@ import pytest
 from torch import Tensor
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.checkpoints.reading import load_run
-from qnmixer.engine.config import Config
+from qnmixer.engine.checkpoints import load_run
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.parallel.devices import resolve_devices
 from qnmixer.engine.tracking.run import Run
 from qnmixer.fit import fit

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.memory.leaks import LeakWatch
 from qnmixer.engine.memory.plan import Planner
-from qnmixer.engine.reports.tables import Console
-from qnmixer.engine.training.memory_monitor import MemoryMonitor
-from qnmixer.engine.training.weight_averaging import MeanWeights
+from qnmixer.engine.memory.usage import LeakWatch
+from qnmixer.engine.reports.terminal import Console
+from qnmixer.engine.training.callbacks import MeanWeights, MemoryMonitor
 from qnmixer.module import ReconstructionModule
 
 MIB = 2**20

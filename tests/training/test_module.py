@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reconstructor import sample_measurement
-from qnmixer.engine.training.step_metrics import StepMetrics
+from qnmixer.engine.training.callbacks import StepMetrics
 from qnmixer.module import ReconstructionModule
 
 Build = Callable[..., ReconstructionModule]

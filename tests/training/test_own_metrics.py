@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.checkpoints.reading import load_run
-from qnmixer.engine.config import Config
+from qnmixer.engine.checkpoints import load_run
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.optimization.metrics import build_metrics, try_metrics
+from qnmixer.engine.metrics import build_metrics, try_metrics
 from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import PluginError

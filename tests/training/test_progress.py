@@ -15,16 +15,16 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback, Timer
 from rich.console import Console
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import Config
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.reports import progress
+from qnmixer.engine.reports import terminal
 from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training import progress as progress_of_a_run
+from qnmixer.engine.training import terminal as progress_of_a_run
 from qnmixer.engine.training.callbacks import build_callbacks
-from qnmixer.engine.training.progress import TrainingProgress
-from qnmixer.engine.training.trainer import build_trainer
+from qnmixer.engine.training.steps import build_trainer
+from qnmixer.engine.training.terminal import TrainingProgress
 from qnmixer.fit import fit
 
 TinyConfig = Callable[..., Config]
@@ -95,8 +95,8 @@ def lines(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., list[str]]:
     """lines(*overrides): those that a run prints of its steps, one being due after each of them."""
-    monkeypatch.setattr(progress, "SHORTEST", 0.0)
-    monkeypatch.setattr(progress, "LONGEST", 0.0)
+    monkeypatch.setattr(terminal, "SHORTEST", 0.0)
+    monkeypatch.setattr(terminal, "LONGEST", 0.0)
 
     def train(*overrides: str, resume: Path | None = None, plain: bool = True) -> list[str]:
         words = [*overrides, "~callbacks.pictures", "test_after_training=false"]

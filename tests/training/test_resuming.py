@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints.reading import resumable
-from qnmixer.engine.config import Config
+from qnmixer.engine.checkpoints import resumable
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import CheckpointError
 from qnmixer.fit import fit

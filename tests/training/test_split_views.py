@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import Config
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import parse
 from qnmixer.engine.config.commands import parse_evaluate
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.reports.tables import Console
+from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.training.steps import build_trainer
 from qnmixer.engine.training.terminal import print_end, print_start
-from qnmixer.engine.training.trainer import build_trainer
 
 
 def test_a_folder_with_spaces_and_brackets_is_printed_as_a_shell_and_hydra_read_it(

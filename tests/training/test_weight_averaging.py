@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.engine.config import Config
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.weight_averaging import MeanWeights
+from qnmixer.engine.training.callbacks import MeanWeights
 from qnmixer.errors import Stopped
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from qnmixer.engine.config import Config
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.worker import fit_in_processes
 from qnmixer.errors import CheckpointError

@@ -10,8 +10,7 @@ import torch
 from huggingface_hub import ModelCard
 
 import qnmixer
-from qnmixer.engine.checkpoints.reading import load_run
-from qnmixer.engine.checkpoints.weights_file import digest_of_weights
+from qnmixer.engine.checkpoints import digest_of_weights, load_run
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.export import check, export

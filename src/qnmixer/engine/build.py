@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qnmixer.engine.config import Config, to_plain
 from qnmixer.engine.config.groups import LossConfig, OptimizerConfig, ScheduleConfig
+from qnmixer.engine.config.run import Config, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.optimization.metrics import build_metrics, one_for_each
+from qnmixer.engine.metrics import build_metrics, one_for_each
 from qnmixer.engine.reconstructor import Measurement, build_geometry, build_network, sample_measurement
 from qnmixer.engine.run_module import RunModule
 from qnmixer.errors import ConfigError, PluginError

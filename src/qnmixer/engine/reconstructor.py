@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.config import Config
+from qnmixer.engine.config.run import Config
 from qnmixer.errors import GeometryError, PluginError
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
-from qnmixer.physics.rays import system_matrix
+from qnmixer.physics.projector import system_matrix
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.physics.sparse import apply_linear
 

@@ -16,7 +16,7 @@ from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, TRAINED_KEY
 
 if TYPE_CHECKING:
-    from qnmixer.engine.config import Config
+    from qnmixer.engine.config.run import Config
     from qnmixer.engine.reconstructor import Measurement
     from qnmixer.physics import FanBeamProjector
 

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-from qnmixer.engine.checkpoints.reading import find_checkpoint, load_run
-from qnmixer.engine.checkpoints.weights_file import encode
+from qnmixer.engine.checkpoints import encode, find_checkpoint, load_run
 from qnmixer.engine.config.commands import ExportConfig
-from qnmixer.engine.reports.tables import Console
+from qnmixer.engine.reports.terminal import Console
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.extras.model_card import hub_card, model_card
 from qnmixer.files import atomic_file, write_text
-from qnmixer.weights import hub
+from qnmixer.weights import FILE, HUB, push
 
 
 def export_run(config: ExportConfig) -> None:
@@ -36,9 +35,9 @@ def export_run(config: ExportConfig) -> None:
         write_text(card, text)
         lines += [f"weights: {output}", f"card: {card}"]
     if config.push is not None:
-        text = model_card(module, path, Path(hub.FILE), len(content), sources, hub.HUB + config.push)
-        hub.push(config.push, content, hub_card(text, config.push, module, path.parent.parent))
-        lines += [f"sent to {hub.HUB}{config.push}. A new repository is private: its settings make it public."]
+        text = model_card(module, path, Path(FILE), len(content), sources, HUB + config.push)
+        push(config.push, content, hub_card(text, config.push, module, path.parent.parent))
+        lines += [f"sent to {HUB}{config.push}. A new repository is private: its settings make it public."]
     lines += ["Weights and card have the run's settings: read the card before you share them."]
     Console().print(*lines, sep="\n", soft_wrap=True, highlight=False)
 

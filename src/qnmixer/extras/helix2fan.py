@@ -18,8 +18,8 @@ from qnmixer.errors import ConfigError, DataError
 from qnmixer.extras.pairs import optional
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.fbp import fbp_of_slices
-from qnmixer.physics.matrix_cache import cached
 from qnmixer.physics.noise import attenuation_per_value
+from qnmixer.physics.sparse import cached
 
 _PARTS = "train", "val", "test"
 _FIX = "copy it again, or move it elsewhere"

@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from qnmixer.engine.data.resample import to_square
-from qnmixer.engine.data.scaling import FixedScaling
+from qnmixer.engine.data.cache import to_square
+from qnmixer.engine.data.dataset import FixedScaling
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError, first_line
 from qnmixer.extras.pairs import optional, views_of

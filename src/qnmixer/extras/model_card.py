@@ -9,19 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qnmixer.engine.checkpoints.reading import built_from, steps_of
-from qnmixer.engine.checkpoints.weights_file import digest_of_weights
-from qnmixer.engine.config import Config, effective_batch, to_plain, without_places
+from qnmixer.engine.checkpoints import built_from, digest_of_weights, steps_of
 from qnmixer.engine.config.compose import compose, quoted, values_of
 from qnmixer.engine.config.data import PhantomData
 from qnmixer.engine.config.options import TARGET, keys_of
+from qnmixer.engine.config.run import Config, effective_batch, to_plain, without_places
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.reconstructor import Reconstructor, method_name
-from qnmixer.engine.reports.tables import markdown_table
-from qnmixer.engine.tracking.records import read_text
-from qnmixer.engine.tracking.results import best_of, duration, read_results
-from qnmixer.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED
-from qnmixer.weights.hub import library
+from qnmixer.engine.reports.terminal import markdown_table
+from qnmixer.engine.tracking.records import best_of, duration, read_results, read_text
+from qnmixer.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED, hub_library
 
 _CARD = """\
 # {method}, {size} × {size} pixels, {n_views} views
@@ -171,7 +168,7 @@ def hub_card(text: str, name: str, module: Reconstructor, run: Path) -> str:
         module: the network.
         run: its run folder.
     """
-    hub, method = library(), method_name(module.config)
+    hub, method = hub_library(), method_name(module.config)
     results = [
         hub.EvalResult("image-to-image", its["evaluated"]["data"], folder.name, metric, value, dataset_split=split)
         for folder, its in evaluations(run, digest_of_weights(module.state_dict()))

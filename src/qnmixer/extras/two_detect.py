@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
-from qnmixer.engine.data.resample import to_square
-from qnmixer.engine.data.scaling import FixedScaling
+from qnmixer.engine.data.cache import to_square
+from qnmixer.engine.data.dataset import FixedScaling
 from qnmixer.engine.data.slices import FloatArray, SkipFile, reading, summarise_skipped
 from qnmixer.errors import DataError
 from qnmixer.extras.pairs import optional, views_of

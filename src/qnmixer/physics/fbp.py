@@ -15,9 +15,8 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from qnmixer.physics.geometry import FULL_TURN, FanBeamGeometry
-from qnmixer.physics.matrix_cache import Arrays, cached
 from qnmixer.physics.scan import Numbering, ScanMatrix
-from qnmixer.physics.sparse import Csr, Triples, in_threads, to_csr, transpose_csr
+from qnmixer.physics.sparse import Arrays, Csr, Triples, cached, in_threads, to_csr, transpose_csr
 
 FBP_WINDOWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "ramp": np.ones_like,

@@ -30,12 +30,11 @@ from qnmixer.engine.checkup.rank import (
     run_ranks,
 )
 from qnmixer.engine.cli import explain
-from qnmixer.engine.config import Config
-from qnmixer.engine.config.run import batch_of_replica, devices_per_replica, with_iterations
+from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, with_iterations
 from qnmixer.engine.config.sections import PipelineConfig
-from qnmixer.engine.memory.footprint import MIB
+from qnmixer.engine.memory.usage import MIB
 from qnmixer.engine.parallel.devices import gpu_problem, has_bf16, resolve_devices
-from qnmixer.engine.processes.cores import n_cores
+from qnmixer.engine.processes.process import n_cores
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import RankFailed, UserError
 

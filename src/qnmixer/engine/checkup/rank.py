@@ -25,19 +25,18 @@ from torch.utils.data import default_collate
 
 from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.cli import explain
-from qnmixer.engine.config import Config, parse, to_plain
-from qnmixer.engine.config.run import devices_per_replica
+from qnmixer.engine.config.run import Config, devices_per_replica, parse, to_plain
 from qnmixer.engine.config.sections import MemoryConfig
-from qnmixer.engine.data.sampler import Pick
+from qnmixer.engine.data.dataset import Pick
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.parallel.devices import allow_tf32
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.parallel.strategies import build_precision
 from qnmixer.engine.processes.launch import launch
-from qnmixer.engine.processes.ranks import die_with_parent, leave, rank
+from qnmixer.engine.processes.process import die_with_parent, leave, rank
 from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.training.callbacks import build_callbacks
-from qnmixer.engine.training.trainer import build_trainer
+from qnmixer.engine.training.steps import build_trainer
 from qnmixer.errors import RankFailed
 
 STEPS = 6

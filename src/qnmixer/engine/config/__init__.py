@@ -2,7 +2,3 @@
 
 No torch here, so that help and completion are there in a moment. It is loaded with the classes that a config names.
 """
-
-from qnmixer.engine.config.run import Config, effective_batch, override, parse, to_plain, without_places
-
-__all__ = ["Config", "effective_batch", "override", "parse", "to_plain", "without_places"]

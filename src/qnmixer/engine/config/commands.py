@@ -9,14 +9,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.data import AsTrained, DataConfig
 from qnmixer.engine.config.groups import NoiseConfig, parse_section
-from qnmixer.engine.config.options import TARGET, keys_of_options, unknown_key
+from qnmixer.engine.config.options import TARGET, keys_of_options, plain_values, unknown_key
 from qnmixer.engine.config.run import Config, Seed, check_targets, parse, require_sections, schema_of
 from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, check_window
-from qnmixer.engine.config.values import plain_values
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.files import check_there
-from qnmixer.weights import SUFFIX
-from qnmixer.weights.hub import check_repository
+from qnmixer.weights import SUFFIX, check_repository
 
 _T = TypeVar("_T")
 Which = Literal["best", "last"]

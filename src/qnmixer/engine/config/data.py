@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from annotated_types import Ge, Gt, Le, Lt
 
 from qnmixer.engine.config.groups import Group, parse_section
-from qnmixer.engine.config.options import TARGET, keys_of, options, unknown_key, values_of_option
-from qnmixer.engine.config.values import converted, has_no_value
+from qnmixer.engine.config.options import (
+    TARGET,
+    converted,
+    has_no_value,
+    keys_of,
+    options,
+    unknown_key,
+    values_of_option,
+)
 from qnmixer.engine.plugins import Kind
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.files import check_no_nifti, check_there
@@ -162,7 +169,7 @@ class MixedData(DataConfig):
             source with a share once.
     """
 
-    target: ClassVar[str] = "qnmixer.engine.data.mixed.MixedSource"
+    target: ClassVar[str] = "qnmixer.engine.data.sources.MixedSource"
 
     evaluate_on: str
     sources: dict[str, dict[str, Any]]

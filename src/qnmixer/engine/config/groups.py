@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_type_hints
 
 from annotated_types import Ge, Gt, Le
 
-from qnmixer.engine.config.options import TARGET, option_of, unknown_key
-from qnmixer.engine.config.values import as_text, check_names, converted, converted_arguments, has_no_value
+from qnmixer.engine.config.options import (
+    TARGET,
+    as_text,
+    check_names,
+    converted,
+    converted_arguments,
+    has_no_value,
+    option_of,
+    unknown_key,
+)
 from qnmixer.engine.plugins import Kind, is_trusted, load_plugin, parameters_of, subclass_of, taken
 from qnmixer.errors import ConfigError, PluginError, first_line
 

@@ -23,7 +23,7 @@ from qnmixer.engine.config.groups import (
     ScheduleConfig,
     parse_section,
 )
-from qnmixer.engine.config.options import TARGET, keys_of, options, values_of_option
+from qnmixer.engine.config.options import TARGET, keys_of, options, plain_values, values_of_option
 from qnmixer.engine.config.rules import validate
 from qnmixer.engine.config.sections import (
     LONGEST_TAG,
@@ -43,7 +43,6 @@ from qnmixer.engine.config.sections import (
     parse_loggers,
     parse_metrics,
 )
-from qnmixer.engine.config.values import plain_values
 from qnmixer.engine.plugins import check_plugin, is_trusted
 from qnmixer.errors import ConfigError
 

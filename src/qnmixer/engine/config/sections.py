@@ -13,21 +13,20 @@ from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 from annotated_types import Ge, Gt, Le
 
 from qnmixer.engine.config.groups import FUNCTION_OR_MODULE, Group, parse_section
-from qnmixer.engine.config.options import TARGET, options, unknown_key, values_of_option
-from qnmixer.engine.config.values import converted
+from qnmixer.engine.config.options import TARGET, converted, options, unknown_key, values_of_option
 from qnmixer.engine.plugins import Kind, subclass_of
 from qnmixer.errors import ConfigError, first_line
 
 _MOST_VIEWS = 8192
 LONGEST_TAG = 64
 """Characters; W&B refuses longer tags."""
-METRICS_FILE = "qnmixer.engine.tracking.metrics_file.MetricsFile"
+METRICS_FILE = "qnmixer.engine.tracking.loggers.MetricsFile"
 """The target of logger=csv. Every run has this logger."""
 
 _CUSTOM = "custom"
 """The name of a logger that the group itself describes."""
 _WANDB = "qnmixer.engine.tracking.loggers.WandbRun"
-_MEAN_WEIGHTS = "qnmixer.engine.training.weight_averaging.MeanWeights"
+_MEAN_WEIGHTS = "qnmixer.engine.training.callbacks.MeanWeights"
 _TAKEN = ("loss", "window_psnr", "window_ssim", "number", "slice", "method", "constant", "patient")
 """Names that are columns of metrics.csv or images.csv already."""
 Count = Annotated[int, Ge(1)]

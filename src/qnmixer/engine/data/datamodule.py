@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.data.dataset import Part, Sample, SliceDataset
-from qnmixer.engine.data.sampler import EpochSampler
+from qnmixer.engine.data.dataset import EpochSampler, Part, Sample, SliceDataset
 from qnmixer.engine.data.sources import nothing_for, parts_of
 from qnmixer.engine.data.splits import RunSplit
-from qnmixer.engine.processes.signals import SIGNALS
+from qnmixer.engine.processes.process import SIGNALS
 from qnmixer.errors import DataError, first_line
 from qnmixer.physics import FanBeamGeometry
 

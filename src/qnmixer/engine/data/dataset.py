@@ -1,18 +1,166 @@
-"""Slices in the form that the network needs: scaled and square. Each sample has what converts it back to HU."""
+"""Slices in the form that the network needs, and their order.
 
-from collections.abc import Callable, Sequence
+Each is square and scaled: HU = offset + scale · x, and a sample has both numbers. The order is one of numbers that mean
+the same in every worker, rank and resumed run.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, DistributedSampler
 
 from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.data.sampler import Pick
-from qnmixer.engine.data.scaling import Scaling, build_scaling, scaled_like
 from qnmixer.engine.data.slices import FloatArray, SliceSource
+
+
+@dataclass(frozen=True)
+class FixedScaling:
+    """x = (HU − offset) / scale, the same for every slice.
+
+    `clip`: HU beyond x = 0 or 1 count as 0 or 1. False is for images that have a unit of their own.
+    """
+
+    offset: float
+    scale: float
+    clip: bool = False
+
+    def to_unit(self, hu: FloatArray) -> tuple[FloatArray, float, float]:
+        """Return x and the (offset, scale)."""
+        its = np.clip(hu, self.offset, self.offset + self.scale) if self.clip else hu
+        return ((its - self.offset) / self.scale).astype(np.float32, copy=False), self.offset, self.scale
+
+
+class MinMaxScaling:
+    """x = (HU − min) / (max − min) of each slice, as the paper does; a constant slice becomes 0."""
+
+    def to_unit(self, hu: FloatArray) -> tuple[FloatArray, float, float]:
+        """Return x in [0, 1] and this slice's (offset, scale)."""
+        low, high = float(hu.min()), float(hu.max())
+        scale = high - low or 1.0
+        return ((hu - low) / scale).astype(np.float32, copy=False), low, scale
+
+
+Scaling = FixedScaling | MinMaxScaling
+
+
+def build_scaling(name: str, hu_max: float) -> Scaling:
+    """The scaling of `data.scaling`. With "attenuation" air is x = 0 and hu_max is x = 1."""
+    return MinMaxScaling() if name == "minmax" else FixedScaling(-1000.0, hu_max + 1000.0, clip=True)
+
+
+def scaled_like(hu: FloatArray, offset: float, scale: float) -> FloatArray:
+    """x in [0, 1] of a slice at another resolution, by the (offset, scale) that `to_unit` gave for the slice."""
+    return np.clip((hu - np.float32(offset)) / np.float32(scale), 0, 1)
+
+
+class Pick(NamedTuple):
+    """A global sample number n = epoch · length + index, and the weight of the sample in the loss or the metric."""
+
+    n: int
+    weight: float
+
+
+class EpochSampler(DistributedSampler[Pick]):
+    """Shares an epoch so that optimizer step k sees the same samples with any number of processes.
+
+    Step k takes the next num_replicas · batch_size · accumulate samples of the epoch's order. In each batch over all
+    processes the first process gets the first batch_size samples, and so on. No sample is left out or counted twice. A
+    process without a sample gets samples of weight 0, so it takes part in the collectives of the others.
+
+    Weights are such that the mean of weight · loss over a batch, averaged over processes and accumulated batches, is
+    the mean over the samples of the step. In the last, smaller step of an epoch they may be above or below 1.
+
+    Lightning does not replace this sampler, because it is a DistributedSampler, and calls its `set_epoch`. Lightning's
+    own sampler would pad and reshuffle.
+
+    Args:
+        length: samples of one epoch.
+        shuffle: a new order every epoch, by (seed, epoch).
+        batch_size: of one process.
+        seed: of the order.
+        fixed: the same numbers every epoch, and every sample of weight 1: for validation and test.
+        num_replicas: processes that share the samples.
+        rank: the number of this process.
+        accumulate: batches of an optimizer step.
+        overfit: use only this number of samples, again and again, with the same numbers.
+        batches: an epoch ends after this number of batches of each process, or this share of its steps; None: never.
+        fill: fill the last batch with samples of weight 0, for code that needs fixed shapes.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        shuffle: bool,
+        batch_size: int = 1,
+        seed: int = 0,
+        fixed: bool = False,
+        num_replicas: int = 1,
+        rank: int = 0,
+        accumulate: int = 1,
+        overfit: int | None = None,
+        batches: int | float | None = None,
+        fill: bool = False,
+    ) -> None:
+        dataset: Any = range(length)  # the base class needs nothing but its length
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
+        self.length, self.batch_size, self.fixed = length, batch_size, fixed
+        self.overfit = overfit
+        self.step_size = num_replicas * batch_size * accumulate
+        self.fill = fill or accumulate > 1
+        self.steps = -(-length // self.step_size)  # of an epoch
+        if isinstance(batches, float):
+            self.steps = max(1, int(batches * self.steps))
+        elif batches is not None:
+            self.steps = min(self.steps, max(1, batches // accumulate))
+        self._start = (0, 0)
+
+    def start_at(self, epoch: int, n_batches: int) -> None:
+        """Start in the middle of this epoch, without its first batches. All later epochs are complete."""
+        self.epoch, self._start = epoch, (epoch, n_batches)
+
+    def samples_until(self, step: int) -> int:
+        """Samples that all processes together have had after this number of optimizer steps of a run."""
+        epochs, steps = divmod(step, self.steps)
+        return epochs * min(self.length, self.steps * self.step_size) + steps * self.step_size
+
+    def __iter__(self) -> Iterator[Pick]:
+        order = np.arange(self.length)
+        if self.overfit is not None:
+            order %= self.overfit
+        elif self.shuffle:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
+        first = 0 if self.fixed or self.overfit is not None else self.epoch * self.length
+        skipped = self._start[1] if self.epoch == self._start[0] else 0
+        # Skipped by number, so a resumed run loads nothing that it will not use.
+        for positions in self._batches()[skipped:]:
+            for position in positions:
+                yield Pick(first + int(order[min(position, self.length - 1)]), self._weight(position, len(positions)))
+
+    def _batches(self) -> list[range]:
+        """Positions of this process's samples in the epoch's order. Positions from `length` on are fillers."""
+        stride = self.num_replicas * self.batch_size
+        starts = range(self.rank * self.batch_size, self.steps * self.step_size, stride)
+        ends = (start + self.batch_size for start in starts)
+        return [
+            range(start, end if self.fill else max(start + 1, min(end, self.length)))
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+    def _weight(self, position: int, n: int) -> float:
+        """The weight of a sample in its batch of n."""
+        if position >= self.length or self.fixed:
+            return float(position < self.length)
+        begin_of_step = position - position % self.step_size
+        return self.step_size / min(self.step_size, self.length - begin_of_step) * (n / self.batch_size)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._batches()))
+
 
 _DISC_CENTRE, _DISC_RADIUS = (0.75, 0.25), 0.085
 """Row and column, and radius, in widths of the image: from the paper's figure, the exact place inferred."""

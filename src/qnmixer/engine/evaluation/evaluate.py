@@ -14,33 +14,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from qnmixer.engine.batch import Batch, to_hu
-from qnmixer.engine.checkpoints.reading import find_checkpoint, load_run, split_of
-from qnmixer.engine.checkpoints.weights_file import digest_of_weights
-from qnmixer.engine.config import Config
-from qnmixer.engine.config.commands import EvaluateConfig
-from qnmixer.engine.config.data import AsTrained, DataConfig, FolderData
+from qnmixer.engine.checkpoints import digest_of_weights
+from qnmixer.engine.config.data import DataConfig, FolderData, MixedData
 from qnmixer.engine.config.options import keys_of
-from qnmixer.engine.config.rules import one_scale
-from qnmixer.engine.config.run import targets_of
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import EvaluationConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.splits import RunSplit
 from qnmixer.engine.evaluation.scores import IN_WINDOW, Evaluation, ImageScore, caption_of, titles_of, with_usual
-from qnmixer.engine.evaluation.slices import as_trained, kind_of, other_slices, with_own_cache
-from qnmixer.engine.optimization.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
-from qnmixer.engine.parallel.devices import choose_device
-from qnmixer.engine.plugins import module_of
-from qnmixer.engine.processes.ranks import rank
-from qnmixer.engine.reconstructor import Reconstructor, build_noise
+from qnmixer.engine.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
+from qnmixer.engine.processes.process import rank
+from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
-from qnmixer.engine.reports.progress import progress
-from qnmixer.engine.reports.tables import Console, csv_table, markdown_table, terminal_table
-from qnmixer.engine.tracking.results import results
-from qnmixer.errors import ConfigError
+from qnmixer.engine.reports.terminal import Console, csv_table, markdown_table, progress, terminal_table
 from qnmixer.files import write_text
 from qnmixer.models.total_variation import TotalVariation
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.weights import located
 
 PICTURE, PAGE = "picture.png", "page.html"
 _MOST_ITERATIONS = 50  # a page has room for the images of so many
@@ -50,50 +38,17 @@ _N_WORST = 3
 """So many of the worst slices are on a page, also if there is less room."""
 
 
-def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> Evaluation:
-    """Run `qnmixer.evaluate`: compare a run with FBP, and write table, picture and results.json.
-
-    Raises CheckpointError, ConfigError or DataError.
-    """
-    console = Console()
-    trust = [*config.trust, *map(module_of, targets_of(config).values())]
-    module = load_run(config.run, config.checkpoint, trust, "metrics.")
-    checkpoint = find_checkpoint(config.run, config.checkpoint)
-    trained, before = with_own_cache(module.config, checkpoint), split_of(checkpoint)
-    data, own = (
-        (as_trained(config.run, config.data, trained.data, trust), True)
-        if isinstance(config.data, AsTrained)
-        else other_slices(config.data, trained, overrides)
-    )
-    slices = SliceDataModule(data, split=RunSplit(before if own else None), geometry=module.projector.geometry)
-    if config.noise is not None:
-        trained.noise = config.noise
-        one_scale(trained)
-        module.measurement.noise = build_noise(trained)
-    with results(folder, overrides) as record:
-        if config.noise is not None and slices.measured:
-            raise ConfigError(
-                f"noise={config.noise.name} has no effect on the sinograms of data={data.name}, which were measured: "
-                "leave it out"
-            )
-        device = choose_device(config.accelerator)
-        evaluation = evaluate(module, slices, config.split, config.evaluation, device)
-        evaluation.n_trained = slices.split.trained(config.split, before) if before else 0
-        record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, data)}
-        title = title_of(trained, slices, config.split)
-        measured = replace(trained, data=data, evaluation=config.evaluation)
-        picture = write_evaluation(folder, evaluation, title, measured, device, console, located(config.run))
-        record["picture"] = str(picture)
-    console.print(f"picture: {picture}", soft_wrap=True)
-    if (folder / PAGE).exists():
-        console.print(f"to look through: {folder / PAGE}", soft_wrap=True)
-    return evaluation
-
-
 def what_was_evaluated(module: Reconstructor, data: DataConfig) -> dict[str, Any]:
     """The entry of results.json that says what a table measures: a digest of the weights, the slices, the noise."""
     weights = digest_of_weights(module.state_dict())
     return {"weights": weights, "data": kind_of(data), "noise": keys_of(module.config.noise)}
+
+
+def kind_of(data: DataConfig) -> str:
+    """The source of validation and test slices, as "dicom"."""
+    if isinstance(data, MixedData):
+        return data.by_section()[f"data.sources.{data.evaluate_on}"].name
+    return data.name
 
 
 def title_of(trained: Config, module: SliceDataModule, split: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from qnmixer.engine.config.sections import MetricConfig, default_metrics
 from qnmixer.engine.reports.pictures import SliceImages
-from qnmixer.engine.reports.tables import in_digits
+from qnmixer.engine.reports.terminal import in_digits
 
 IN_WINDOW = {"window_psnr": "window PSNR, dB", "window_ssim": "window SSIM × 100"}
 """Headings of the metrics inside the HU window."""

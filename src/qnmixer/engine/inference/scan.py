@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from qnmixer.engine.data.slices import FloatArray
-from qnmixer.engine.reports.tables import Console
+from qnmixer.engine.reports.terminal import Console
 from qnmixer.physics import FanBeamProjector
 
 

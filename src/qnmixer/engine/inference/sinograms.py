@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.nn.functional import avg_pool2d
 
-from qnmixer.engine.config import Config
 from qnmixer.engine.config.commands import ReconstructConfig
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.data.fan_tiff import TIFF, open_fan
 from qnmixer.engine.data.numpy_files import open_stack, read_frame
 from qnmixer.engine.data.slices import FloatArray, SkipFile, require_size, usable

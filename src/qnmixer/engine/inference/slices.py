@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from pydicom.dataset import FileDataset
 
-from qnmixer.engine.data.cache import list_files
+from qnmixer.engine.data.cache import Grid, cut_line, list_files
+from qnmixer.engine.data.dataset import build_scaling, scaled_like
 from qnmixer.engine.data.deeplesion import read_hu_png
 from qnmixer.engine.data.dicom import decode_frame, frame_count, open_ct, pixel_spacing
 from qnmixer.engine.data.numpy_files import open_slices, read_frame
-from qnmixer.engine.data.resample import Grid, cut_line
-from qnmixer.engine.data.scaling import build_scaling, scaled_like
 from qnmixer.engine.data.slices import (
     NO_AIR,
     NO_SPACING,

@@ -17,9 +17,9 @@ from pydicom.sequence import Sequence
 from pydicom.uid import generate_uid
 from pydicom.valuerep import format_number_as_ds
 
+from qnmixer.engine.data.cache import field_of, square_padding
 from qnmixer.engine.data.dicom import frame_count, functional_group
 from qnmixer.engine.data.dicom import pixel_spacing as pixel_spacing_of
-from qnmixer.engine.data.resample import field_of, square_padding
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError
 from qnmixer.files import atomic_file

@@ -1,11 +1,14 @@
 """The memory of a training step on each device, computed without the devices and without that memory.
 
 The step itself runs on fake tensors, which have shapes but no data. Only the operator is real. A step of T = 14 takes
-5 s of a CPU.
+5 s of a CPU. Of a pipeline each stage runs by itself, times the micro-batches that its device has in flight. A run that
+is out of memory plans too: its last line names changes that would fit.
 """
 
+import time
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,31 +18,164 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from qnmixer.engine.build import build_module, build_optimizer
-from qnmixer.engine.config import Config
 from qnmixer.engine.config.rules import validate
-from qnmixer.engine.config.run import with_iterations
+from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, override, with_iterations
 from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig, averages_weights
-from qnmixer.engine.memory.footprint import DevicePlan, Footprint
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.pipeline import plan_pipeline
-from qnmixer.engine.memory.tracker import (
-    HOST,
-    PeakTracker,
-    autocast,
-    batch_of,
-    make_state,
-    n_bytes,
-    without_data,
-)
+from qnmixer.engine.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes, without_data
+from qnmixer.engine.memory.usage import MIB, DevicePlan, Footprint
+from qnmixer.engine.parallel.pipeline import Packing, Stage, cut_evenly, layouts, loss_of_part, ranges
 from qnmixer.engine.reconstructor import (
     Measurement,
     build_projector,
     fine_size,
     system_matrix_at,
 )
+from qnmixer.engine.run_module import RunModule
+from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
+
+
+def cut_of(config: Config) -> list[int]:
+    """Iterations of each stage of a pipeline."""
+    assert isinstance(config.strategy, PipelineConfig)
+    n_stages = devices_per_replica(config) * config.strategy.stages_per_device
+    return list(config.strategy.cut or cut_evenly(config.model.T, n_stages))
+
+
+def n_microbatches(config: Config) -> int:
+    """Micro-batches in the batch of a pipeline."""
+    assert isinstance(config.strategy, PipelineConfig)
+    return batch_of_replica(config) // config.strategy.microbatch_size
+
+
+def in_flight(config: Config, device: int) -> int:
+    """The most micro-batches that a device has between their forward and their backward pass, one for each stage."""
+    assert isinstance(config.strategy, PipelineConfig)
+    schedule, per_device = config.strategy.schedule, config.strategy.stages_per_device
+    n, behind = n_microbatches(config), devices_per_replica(config) - 1 - device
+    if schedule in ("sequential", "gpipe"):
+        return 1 if schedule == "sequential" else n
+    if schedule == "1f1b":
+        return min(n, behind + 1)
+    in_round = n // max(1, n // devices_per_replica(config))
+    return min(per_device * n, (per_device - 1) * in_round + 2 * behind + 1)
+
+
+def idle(config: Config) -> float:
+    """Share of device time that a pipeline waits (the bubble), if all stages take the same time."""
+    assert isinstance(config.strategy, PipelineConfig)
+    together = 1 if config.strategy.schedule == "sequential" else n_microbatches(config)
+    waiting = devices_per_replica(config) - 1
+    return waiting / (config.strategy.stages_per_device * together + waiting)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Bytes of a stage.
+
+    Attributes:
+        footprint: at the peak of a step with one micro-batch, without messages.
+        held: between the forward and the backward pass of a micro-batch.
+        host: what offloading has moved away in between.
+        batch: the images and sinograms of a micro-batch, which `footprint` includes.
+        received: the state that comes in; the gradient that goes out is of this size too.
+        sent: the state that goes out; the gradient that comes in is of this size too.
+    """
+
+    footprint: Footprint
+    held: int
+    host: int
+    batch: int
+    received: int
+    sent: int
+
+
+def plan_pipeline(
+    config: Config, projector: FanBeamProjector, fine_matrix: ScanMatrix | None
+) -> tuple[DevicePlan, ...]:
+    """The plan of each device of a pipeline, first stage first. The stages run on fake tensors."""
+    assert isinstance(config.strategy, PipelineConfig)
+    b, size = config.strategy.microbatch_size, config.data.image_size
+    with without_data():
+        module = build_module(config, projector)
+        module.measurement.fine_matrix = fine_matrix
+        apply_memory_mode(module.network, config.memory, HOST.type)
+        image, weight = torch.rand(b, 1, size, size), torch.ones(b)
+        with torch.no_grad():
+            y = projector(image)
+        packings = layouts(module.network, y, partial(autocast, config))
+        optimizer = build_optimizer(config.optimizer, module.network)
+        make_state(optimizer)
+        costs = {it: _track_stage(module, optimizer, it, packings, (y, image, weight)) for it in ranges(cut_of(config))}
+    return tuple(_plan_device(config, costs, device) for device in range(devices_per_replica(config)))
+
+
+def _track_stage(
+    module: RunModule,
+    optimizer: torch.optim.Optimizer,
+    iterations: range,
+    packings: list[Packing],
+    batch: tuple[Tensor, Tensor, Tensor],
+) -> StageCost:
+    y, image, weight = batch
+    network = module.network
+    first, last = iterations.start == 0, iterations.stop == network.n_iterations
+
+    def message(iteration: int) -> Tensor:
+        packing = packings[iteration]
+        return torch.empty(len(y), packing.width, dtype=packing.dtype, requires_grad=True)
+
+    precision = partial(autocast, module.config)
+    stage = Stage(network, iterations, None if first else packings[iterations.start], precision)
+    received = [] if first else [message(iterations.start)]
+    given = [] if last else [message(iterations.stop).detach()]  # the gradient that comes in
+
+    def forward() -> Tensor:
+        output: Tensor = stage(*received, y=y)
+        with precision():
+            return loss_of_part(module, batch_of(image, weight, y), 0, output, 0, {}) if last else output
+
+    tracker = PeakTracker()
+    tracker.track(module, optimizer, *batch)
+    # An outer autocast, as in training: it keeps half-precision copies of weights from one micro-batch to the next.
+    with tracker, torch.autocast("cpu", enabled=False):
+        if module.config.trainer.precision != "32":
+            forward()  # makes these copies
+        before = dict(tracker.now)
+        made = forward()
+        held, host = (tracker.now[kind] - before[kind] for kind in ("activations", "host"))
+        made.backward(*given)
+        del made
+        torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])  # the sum over the devices
+        optimizer.step()
+    footprint = replace(Footprint(**tracker.peak), host=0)
+    return StageCost(footprint, held, host, n_bytes(batch), n_bytes(received), n_bytes(given))
+
+
+def _plan_device(config: Config, costs: dict[range, StageCost], device: int) -> DevicePlan:
+    """The memory of one device of a pipeline, at most: all micro-batches in flight, and the dearest stage at its peak.
+
+    Every device gets the whole batch. torch has a buffer for each received state and gradient of each micro-batch of
+    one call. It frees a sent gradient at its next message or later, when less is in flight.
+    """
+    assert isinstance(config.strategy, PipelineConfig)
+    stages = tuple(ranges(cut_of(config))[device :: devices_per_replica(config)])
+    own, others = [costs[it] for it in stages], in_flight(config, device) - 1
+    fullest = max((cost.footprint for cost in own), key=lambda footprint: footprint.peak)
+    held, host = (max(sizes) for sizes in zip(*((cost.held, cost.host) for cost in own), strict=True))
+    n, fine = n_microbatches(config), 4 * batch_of_replica(config) * fine_size(config) ** 2
+    at_once, late = (1, 0) if config.strategy.schedule == "sequential" else (n, 1)
+    footprint = replace(
+        fullest,
+        activations=fullest.activations + others * held + (n - 1) * own[0].batch + fine,
+        strategy=sum(at_once * (cost.received + cost.sent) + late * cost.received for cost in own),
+        host=(others + 1) * host,
+    )
+    return DevicePlan(stages, others + 1, footprint)
+
 
 ASSUMED_DEVICES = 4
 """The assumed number of devices, if the config leaves it to the machine."""
@@ -197,3 +333,79 @@ def _sharded(footprint: Footprint, config: Config, network: UnrolledNetwork[Any]
         optimizer=footprint.optimizer / n_shards,
         strategy=gathered + 2 * max([root, *blocks]) + unreduced,
     )
+
+
+# The last line of a run that is out of memory
+
+_SECONDS = 20.0
+
+
+def advice(planner: Planner, config: Config, available: float) -> str:
+    """One line with the three mildest changes that fit into `available` MiB by the plan, or the closest ones.
+
+    Planning stops after `_SECONDS`, because other ranks are waiting for this rank. If nothing fits until then, the
+    strongest change is planned too.
+    """
+    end = time.monotonic() + _SECONDS
+    needed = planner.estimate(config).peak / MIB
+    peaks: dict[str, float] = {}
+    fitting: list[str] = []
+    left = changes(config)
+    while left and len(fitting) < 3:
+        late = time.monotonic() > end
+        if late and fitting:
+            break
+        change = left[-1] if late else left[0]
+        left = [] if late else left[1:]
+        peaks[change] = planner.estimate(override(config, change)).peak / MIB
+        fitting += [change] * (peaks[change] <= available)
+    chosen = fitting or sorted(peaks, key=peaks.__getitem__)[:3]
+    options = ", or ".join(f"{change} ({peaks[change]:,.0f} MiB)" for change in chosen)
+    # By the plan the step fits. So something that the plan does not count took the memory.
+    why = "" if needed > available else " (gaps between tensors, validation or other programs took the rest)"
+    return (
+        f"out of memory: a step of this run needs {needed:,.0f} MiB by the plan, but {available:,.0f} MiB were free"
+        f"{why}: {'try' if fitting else 'no simple change fits, the closest are'} {options}"
+    )
+
+
+def changes(config: Config) -> list[str]:
+    """Changes that make a step smaller at the same effective batch, mildest first, except those already made."""
+    batch = config.data.batch_size
+    recompute = "" if config.memory.name == "recompute" else "memory=recompute"
+    kind = "bf16" if config.trainer.accelerator == "cpu" else "16"  # fp16 is far slower on a CPU
+    half = "" if config.trainer.precision != "32" else f"trainer.precision={kind}-mixed"
+    smaller, single = (_with_batch(config, min(batch - 1, most)) for most in (batch, 1))
+    model = config.model
+    fewer = f"model.n_iterations={model.T // 2}" if model.T > 1 else ""
+    thinner = f"model.channels={model.width // 8 * 4}" if model.width >= 8 else ""
+    wanted = [recompute, smaller, half, f"{recompute} {half}", f"{recompute} {single}", f"{recompute} {half} {single}"]
+    wanted += [_one_in_flight(config), fewer, thinner, f"{recompute} {half} {single} {thinner}"]
+    changed = dict.fromkeys(change for change in (" ".join(c.split()) for c in wanted) if change)
+    return [change for change in changed if changed_to(config, change) not in (None, config)]
+
+
+def _one_in_flight(config: Config) -> str:
+    """Overrides for a pipeline with one micro-batch at a time, if there are enough devices."""
+    if (config.trainer.devices or 1) == 1:
+        return ""
+    group = "" if config.strategy.name == "pipeline" else "strategy=pipeline "
+    return f"{group}strategy.schedule=sequential strategy.stages_per_device=1"
+
+
+def changed_to(config: Config, overrides: str) -> Config | None:
+    """The config with overrides; None if it refuses them."""
+    try:
+        return override(config, overrides)
+    except ConfigError:
+        return None
+
+
+def _with_batch(config: Config, most: int) -> str:
+    """Overrides for the largest batch of at most `most` that divides the batch, with more accumulation."""
+    batch = config.data.batch_size
+    for size in range(most, 0, -1):
+        if batch % size == 0:
+            accumulate = config.trainer.accumulate_grad_batches * batch // size
+            return f"data.batch_size={size} trainer.accumulate_grad_batches={accumulate}"
+    return ""

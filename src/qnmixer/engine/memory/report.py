@@ -8,15 +8,13 @@ from itertools import product
 
 from rich.progress import track
 
-from qnmixer.engine.config import Config, effective_batch
 from qnmixer.engine.config.commands import DEVICES, PlanConfig, device_memory
 from qnmixer.engine.config.options import options
+from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.config.sections import PipelineConfig
-from qnmixer.engine.memory.advice import changed_to
-from qnmixer.engine.memory.footprint import MIB, on_a_gpu
-from qnmixer.engine.memory.pipeline import idle
-from qnmixer.engine.memory.plan import Planner, with_assumed_devices
-from qnmixer.engine.reports.tables import Console, markdown_table, terminal_table
+from qnmixer.engine.memory.plan import Planner, changed_to, idle, with_assumed_devices
+from qnmixer.engine.memory.usage import MIB, on_a_gpu
+from qnmixer.engine.reports.terminal import Console, markdown_table, terminal_table
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
 """Precisions in one row need the same memory. (A V100 has no bf16.)"""

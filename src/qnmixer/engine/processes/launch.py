@@ -18,8 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from qnmixer.engine.processes.cores import THREADS, threads_each
-from qnmixer.engine.processes.signals import SIGNALS, Echo, handle_signals
+from qnmixer.engine.processes.process import SIGNALS, THREADS, Echo, handle_signals, threads_each
 from qnmixer.errors import RankFailed, Stopped
 
 # A rank whose partner died may end with these: NCCL's watchdog aborts, and the agent sends SIGTERM.
@@ -40,9 +39,9 @@ def launch(
     """Run `python *arguments` once for each rank and wait for all ranks. They share the CPU cores.
 
     Args:
-        arguments: of python. A rank that fails must end by `qnmixer.engine.processes.ranks.leave`.
+        arguments: of python. A rank that fails must end by `qnmixer.engine.processes.process.leave`.
         n_processes: number of ranks.
-        ask_to_stop: called on the first signal of `signals.SIGNALS`; True: the ranks will end by themselves.
+        ask_to_stop: called on the first signal of `SIGNALS`; True: the ranks will end by themselves.
 
     Raises RankFailed if a rank fails; the others are stopped, and a note has the traceback of a bug. Raises Stopped
     after a stop signal. Without `ask_to_stop`, SIGUSR1 and SIGUSR2 do not stop the ranks.

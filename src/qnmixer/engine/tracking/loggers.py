@@ -1,5 +1,7 @@
-"""The loggers of a run: always metrics.csv, and those that the config names."""
+"""The loggers of a run: always metrics.csv, one row for each call that logs; and those that the config names."""
 
+import csv
+import io
 import os
 import platform
 import re
@@ -12,23 +14,107 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from qnmixer.engine.config import Config, effective_batch, to_plain, without_places
 from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.options import with_names
+from qnmixer.engine.config.run import Config, effective_batch, to_plain, without_places
 from qnmixer.engine.config.sections import LONGEST_TAG, METRICS_FILE, LoggerConfig, WandbConfig
-from qnmixer.engine.processes.ranks import rank
+from qnmixer.engine.processes.process import rank
 from qnmixer.engine.reconstructor import method_name
-from qnmixer.engine.reports.paths import without_folders
-from qnmixer.engine.tracking.metrics_file import MetricsFile
-from qnmixer.engine.tracking.records import damaged, read_text
-from qnmixer.engine.tracking.results import git_commit, versions
+from qnmixer.engine.tracking.records import (
+    as_number,
+    damaged,
+    git_commit,
+    name_of_job,
+    read_metrics,
+    read_text,
+    sweep_of,
+    versions,
+)
 from qnmixer.engine.tracking.run import name_of_run
-from qnmixer.engine.tracking.sweep_file import as_number, name_of_job, sweep_of
 from qnmixer.errors import ConfigError, first_line
-from qnmixer.files import write_text
+from qnmixer.files import naming, write_text
+
+# A path that starts at a root or a home folder. Its last name is shown, unless that is a user's home.
+_NAME = r"[^\s/\\'\",;:<>]+"
+_FOLDERS = re.compile(
+    rf"(?<![\w.…<])(?:[A-Za-z]:)?(?:[/\\](?:home|Users)[/\\]{_NAME}[/\\]?|~[\w.-]*[/\\]|[/\\]{_NAME}[/\\]|[A-Za-z]:\\)"
+    rf"(?:{_NAME}[/\\])*"
+)
+
+
+def without_folders(text: str) -> str:
+    """Replace the folders of absolute paths in a text by …, so that it names neither the machine nor the user."""
+    return _FOLDERS.sub("…/", text)
+
+
+class MetricsFile(CSVLogger):
+    """Lightning's logger, but a killed process loses at most the last row, and a resumed run keeps its rows.
+
+    Lightning's own deletes an earlier file, and while it adds a column there is no file.
+
+    `step` of a row is the number of optimizer steps done by then, like `global_step` in a checkpoint.
+
+    Args:
+        folder: the run folder.
+        resumed_at: optimizer steps of the checkpoint that the run resumes from. Later rows are dropped. None: a new
+            run, which replaces the file.
+    """
+
+    def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
+        super().__init__(folder, name="", version="")
+        self.path, self.resumed_at = folder / "metrics.csv", resumed_at
+        self._columns: list[str] | None = None  # of the file; None before the first row
+
+    @property
+    def experiment(self) -> Any:
+        """This file: Lightning's own writer would delete an earlier one."""
+        return self
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any = None) -> None:
+        """Do nothing: .hydra/ has them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:  # type: ignore[override]  # floats
+        """Append a row."""
+        row: dict[str, Any] = {"step": step, **metrics}
+        if self._columns is None:
+            self._rewrite(self.rows_before(), row)
+        elif not row.keys() <= set(self._columns):
+            self._rewrite(read_metrics(self.path), row)
+        else:
+            with naming(self.path), self.path.open("a", newline="", encoding="utf-8") as stream:
+                stream.write(_lines(self._columns, [row]))
+
+    def save(self) -> None:
+        """Do nothing: each row is on the disk already."""
+
+    def last_step(self) -> int:
+        """The last step that has a row; 0 without any."""
+        return max((int(row["step"]) for row in read_metrics(self.path)), default=0)
+
+    def rows_before(self) -> list[dict[str, str]]:
+        """The rows up to the step that the run resumes from; [] for a new run."""
+        if self.resumed_at is None:
+            return []
+        return [row for row in read_metrics(self.path) if int(row["step"]) <= self.resumed_at]
+
+    def _rewrite(self, rows: list[dict[str, str]], new: dict[str, Any]) -> None:
+        # Every row of the file has all its columns, so the first one stands for all.
+        columns = dict.fromkeys([*(name for row in [*rows[:1], new] for name in row)])
+        self._columns = sorted(columns, key=lambda name: name not in ("step", "samples"))
+        header = dict(zip(self._columns, self._columns, strict=True))
+        write_text(self.path, _lines(self._columns, [header, *rows, new]))
+
+
+def _lines(columns: list[str], rows: list[dict[str, Any]]) -> str:
+    stream = io.StringIO()
+    csv.DictWriter(stream, columns, lineterminator="\n").writerows(rows)
+    return stream.getvalue()
+
 
 CODE_DIFF = "code.diff"
 RUN_ID = Path("wandb", "run_id")
@@ -43,7 +129,7 @@ _DATA_DIR = "WANDB_DATA_DIR"
 _CURVES_ONLY = ("train/lambda_*", "val/cosine_zs", "val/skipped_pairs")
 _SECONDS_TO_START = 30
 _SECONDS_TO_DISK = 0.1  # W&B's default is 15. A kill loses these rows, and the resumed run does not repeat them
-# Less than the time that a rank has to stop (qnmixer.engine.processes.ranks). Data that is not sent by then stays here.
+# Less than the time that a rank has to stop (processes/process.py). Data that is not sent by then stays here.
 _SECONDS_TO_FINISH = 20
 
 

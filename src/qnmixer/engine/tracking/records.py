@@ -1,19 +1,34 @@
-"""The one reader of what a run leaves behind: results.json, sweep.json and metrics.csv.
+"""What a run leaves in its folder: results.json, sweep.json, and the reader of metrics.csv. No torch import.
 
-A run folder may come from anybody. So sizes are bounded, and what no run writes so is one DataError.
-No torch import.
+A run folder may come from anybody. So sizes are bounded, and what no run writes so is one DataError. results.json has
+the status of a run, its results, what they depend on (overrides, commit, versions), and a sign. The sign says that this
+user has started the run with these overrides, and nobody else: it is a digest by a key that only this user can read.
 """
 
 import csv
+import hashlib
+import hmac
 import io
 import json
+import math
 import os
-from collections.abc import Mapping
+import platform
+import re
+import secrets
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast, get_type_hints
 
-from qnmixer.engine.config.values import converted
+from qnmixer.engine.config.options import converted
 from qnmixer.errors import ConfigError, DataError
+from qnmixer.files import make_own_folder, private_files, write_text
 
 _MOST = 2**23
 _MOST_ROWS = 2**28
@@ -85,3 +100,256 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
     except (csv.Error, ValueError) as error:
         raise damaged(path, f"line {reader.line_num}", fix) from error
     return rows
+
+
+# sweep.json: the overrides of a sweep and of each of its jobs
+
+SWEEP = "sweep.json"
+"""The file that marks the folder of a sweep."""
+
+
+class Sweep(TypedDict):
+    """The content of sweep.json, which exists before the first job starts."""
+
+    overrides: list[str]  # of the command line
+    varying: list[str]  # keys that differ between jobs
+    git_commit: str | None
+    jobs: dict[str, list[str]] | None  # overrides of its jobs so far, by folder; None: not recorded by the launcher
+
+
+def sweep_of(folder: Path) -> tuple[Path, Sweep] | None:
+    """The folder and the content of the sweep that a run folder belongs to; None if there is no sweep."""
+    for parent in folder.absolute().parents:
+        if (parent / SWEEP).is_file():
+            return parent, read_sweep(parent)
+    return None
+
+
+def name_of_job(sweep: Sweep, overrides: list[str]) -> str:
+    """The overrides that make a job differ from the others, such as "optimizer.lr=0.001, strategy=ddp"."""
+    pairs = [override.lstrip("+").partition("=") for override in overrides]
+    return ", ".join(f"{key}={readable(value)}" for key, _, value in pairs if key in sweep["varying"])
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """Read sweep.json of a folder. Raises DataError if it is damaged."""
+    record = read_json(folder / SWEEP, get_type_hints(Sweep))
+    if missing := sorted(Sweep.__required_keys__ - record.keys()):
+        raise damaged(folder / SWEEP, f"it has no {missing[0]}", "start the sweep again in a new folder")
+    return cast(Sweep, record)
+
+
+def write_sweep(folder: Path, sweep: Sweep) -> None:
+    """Write sweep.json of a folder."""
+    write_text(folder / SWEEP, json.dumps(sweep, indent=2) + "\n")
+
+
+def readable(value: str) -> str:
+    """A value, rounded to four digits if it is long: the numbers that a search draws have many digits."""
+    number = as_number(value)
+    return value if number is None or len(value) <= 8 else f"{number:.4g}"
+
+
+def as_number(text: str) -> float | None:
+    """The value as a finite number; None for any other text."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+# The sign of the user
+
+_LENGTH = 32
+
+
+def signed(overrides: list[str]) -> dict[str, Any]:
+    """The entries of results.json for overrides that the user has given or accepted."""
+    return {"overrides": overrides, "signature": _signature(overrides)}
+
+
+def is_signed(record: dict[str, Any]) -> bool:
+    """Whether this user has given the overrides of a results.json."""
+    if "overrides" not in record:  # others could take them from another file
+        return False
+    ours = _signature(record["overrides"])
+    return ours is not None and record.get("signature") == ours
+
+
+def _signature(overrides: list[str]) -> str | None:
+    """The digest; None if there is no place for a key."""
+    try:
+        home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"  # a cache may be deleted
+        path = Path(home) / "qnmixer" / "key"
+        make_own_folder(path.parent)
+        if not path.exists() or path.stat().st_size != _LENGTH:
+            path.unlink(missing_ok=True)
+            _write_key(path)
+        return hmac.digest(path.read_bytes(), json.dumps(overrides).encode(), "sha256").hex()
+    except (OSError, RuntimeError):  # a disk that cannot be written, or no home
+        return None
+
+
+def _write_key(path: Path) -> None:
+    """Write a new key. It is complete before it has its name, and one that another process wrote meanwhile stays."""
+    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        with private_files():
+            temporary.write_bytes(secrets.token_bytes(_LENGTH))
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:  # the disk may be full, or have no hard links
+        temporary.unlink(missing_ok=True)
+
+
+# results.json
+
+_CODE = (".py", ".yaml", ".yml")
+_PRIVATE = re.compile(
+    r"(^|/)\.|(^|[/_.-])(local|private|secrets?|credentials?|passwords?|tokens?|keys?)([/_.-]|$)", re.IGNORECASE
+)
+TIME = "%Y-%m-%dT%H:%M:%S%z"
+_KINDS = {
+    "status": str, "error": str, "overrides": list[str], "started": str, "tags": list[str], "best": dict[str, Any],
+    "steps": int, "seconds": float, "memory": dict[str, float | None],
+    "git_commit": str | None, "device": str, "versions": dict[str, str], "evaluated": dict[str, Any],
+    "resumed": list[dict[str, Any]],
+}  # fmt: skip
+"""What readers take for granted. Other entries are for people."""
+PACKAGES = ("torch", "lightning", "hydra-core", "torchmetrics", "wandb", "qnmixer")
+
+
+@contextmanager
+def results(folder: Path, overrides: list[str], before: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """Write results.json: `status` is running while the block runs, then done, failed or interrupted.
+
+    Yields a dict for metrics and paths. It is written at the end, also if the block fails. Its `seconds` include
+    earlier parts of the run.
+
+    Args:
+        folder: where results.json is written.
+        overrides: of a new run.
+        before: the record of a run that resumes; None for a new run. Its overrides stay: a refused resume must not
+            change what the run is. A run that is done stays done.
+    """
+    fresh = {"status": "running", "git_commit": git_commit(), "versions": versions()}
+    record: dict[str, Any] = fresh | signed(overrides) | {"started": now()} | (before or {}) | fresh
+    record.pop("error", None)  # of the part before the resume
+    start = time.monotonic()
+    write_results(folder, record)
+    try:
+        yield record
+        record["status"] = "done"
+    except KeyboardInterrupt:
+        record["status"] = "interrupted"
+        raise
+    except BaseException as error:
+        record |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+        raise
+    finally:
+        record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - start, 1)
+        if record["status"] != "done":
+            if (since := read_results(folder)).get("status") == "failed":
+                record |= {key: since[key] for key in ("status", "error")}  # another rank recorded the cause before
+            if before and was_refused(before, record):
+                record = before
+        write_results(folder, record)
+
+
+def was_refused(before: dict[str, Any], record: dict[str, Any]) -> bool:
+    """Whether a run that was done before has not been continued since. Then it is still done, whatever was tried."""
+    return before.get("status") == "done" and record.get("resumed") == before.get("resumed")
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """Read results.json of a run folder; {} if there is none. Raises DataError if it is damaged."""
+    path = folder / "results.json"
+    return read_json(path, _KINDS) if path.is_file() else {}
+
+
+def best_of(record: dict[str, Any]) -> tuple[str, float | None]:
+    """The monitored metric of a run and its best value; None if there is none."""
+    monitor, best = next(iter(record.get("best", {}).items()), ("best", None))
+    if isinstance(best, int) and abs(best) < 2**63:  # JSON has whole numbers of any length
+        best = float(best)
+    return monitor, best if isinstance(best, float) else None
+
+
+def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:
+    """Set the state of a run in its results.json, where `results` has not begun, or has died."""
+    record = read_results(folder) or signed(overrides) | {"started": now()}
+    record |= {"status": status, "error": error}
+    write_results(folder, {key: value for key, value in record.items() if value is not None})
+
+
+def duration(seconds: float) -> str:
+    """A duration as text: "4 min 05 s"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that can change the numbers of a run."""
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+
+
+def git_commit() -> str | None:
+    """Commit of this code, with "+changes" and a digest if it was changed since; None outside a checkout."""
+    try:
+        head = _git(_checkout(_package()), "rev-parse", "HEAD").strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    diff = git_diff()
+    return f"{head}+changes.{hashlib.sha256(diff.encode()).hexdigest()[:8]}" if diff else head
+
+
+def git_diff() -> str:
+    """Changes of code and configs since the commit, for `git apply`; empty without changes or without git.
+
+    Includes new files if they are code or configs. Hidden files and names such as *local* and *secret* stay out.
+    """
+    try:
+        root = _checkout(_package())
+        parts = [str(path) for path in (_package().parent, root / "conf") if path.exists()]
+        with tempfile.TemporaryDirectory() as temporary:  # a temporary index, so that the user's own stays unchanged
+            index = {"GIT_INDEX_FILE": str(Path(temporary) / "index")}
+            _git(root, "read-tree", "HEAD", **index)
+            new = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *parts).split("\0")
+            # Without this, git diff leaves out files that were never added.
+            if code := [name for name in new if Path(name).suffix in _CODE and not _PRIVATE.search(name)]:
+                _git(root, "add", "--intent-to-add", "--", *code, **index)
+            return _git(root, "diff", "--no-ext-diff", "--no-color", "HEAD", "--", *parts, **index)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def now() -> str:
+    """The time, as results.json has it."""
+    return time.strftime(TIME)
+
+
+def _package() -> Path:
+    return Path(__file__).parents[2]
+
+
+@cache
+def _checkout(package: Path) -> Path:
+    """The repository that contains this package. Raises CalledProcessError or OSError if there is none.
+
+    A wheel may be installed inside somebody else's repository. Then git does not track this file.
+    """
+    _git(package, "ls-files", "--error-unmatch", "engine/tracking/records.py")
+    return Path(_git(package, "rev-parse", "--show-toplevel").strip())
+
+
+def _git(folder: Path | str, *arguments: str, **environment: str) -> str:
+    command, environment = ["git", *arguments], os.environ | environment
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+    return done.stdout.decode(errors="replace")
+
+
+def write_results(folder: Path, record: dict[str, Any]) -> None:
+    """Write results.json of a run folder."""
+    write_text(folder / "results.json", json.dumps(record, indent=2, default=str) + "\n")

@@ -1,10 +1,13 @@
-"""The callbacks that the config names, pictures of the iterates, and the evaluation for the loggers."""
+"""Callbacks. Those of every run log loss, gradient, speed and memory at each step. The config names others."""
 
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
@@ -16,13 +19,322 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from torch import Tensor
 
 from qnmixer.engine.batch import Batch, to_hu
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import CallbackConfig, Count, MetricConfig, modes_of
+from qnmixer.engine.data.dataset import EpochSampler
 from qnmixer.engine.evaluation.evaluate import PAGE, PICTURE
 from qnmixer.engine.evaluation.scores import Evaluation
-from qnmixer.engine.optimization.metrics import psnr
+from qnmixer.engine.memory.tracker import PeakTracker
+from qnmixer.engine.memory.usage import MIB, Leak, LeakWatch, read_usage, reset_peak
+from qnmixer.engine.metrics import psnr
+from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
+from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.run_module import RunModule
-from qnmixer.errors import PluginError
+from qnmixer.errors import ConfigError, PluginError
+from qnmixer.weights import MEAN_KEY, TRAINED_KEY
+
+
+class MeanWeights(Callback):
+    """Validation and checkpoints use the mean of the weights. Training continues with the weights themselves.
+
+    Lightning's own callback would copy the scan's matrix too. It also swaps the two sets of weights in a checkpoint
+    that is written during a validation.
+
+    Args:
+        decay: the share of the old mean that remains after a step.
+        start: optimizer steps after which averaging starts.
+    """
+
+    def __init__(self, decay: float = 0.999, start: int = 0) -> None:
+        if not 0 <= decay < 1 or start < 0:
+            raise ValueError("decay must be from 0 to below 1, and start must be 0 or more")
+        self.decay, self.start = decay, start
+        self.mean: dict[str, Tensor] = {}
+        self._swapped = False
+
+    @torch.no_grad()
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start from the mean in the checkpoint, or from the weights of the network."""
+        weights = {name: p.detach() for name, p in pl_module.named_parameters()}
+        self.mean = {name: self.mean.get(name, p).to(p.device, copy=True) for name, p in weights.items()}
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Update the mean after an optimizer step."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        # Before `start` the mean follows the weights, because a mean of bad first weights would last long.
+        share = 1.0 if trainer.global_step <= self.start else 1 - self.decay
+        for name, parameter in pl_module.named_parameters():
+            self.mean[name].lerp_(parameter, share)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Put the mean into the network."""
+        self._swap(pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Put the trained weights back."""
+        self._swap(pl_module)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save the mean as the weights, for every reader of a checkpoint, and the trained weights beside it."""
+        if not self.mean:
+            return
+        now = {name: p.detach() for name, p in pl_module.named_parameters()}
+        trained, mean = (self.mean, now) if self._swapped else (now, self.mean)
+        checkpoint[TRAINED_KEY] = trained
+        checkpoint["state_dict"] = checkpoint["state_dict"] | mean
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Read the mean; the weights themselves in a checkpoint of a run without this callback."""
+        self.mean = checkpoint[MEAN_KEY]
+
+    @torch.no_grad()
+    def _swap(self, pl_module: L.LightningModule) -> None:
+        self._swapped = not self._swapped
+        for name, parameter in pl_module.named_parameters():
+            if name in self.mean:
+                before = parameter.detach().clone()
+                parameter.copy_(self.mean[name])
+                self.mean[name].copy_(before)
+
+
+_T = TypeVar("_T", bound=Callback)
+
+
+def callback_of(trainer: L.Trainer, kind: type[_T]) -> _T:
+    """The callback of this kind, which every run has."""
+    return next(it for it in trainer.callbacks if isinstance(it, kind))  # type: ignore[attr-defined]  # Lightning's, untyped
+
+
+def samples_until(trainer: L.Trainer, step: int) -> int:
+    """Slices that all devices together have seen after this number of optimizer steps."""
+    loader = trainer.train_dataloader
+    if loader is None:  # a network that does not learn, or a resumed run that only lacks its last validation
+        loader = trainer.datamodule.train_dataloader()  # type: ignore[attr-defined]  # Lightning's, untyped
+    sampler = loader.sampler
+    assert isinstance(sampler, EpochSampler)
+    return sampler.samples_until(step)
+
+
+class StepMetrics(Callback):
+    """Raises FloatingPointError, with step and slices, for a loss that is not finite. Logs the numbers of each step.
+
+    It is the first callback of a run, so that others may read what it computes. `step`, the number of optimizer steps
+    done, and `samples`, the slices seen by all devices together, are in each row. Lightning uses `step` as the step of
+    the row. The speed is measured since the previous row, with data loading but without validation.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._asked: tuple[Tensor, torch.cuda.Event | None, Tensor, str] | None = None  # a loss that is being checked
+        self._largest_norm: Tensor | float = 0.0
+        self._loss: Tensor | float = 0.0
+        self._batches = 1  # of a step, when training began
+        self._row = (0, 0.0)  # samples at the previous row, and its time, moved by the time of validations since
+        self._paused: float | None = None  # when a validation began
+
+    def state_dict(self) -> dict[str, Any]:
+        """The largest norm so far."""
+        return {"largest_norm": float(self._largest_norm)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the largest norm of a resumed run."""
+        self._largest_norm = state_dict["largest_norm"]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock."""
+        self._batches = trainer.accumulate_grad_batches
+        self._row = samples_until(trainer, trainer.global_step), time.monotonic()
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any) -> None:
+        """Store the names of the slices, for the message. Leave out the time of a validation.
+
+        Raises ConfigError if a callback has changed the batches of a step: `samples` and resuming rely on their number.
+        """
+        if (now := trainer.accumulate_grad_batches) != self._batches:
+            raise ConfigError(
+                f"a callback changed trainer.accumulate_grad_batches from {self._batches} to {now}: leave it "
+                f"out, and set trainer.accumulate_grad_batches={now}"
+            )
+        self._names = batch["name"]
+        if self._paused is not None:
+            samples, since = self._row
+            self._row = samples, since + time.monotonic() - self._paused
+            self._paused = None
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        """Ask whether the loss is finite.
+
+        If the host reads a number from a GPU, it waits for all queued work, and then the GPU waits for the host. So the
+        answer is copied in the background, and read before the weights change. The GPU has the backward pass meanwhile.
+        """
+        self._raise_if_not_finite()  # with accumulation, the loss of the batch before is still unchecked
+        loss = loss.detach()
+        finite = torch.isfinite(loss).to("cpu", non_blocking=True)  # into pinned memory
+        copied = torch.cuda.current_stream(loss.device).record_event() if loss.is_cuda else None
+        self._asked = finite, copied, loss, f"at step {trainer.global_step} (slices: {', '.join(self._names)})"
+        if copied is None:
+            self._raise_if_not_finite()
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Check the loss. Log the gradient norm before clipping, its maximum in the run, lr and the mean of λ_t."""
+        assert isinstance(pl_module, RunModule)
+        self._raise_if_not_finite()
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        norm = gather(torch.nn.utils.get_total_norm(gradients))  # that of shards is itself in shards
+        # The scaler skips a step whose gradient overflows. That norm would be the largest for the rest of the run.
+        counted = norm if _scaler(trainer) is None else norm.nan_to_num(nan=0.0, posinf=0.0)
+        self._largest_norm = torch.maximum(counted, torch.as_tensor(self._largest_norm, device=norm.device))
+        pl_module.log("train/grad_norm", norm)
+        pl_module.log("train/grad_norm_max", self._largest_norm)
+        # As a tensor in float64: Lightning would round a Python float to float32.
+        pl_module.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
+        if (trainer.global_step + 1) % trainer.log_every_n_steps:  # type: ignore[attr-defined]  # Lightning's, untyped
+            return  # no logger would see these values, and each costs small operators on the GPU
+        for t, step_size in enumerate(pl_module.network.step_sizes):
+            pl_module.log(f"train/lambda_{t}", gather(step_size.detach()).mean())
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Log an optimizer step after its last batch: place, speed, and the loss, the mean over its samples."""
+        n = trainer.accumulate_grad_batches
+        # Lightning has divided the loss by the batches of a step already.
+        self._loss = outputs["loss"] + (self._loss if batch_idx % n else 0.0)
+        if (batch_idx + 1) % n:
+            return
+        pl_module.log("train/loss", self._loss, batch_size=1, sync_dist=True)
+        samples = _log_place(trainer, pl_module, on_epoch=False)
+        if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]  # Lightning's, untyped
+            return
+        (before, since), self._row = self._row, (samples, time.monotonic())
+        pl_module.log("train/samples_per_second", torch.tensor((samples - before) / (self._row[1] - since)))
+        if (scaler := _scaler(trainer)) is not None:
+            pl_module.log("train/loss_scale", torch.tensor(scaler.get_scale()))
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Store the time."""
+        self._paused = time.monotonic()
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the place of the validation."""
+        _log_place(trainer, pl_module, on_epoch=True)
+
+    def _raise_if_not_finite(self) -> None:
+        if self._asked is None:
+            return
+        (finite, copied, loss, where), self._asked = self._asked, None
+        if copied is not None:
+            copied.synchronize()  # waits for that copy only
+        if not finite:
+            raise FloatingPointError(f"the loss became {loss.item()} {where}")
+
+
+def _log_place(trainer: L.Trainer, module: L.LightningModule, *, on_epoch: bool) -> int:
+    """Log step and samples, and return the samples. They are on the CPU, so the host waits for no device."""
+    samples = samples_until(trainer, trainer.global_step)
+    for name, value in (("step", trainer.global_step), ("samples", samples)):
+        exact = torch.tensor(value, dtype=torch.float64)
+        module.log(name, exact, on_step=not on_epoch, on_epoch=on_epoch, reduce_fx="max", batch_size=1)
+    return samples
+
+
+def _scaler(trainer: L.Trainer) -> Any:
+    """The GradScaler of 16-mixed, or None."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+class MemoryMonitor(Callback):
+    """Logs memory at each optimizer step, measures the memory of a step, and warns about a leak.
+
+    The memory of a step is the largest number of bytes of tensors on the fullest device during the second optimizer
+    step: weights, gradients, optimizer state, graph and the scan's matrices. `qnmixer.plan` predicts it. On CUDA
+    torch's allocator counts. On a CPU the tracker of the plan counts the real tensors. It cannot see those of fsdp and
+    compile=true, so there is no figure then.
+
+    memory/peak_mib is the same figure, on CUDA of each step. memory/allocated_mib, memory/reserved_mib and
+    memory/device_used_mib are counters of the process, see `Usage`. On a CPU they include Python and all libraries.
+
+    Args:
+        console: prints the lines.
+
+    Attributes:
+        measured_mib: the memory of a step; None before the second one has ended.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.measured_mib: float | None = None
+        self.leak: Leak | None = None
+        self._watch = LeakWatch()
+        self._peak: int | None = None  # bytes, as memory/peak_mib
+        self._tracker: PeakTracker | None = None
+        self._tracking = ExitStack()
+        self._n_steps = 0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        """Reset the peak at the start of an optimizer step, which may take several batches."""
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        if pl_module.device.type == "cuda":
+            reset_peak(pl_module.device)
+        elif self._n_steps == 1 and _shows_tensors(pl_module):  # one step only: the tracker slows it down
+            self._tracker = self._tracking.enter_context(PeakTracker())
+            tensors = [value for value in batch.values() if isinstance(value, Tensor)]
+            averaging = [it for it in trainer.callbacks if isinstance(it, MeanWeights)]  # type: ignore[attr-defined]
+            tensors += [mean for it in averaging for mean in it.mean.values()]
+            self._tracker.track(pl_module, *trainer.optimizers, *tensors)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Log memory and check for a leak, if the batch ended an optimizer step."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        self._tracking.close()
+        self._n_steps += 1
+        usage = read_usage(pl_module.device)
+        if pl_module.device.type == "cuda":
+            self._peak = usage.peak
+        elif self._tracker is not None:
+            self._peak, self._tracker = self._tracker.peak_bytes, None
+        values = {"allocated": usage.allocated, "reserved": usage.reserved, "device_used": usage.device_used}
+        values["peak"] = self._peak  # at each step: Lightning forgets a value at the end of its epoch
+        for name, value in values.items():
+            if value is not None:
+                pl_module.log(f"memory/{name}_mib", value / MIB, batch_size=1, on_step=True, on_epoch=False)
+        if self._peak is not None and self._n_steps == 2:
+            peak = torch.tensor(self._peak / MIB, device=pl_module.device)
+            # Of the fullest device: this is what must fit.
+            self.measured_mib = float(trainer.strategy.reduce(peak, reduce_op="max"))
+            line = f"memory: {self.measured_mib:,.0f} MiB in tensors at the peak of a step"
+            self.console.print(line, highlight=False, soft_wrap=True)
+        if leak := self._watch.update(usage.allocated):
+            self.leak = leak
+            self.console.warn(
+                f"a leak? The memory at the end of a step has grown for {leak.steps} steps, by "
+                f"{leak.bytes_per_step / MIB:.2g} MiB a step. The usual cause is a loss, an image or a state that is "
+                "stored or logged without .detach(), and so keeps its whole graph"
+            )
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Stop counting."""
+        self._tracking.close()
+
+
+def _shows_tensors(module: L.LightningModule) -> bool:
+    """Whether the tracker sees a run's tensors. It sees neither storages that fsdp frees nor compiled code."""
+    config = getattr(module, "config", None)
+    return isinstance(config, Config) and config.strategy.planned_as != "shards" and not config.compile
+
 
 _MOST_SHOWN = 15  # iterates in a picture
 _REFUSED: dict[type[Callback], str] = {

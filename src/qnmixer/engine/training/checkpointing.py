@@ -19,10 +19,9 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from qnmixer.engine.checkpoints.reading import load
+from qnmixer.engine.checkpoints import load
 from qnmixer.engine.lightning_private import number_rows
-from qnmixer.engine.processes.ranks import rank
-from qnmixer.engine.processes.signals import defer_stop, stop_requested
+from qnmixer.engine.processes.process import defer_stop, rank, stop_requested
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import Stopped
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace

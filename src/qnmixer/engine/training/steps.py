@@ -1,10 +1,11 @@
-"""The steps of a training run. `qnmixer.fit` has their order."""
+"""The steps of a training run, and Lightning's Trainer. `qnmixer.fit` has their order."""
 
 import math
+import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,38 +14,41 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from torch.profiler import schedule
 
 from qnmixer.engine.build import build_data_module, build_module
-from qnmixer.engine.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
-from qnmixer.engine.config import Config, effective_batch
-from qnmixer.engine.config.sections import FewBatchesConfig, modes_of
+from qnmixer.engine.checkpoints import find_checkpoint, load_weights, resumable, split_of, steps_of
+from qnmixer.engine.config.run import Config, effective_batch
+from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig, TrainerConfig, modes_of
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit, seen_by
 from qnmixer.engine.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation
-from qnmixer.engine.memory.advice import advice
-from qnmixer.engine.memory.footprint import MIB
-from qnmixer.engine.memory.limits import is_out_of_memory, memory_of
+from qnmixer.engine.lightning_private import disable_signal_handling
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.plan import Planner
-from qnmixer.engine.optimization.metrics import try_metrics
-from qnmixer.engine.parallel.compilation import compile_blocks
-from qnmixer.engine.parallel.devices import allow_tf32
-from qnmixer.engine.processes.ranks import another_rank_failed, rank, world_size
-from qnmixer.engine.processes.signals import stop_signals
+from qnmixer.engine.memory.plan import Planner, advice
+from qnmixer.engine.memory.usage import MIB, is_out_of_memory, memory_of
+from qnmixer.engine.metrics import try_metrics
+from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks
+from qnmixer.engine.parallel.strategies import build_precision, build_strategy
+from qnmixer.engine.processes.process import another_rank_failed, rank, stop_signals, world_size
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.loggers import CODE_DIFF, DONE, FAILED, INTERRUPTED, close_loggers, device_name
-from qnmixer.engine.tracking.results import git_diff, read_results
-from qnmixer.engine.tracking.resume import resume_hint
-from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.callbacks import build_callbacks, log_evaluation
-from qnmixer.engine.training.checkpointing import Checkpointing
-from qnmixer.engine.training.memory_monitor import MemoryMonitor
-from qnmixer.engine.training.progress import TrainingProgress
-from qnmixer.engine.training.step_metrics import callback_of, samples_until
-from qnmixer.engine.training.terminal import print_start, quieten
+from qnmixer.engine.tracking.records import git_diff, read_results
+from qnmixer.engine.tracking.run import Run, resume_hint
+from qnmixer.engine.training.callbacks import (
+    MemoryMonitor,
+    StepMetrics,
+    build_callbacks,
+    callback_of,
+    log_evaluation,
+    samples_until,
+)
+from qnmixer.engine.training.checkpointing import AtomicCheckpointIO, Checkpointing
+from qnmixer.engine.training.terminal import TrainingProgress, print_start, quieten
 from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.files import write_text
 
@@ -307,3 +311,60 @@ def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModul
     run.record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained, config.data)}
     samples = samples_until(trainer, trainer.global_step)
     log_evaluation(trainer.loggers, evaluation, picture.parent, trainer.global_step, samples)
+
+
+_BUILT = ("enable_progress_bar", "limit_train_batches", "profiler")  # keys of trainer.extra that are converted first
+_PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+
+
+def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> L.Trainer:
+    """Build Lightning's Trainer for a run folder; the config must come from `resolve_devices`. Sets trainer.tf32."""
+    t = config.trainer
+    disable_signal_handling()
+    allow_tf32(t.tf32)
+    return L.Trainer(
+        accelerator=t.accelerator,
+        devices=t.devices or 1,
+        num_nodes=t.num_nodes,
+        strategy=build_strategy(config),
+        # Not precision=: Lightning turns fp16 into bf16 on a CPU, and refuses it with FSDP2.
+        plugins=[AtomicCheckpointIO(), build_precision(config, t.accelerator)],
+        max_steps=t.max_steps,
+        max_epochs=-1 if t.max_epochs is None else t.max_epochs,
+        accumulate_grad_batches=t.accumulate_grad_batches,
+        gradient_clip_val=t.gradient_clip_val,
+        num_sanity_val_steps=0,  # callbacks would count it as a validation
+        log_every_n_steps=t.log_every_n_steps,
+        deterministic=t.deterministic,
+        detect_anomaly=config.debug.name == "anomaly",
+        use_distributed_sampler=False,  # Lightning's pads with slices that count twice, and shuffles always
+        logger=list(loggers),
+        callbacks=[StepMetrics(), *callbacks],
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
+        enable_model_summary=False,
+        default_root_dir=folder,
+        profiler=_profiler(config, folder / "profile"),
+        **_validations(t),
+        **{name: value for name, value in t.extra.items() if name not in _BUILT and value is not None},
+    )
+
+
+def _validations(t: TrainerConfig) -> dict[str, Any]:
+    """When to validate, and on how many batches. Lightning counts batches between validations, not optimizer steps."""
+    if t.val_every_n_steps is None:
+        return {"check_val_every_n_epoch": 1, "limit_val_batches": t.limit_val_batches}
+    return {
+        "val_check_interval": t.val_every_n_steps * t.accumulate_grad_batches,
+        "check_val_every_n_epoch": None,
+        "limit_val_batches": t.limit_val_batches,
+    }
+
+
+def _profiler(config: Config, folder: Path) -> Profiler | None:
+    """Lightning's profiler that the config asks for, which writes its results into a folder."""
+    name, debug = config.trainer.extra.get("profiler"), config.debug
+    if isinstance(debug, ProfileConfig):
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to the terminal
+        recorded = schedule(skip_first=debug.warm_up - 1, wait=0, warmup=1, active=debug.steps, repeat=1)
+        return PyTorchProfiler(folder, "operators", schedule=recorded, record_shapes=True, acc_events=True)
+    return None if name is None else _PROFILERS[name](dirpath=folder, filename="lightning")

@@ -15,14 +15,21 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from qnmixer.engine.cli import explain, warnings_in_one_line
-from qnmixer.engine.config import Config, parse, to_plain
-from qnmixer.engine.processes.output import lasting_output
-from qnmixer.engine.processes.ranks import by_srun, end_with_the_others, is_rank, is_secondary, leave, rank, world_size
-from qnmixer.engine.processes.signals import loading, stop_signals
-from qnmixer.engine.tracking.results import read_results
-from qnmixer.engine.tracking.resume import resume_hint
-from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.cli import explain, lasting_output, warnings_in_one_line
+from qnmixer.engine.config.run import Config, parse, to_plain
+from qnmixer.engine.processes.process import (
+    by_srun,
+    end_with_the_others,
+    is_rank,
+    is_secondary,
+    leave,
+    loading,
+    rank,
+    stop_signals,
+    world_size,
+)
+from qnmixer.engine.tracking.records import read_results
+from qnmixer.engine.tracking.run import Run, resume_hint
 from qnmixer.errors import ConfigError, RankFailed, Stopped
 from qnmixer.files import naming, write_text
 
@@ -143,7 +150,7 @@ def _fit(config: Config, run: Run, fit: str, job: Path | None) -> float:
 
 def _check_inputs(config: Config, run: Run) -> None:
     """Raise UserError once, here, for data and checkpoints that would fail in every rank. It loads no Lightning."""
-    from qnmixer.engine.checkpoints.reading import find_checkpoint, read_checkpoint, resumable, split_of
+    from qnmixer.engine.checkpoints import find_checkpoint, read_checkpoint, resumable, split_of
     from qnmixer.engine.data.sources import parts_of
     from qnmixer.engine.data.splits import RunSplit
     from qnmixer.engine.reconstructor import build_geometry

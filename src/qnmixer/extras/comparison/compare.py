@@ -13,24 +13,22 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.checkpoints.reading import find_checkpoint, load_weights, split_of
-from qnmixer.engine.config import Config, effective_batch, override, to_plain
+from qnmixer.engine.checkpoints import find_checkpoint, load_weights, split_of
 from qnmixer.engine.config.commands import CompareConfig, needs_root, parse_evaluate
 from qnmixer.engine.config.compose import compose, quoted
 from qnmixer.engine.config.data import LOADING, DataConfig, PhantomData
 from qnmixer.engine.config.rules import one_scale
+from qnmixer.engine.config.run import Config, effective_batch, override, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit, SplitRecord
 from qnmixer.engine.evaluation.evaluate import evaluate
+from qnmixer.engine.evaluation.run import other_slices
 from qnmixer.engine.evaluation.scores import Evaluation, used_in_training
-from qnmixer.engine.evaluation.slices import other_slices
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor, build_geometry
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.tracking.loggers import device_name
-from qnmixer.engine.tracking.records import read_metrics
-from qnmixer.engine.tracking.results import duration
-from qnmixer.engine.tracking.sweep_file import as_number
+from qnmixer.engine.tracking.records import as_number, duration, read_metrics
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison, methods_of
 from qnmixer.files import digest

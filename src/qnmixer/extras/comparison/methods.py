@@ -6,17 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qnmixer.engine.checkpoints.reading import built_from, find_checkpoint, read_checkpoint
-from qnmixer.engine.config import Config
+from qnmixer.engine.checkpoints import built_from, find_checkpoint, read_checkpoint
 from qnmixer.engine.config.compose import of_hydra
-from qnmixer.engine.config.run import checked
+from qnmixer.engine.config.run import Config, checked
 from qnmixer.engine.evaluation.scores import ImageScore, by_patient, titles_of
 from qnmixer.engine.plugins import check_trusted
 from qnmixer.engine.reconstructor import method_name
 from qnmixer.engine.reports.pictures import SliceImages
-from qnmixer.engine.sweeps.jobs import outcome
-from qnmixer.engine.sweeps.report import jobs_of
-from qnmixer.engine.tracking.results import read_results
+from qnmixer.engine.sweeps import jobs_of, outcome
+from qnmixer.engine.tracking.records import read_results
 from qnmixer.errors import UserError, first_line
 from qnmixer.extras.comparison.statistics import Scores, Seeds, Statistic, difference, spread
 

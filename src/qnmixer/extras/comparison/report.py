@@ -13,15 +13,13 @@ from matplotlib import figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from qnmixer.engine.config import to_plain
 from qnmixer.engine.config.commands import CompareConfig
+from qnmixer.engine.config.run import to_plain
 from qnmixer.engine.evaluation.scores import IN_WINDOW, data_range
-from qnmixer.engine.reports.paths import without_folders
 from qnmixer.engine.reports.pictures import SliceImages, draw_slices, save_figure
-from qnmixer.engine.reports.tables import NOTHING, Table, csv_table, in_digits, markdown_table, terminal_table
-from qnmixer.engine.tracking.records import read_metrics
-from qnmixer.engine.tracking.results import duration, git_commit, versions
-from qnmixer.engine.tracking.sweep_file import as_number
+from qnmixer.engine.reports.terminal import NOTHING, Table, csv_table, in_digits, markdown_table, terminal_table
+from qnmixer.engine.tracking.loggers import without_folders
+from qnmixer.engine.tracking.records import as_number, duration, git_commit, read_metrics, versions
 from qnmixer.extras.comparison.compare import FBP
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.extras.comparison.statistics import Statistic

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from qnmixer.engine.config import Config, to_plain, without_places
+from qnmixer.engine.config.run import Config, to_plain, without_places
 from qnmixer.engine.evaluation.scores import Evaluation
-from qnmixer.engine.reports.paths import without_folders
 from qnmixer.engine.reports.pictures import DISPLAY_WINDOW, ERROR_LIMIT, SliceImages
-from qnmixer.engine.reports.tables import NOTHING, Table
-from qnmixer.engine.tracking.loggers import device_name
-from qnmixer.engine.tracking.results import git_commit, versions
+from qnmixer.engine.reports.terminal import NOTHING, Table
+from qnmixer.engine.tracking.loggers import device_name, without_folders
+from qnmixer.engine.tracking.records import git_commit, versions
 from qnmixer.engine.tracking.run import name_of_run
 from qnmixer.files import write_text
 

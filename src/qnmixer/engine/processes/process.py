@@ -1,7 +1,12 @@
-"""The number of this process among several (its rank), and how a rank ends. No torch import."""
+"""This process: its rank among several, how it ends, the signals that stop it, and the cores that it may use.
+
+The limits of cores and memory are those of a container or of a job on a cluster (Linux control groups, version 2).
+No torch import.
+"""
 
 import ctypes
 import json
+import math
 import os
 import select
 import signal
@@ -9,7 +14,10 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from qnmixer.errors import Stopped
@@ -68,7 +76,7 @@ def end_with_the_others(parent: int | None = None) -> None:
 
     This works even inside a collective that hangs. From our launcher SIGTERM means that another rank has failed.
     Together with SIGUSR1 it means that the run shall stop. From other launchers it can mean both. First
-    `qnmixer.engine.processes.signals` reacts. A rank that does not end in time is killed. Call this in the main thread.
+    `qnmixer.engine.processes.process` reacts. A rank that does not end in time is killed. Call this in the main thread.
 
     Args:
         parent: as in `die_with_parent`, for a rank of our launcher.
@@ -179,3 +187,160 @@ def is_secondary(error: BaseException) -> bool:
         return True
     of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
     return of_torch or any(words in str(error).lower() for words in _LOST_CONTACT)
+
+
+# Signals
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""SIGINT: Ctrl-C. SIGTERM: the end of a job. SIGHUP: the terminal or ssh closed. SIGUSR1, SIGUSR2: SLURM's warning
+before the time limit (#SBATCH --signal=USR1@120, which submitit also sets)."""
+
+_SECONDS_OF_ECHO = 2
+
+_requested: int | None = None
+_deferred = False
+
+
+@contextmanager
+def handle_signals(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object] | None
+) -> Iterator[list[signal.Signals]]:
+    """Handle signals by `handler` while the block runs, then restore the earlier handlers.
+
+    A signal that is ignored stays ignored: nohup ignores SIGHUP. Yields the other signals. Without a `handler` the
+    block may install its own. Does nothing outside the main thread, where Python allows no handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield []
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    handled = [number for number, old in before.items() if old is not signal.SIG_IGN]
+    for number in handled if handler else []:
+        signal.signal(number, handler)
+    try:
+        yield handled
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+class Echo:
+    """Recognises a signal that arrives twice: once from the process group, once from a parent process."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def of(self, number: int) -> bool:
+        """Whether this is the first signal again."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = number, now
+            return False
+        return number == self._first[0] and now - self._first[1] < _SECONDS_OF_ECHO
+
+
+@contextmanager
+def stop_signals() -> Iterator[None]:
+    """Turn stop signals into Stopped while the block runs.
+
+    After `defer_stop(True)` a signal is only recorded, and the training loop asks `stop_requested()` between steps. A
+    second signal raises at once. In a rank it does not, because the launcher sends a second signal too. Does nothing
+    outside the main thread.
+    """
+    global _requested
+    owner, echo = os.getpid(), Echo()
+
+    def stop(number: int, _: FrameType | None) -> None:
+        global _requested
+        if os.getpid() != owner:  # a data worker: a fork inherits this handler
+            return
+        stops_in_order.set()
+        # Ctrl-C comes twice: from the terminal, and from the launcher.
+        if echo.of(number) and not another_rank_failed():
+            return
+        again, _requested = _requested is not None, _requested or number
+        if not _deferred or another_rank_failed() or (again and not is_rank()):
+            raise Stopped(_requested)
+
+    _requested = None
+    with handle_signals(SIGNALS, stop):
+        try:
+            yield
+        finally:
+            defer_stop(False)
+
+
+def stop_requested() -> int | None:
+    """The stop signal that this process has received; None if there was none."""
+    return _requested
+
+
+def defer_stop(on: bool) -> None:
+    """True: only record stop signals from now on, because `stop_requested` is asked soon. False: raise again."""
+    global _deferred
+    _deferred = on
+    (stops_in_order.set if on else stops_in_order.clear)()
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """End the process at once on Ctrl-C while libraries load. torch aborts if its import raises an exception."""
+
+    def end(*_: object) -> None:
+        if not is_rank():
+            print("interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
+
+    with handle_signals([signal.SIGINT], end):
+        yield
+
+
+# Cores and memory. PyTorch starts a thread for each core. A waiting thread spins, so the thread that it waits for may
+# get no core. Beside busy programs on two cores, a step took six times as long as with one thread. With short waits it
+# took 8 % more.
+
+THREADS = "OMP_NUM_THREADS"
+_SPINS = "GOMP_SPINCOUNT"
+_SET_BY_USER = {_SPINS, "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY"}
+_GROUPS, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def n_cores() -> int:
+    """The CPU cores that this process may use: those of its container or of its job on a cluster."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(there, cpu_limit())))
+
+
+def threads_each(n_processes: int) -> int:
+    """Threads for each of some processes that share these cores."""
+    return max(1, n_cores() // n_processes)
+
+
+def wait_briefly() -> None:
+    """Let threads of GNU OpenMP sleep after ten microseconds of waiting, unless the user has set how they wait.
+
+    It must be called before torch is loaded. If threads sleep at once, a quiet demo step takes twice as long.
+    """
+    if _SET_BY_USER.isdisjoint(os.environ):
+        os.environ[_SPINS] = "10000"
+
+
+def cpu_limit() -> float:
+    """The number of cores that may be busy at a time, as by `docker --cpus=2`; infinite without a limit."""
+    return min([math.inf, *(busy / period for busy, period in _numbers("cpu.max"))])
+
+
+def memory_limit() -> float:
+    """Bytes of memory, as by `docker --memory=8g` or SLURM's --mem, in control groups of version 2."""
+    return min([math.inf, *(found[0] for found in _numbers("memory.max"))])
+
+
+def _numbers(name: str) -> Iterator[list[float]]:
+    """The numbers in a file of this process's control group, and of the groups around it, whose limits hold too."""
+    with suppress(OSError):  # no Linux
+        for line in _GROUPS.read_text(encoding="utf-8").splitlines():
+            if line.startswith("0::"):
+                group = _ROOT / line.removeprefix("0::").strip("/")
+                for folder in (group, *group.parents):
+                    with suppress(OSError, ValueError):  # no such file, or "max"
+                        yield [float(word) for word in (folder / name).read_text(encoding="utf-8").split()]

@@ -1,5 +1,10 @@
-"""Read checkpoints. A checkpoint must come from this program and fit the network. No code in it is unpickled."""
+"""Read checkpoints and weights files. Each must come from this program and fit the network. No code in it is unpickled.
 
+A weights file has the tensors of a network as safetensors, and the config that builds it as metadata.
+"""
+
+import hashlib
+import json
 import pickle
 import warnings
 from collections.abc import Collection, Iterator
@@ -7,27 +12,70 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import safetensors
+import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from qnmixer.engine.checkpoints.weights_file import decode
-from qnmixer.engine.config import Config, effective_batch
 from qnmixer.engine.config.data import DataConfig, FolderData, MixedData, PairData
 from qnmixer.engine.config.groups import Group
 from qnmixer.engine.config.options import TARGET, keys_of
-from qnmixer.engine.config.run import checked, parse_file, targets_of
+from qnmixer.engine.config.run import Config, checked, effective_batch, parse_file, targets_of, to_plain, without_places
 from qnmixer.engine.data.splits import SplitRecord, is_split_record
 from qnmixer.engine.parallel.shards import load_checked, merge_shards
 from qnmixer.engine.plugins import check_trusted, is_trusted
 from qnmixer.engine.reconstructor import Reconstructor, build_geometry, build_network
 from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line
-from qnmixer.files import newest_complete
+from qnmixer.files import digest, newest_complete
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, checkpoint_in, located
 
 if TYPE_CHECKING:
     from qnmixer.engine.run_module import RunModule
+
+
+def encode(config: Config, state: dict[str, Tensor]) -> bytes:
+    """Encode a weights file: tensors by their state-dict names, half precision as float32, and the config.
+
+    The same weights and config give the same bytes. The metadata also has a digest of both.
+    """
+    ours = {"format": 1, "config": to_plain(without_places(config))}
+    ours["digest"] = _digest(ours, state)
+    return _encode(state, {CHECKPOINT_KEY: json.dumps(ours)})  # one key: safetensors writes several in random order
+
+
+def _digest(ours: dict[str, Any], state: dict[str, Tensor]) -> str:
+    return digest([ours["config"], digest_of_weights(state)])
+
+
+def digest_of_weights(state: dict[str, Tensor]) -> str:
+    """SHA-256 of the weights only: the same for a checkpoint and for the weights file that was exported from it."""
+    return hashlib.sha256(_encode(state)).hexdigest()
+
+
+def _encode(state: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    # Copies, because safetensors refuses two names for one tensor. A module may count in whole numbers: they stay.
+    half = torch.float16, torch.bfloat16
+    full = {name: torch.float32 if tensor.dtype in half else tensor.dtype for name, tensor in state.items()}
+    tensors = {name: tensor.to(full[name], copy=True).contiguous() for name, tensor in state.items()}
+    return safetensors.torch.save(tensors, metadata)
+
+
+def decode(path: Path) -> dict[str, Any]:
+    """Decode a weights file into the form of a checkpoint. The config is None for a file of another program.
+
+    Raises safetensors.SafetensorError, ValueError or OSError for a damaged file.
+    """
+    with safetensors.safe_open(path, framework="pt") as file:
+        ours = json.loads((file.metadata() or {}).get(CHECKPOINT_KEY, "null"))
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+    if isinstance(ours, dict) and "config" in ours and ours.get("digest") != _digest(ours, state):
+        raise ValueError("its digest does not match")
+    return {CHECKPOINT_KEY: ours, "state_dict": state}
+
+
+# Checkpoints of a run
 
 _OF_RESULTS = ("model", "data", "geometry", "noise", "loss", "optimizer")
 """Sections that a resumed run may not change."""

@@ -4,11 +4,11 @@ from functools import cache
 
 import pytest
 
-from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.commands import parse_evaluate
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import DataConfig, FolderData
-from qnmixer.engine.evaluation.slices import other_slices
+from qnmixer.engine.config.run import Config, parse
+from qnmixer.engine.evaluation.run import other_slices
 from qnmixer.errors import CheckpointError, ConfigError
 
 

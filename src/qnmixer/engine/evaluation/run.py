@@ -1,11 +1,12 @@
-"""The slices of an evaluation: the run's own, or others in the form that its network needs."""
+"""The command `qnmixer.evaluate`: a trained run on its own slices, or on others in the form that its network needs."""
 
 import warnings
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from qnmixer.engine.config import Config
+from qnmixer.engine.checkpoints import find_checkpoint, load_run, split_of
+from qnmixer.engine.config.commands import EvaluateConfig
 from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.data import (
     LOADING,
@@ -17,14 +18,62 @@ from qnmixer.engine.config.data import (
     PhantomData,
 )
 from qnmixer.engine.config.options import keys_of
-from qnmixer.engine.plugins import check_trusted
-from qnmixer.engine.tracking.results import read_results
-from qnmixer.engine.tracking.signature import is_signed
+from qnmixer.engine.config.rules import one_scale
+from qnmixer.engine.config.run import Config, targets_of
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.splits import RunSplit
+from qnmixer.engine.evaluation.evaluate import PAGE, evaluate, title_of, what_was_evaluated, write_evaluation
+from qnmixer.engine.evaluation.scores import Evaluation
+from qnmixer.engine.parallel.devices import choose_device
+from qnmixer.engine.plugins import check_trusted, module_of
+from qnmixer.engine.reconstructor import build_noise
+from qnmixer.engine.reports.terminal import Console
+from qnmixer.engine.tracking.records import is_signed, read_results, results
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.weights import SUFFIX, located
 
 _OF_TEST = "simulation_factor", "disc"
 """Keys that turn the run's own slices into another test."""
+
+
+def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> Evaluation:
+    """Run `qnmixer.evaluate`: compare a run with FBP, and write table, picture and results.json.
+
+    Raises CheckpointError, ConfigError or DataError.
+    """
+    console = Console()
+    trust = [*config.trust, *map(module_of, targets_of(config).values())]
+    module = load_run(config.run, config.checkpoint, trust, "metrics.")
+    checkpoint = find_checkpoint(config.run, config.checkpoint)
+    trained, before = with_own_cache(module.config, checkpoint), split_of(checkpoint)
+    data, own = (
+        (as_trained(config.run, config.data, trained.data, trust), True)
+        if isinstance(config.data, AsTrained)
+        else other_slices(config.data, trained, overrides)
+    )
+    slices = SliceDataModule(data, split=RunSplit(before if own else None), geometry=module.projector.geometry)
+    if config.noise is not None:
+        trained.noise = config.noise
+        one_scale(trained)
+        module.measurement.noise = build_noise(trained)
+    with results(folder, overrides) as record:
+        if config.noise is not None and slices.measured:
+            raise ConfigError(
+                f"noise={config.noise.name} has no effect on the sinograms of data={data.name}, which were measured: "
+                "leave it out"
+            )
+        device = choose_device(config.accelerator)
+        evaluation = evaluate(module, slices, config.split, config.evaluation, device)
+        evaluation.n_trained = slices.split.trained(config.split, before) if before else 0
+        record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, data)}
+        title = title_of(trained, slices, config.split)
+        measured = replace(trained, data=data, evaluation=config.evaluation)
+        picture = write_evaluation(folder, evaluation, title, measured, device, console, located(config.run))
+        record["picture"] = str(picture)
+    console.print(f"picture: {picture}", soft_wrap=True)
+    if (folder / PAGE).exists():
+        console.print(f"to look through: {folder / PAGE}", soft_wrap=True)
+    return evaluation
 
 
 def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection[str] = ()) -> DataConfig:
@@ -101,13 +150,6 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
             )
     data.check(trained)
     return data, False
-
-
-def kind_of(data: DataConfig) -> str:
-    """The source of validation and test slices, as "dicom"."""
-    if isinstance(data, MixedData):
-        return data.by_section()[f"data.sources.{data.evaluate_on}"].name
-    return data.name
 
 
 def _folder(data: FolderData) -> Path:

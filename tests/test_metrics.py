@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from qnmixer.engine.build import build_loss
 from qnmixer.engine.config.run import section
-from qnmixer.engine.optimization.metrics import psnr, ssim
+from qnmixer.engine.metrics import psnr, ssim
 
 
 def images(n: int = 3, size: int = 24) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,1 +1,0 @@
-"""Read checkpoints and weights files; export weights with a model card."""

@@ -1,0 +1,480 @@
+"""A sweep (`qnmixer.train -m …`): its folder, the keys that vary, its jobs, and its final report. No torch import.
+
+The folder records everything. results.json of each job says how that job ended, with every launcher and on every
+machine. If the same sweep starts again, it finds there which jobs are done. Each job is a training run in its own
+processes; this process only watches them.
+"""
+
+import hashlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from qnmixer.engine.config.compose import quoted
+from qnmixer.engine.config.run import Config
+from qnmixer.engine.config.sections import modes_of, parse_metrics
+from qnmixer.engine.processes.process import SIGNALS, THREADS, die_with_parent, handle_signals, threads_each
+from qnmixer.engine.reports.terminal import NOTHING, Console, csv_table, markdown_table, terminal_table
+from qnmixer.engine.tracking.records import (
+    SWEEP,
+    Sweep,
+    amend,
+    as_number,
+    best_of,
+    duration,
+    git_commit,
+    name_of_job,
+    read_results,
+    read_sweep,
+    readable,
+    sweep_of,
+    write_sweep,
+)
+from qnmixer.engine.tracking.run import RUNS, run_lock
+from qnmixer.errors import ConfigError, SweepFailed, UserError, first_line, visible
+from qnmixer.files import atomic_file, check_unused, last_change, write_text
+
+# The report
+
+
+@dataclass
+class JobRow:
+    """One job, as its results.json describes it."""
+
+    name: str
+    values: dict[str, str]  # values of the overrides that vary
+    status: str
+    monitor: str
+    best: float | None
+    seconds: float | None
+    peak_mib: float | None
+    error: str
+
+
+def jobs_of(sweep: Path) -> dict[Path, list[str]]:
+    """The folders of a sweep's jobs with their overrides, in their order. Raises DataError for a damaged sweep.json."""
+    return _folders(sweep, read_sweep(sweep)["jobs"])
+
+
+def _folders(sweep: Path, jobs: Mapping[str, list[str]] | None) -> dict[Path, list[str]]:
+    """The same. `jobs`: overrides by folder; None: all folders with a results.json."""
+    if jobs is not None:
+        return {sweep / name: overrides for name, overrides in jobs.items()}
+    paths = [path.parent for path in sweep.glob("**/results.json")]
+    return {
+        path: read_results(path).get("overrides", []) for path in sorted(paths, key=lambda it: (len(str(it)), str(it)))
+    }
+
+
+def rows_of(folder: Path, jobs: Mapping[str, list[str]] | None, varying: list[str]) -> list[JobRow]:
+    """The jobs of a sweep in their order. `jobs`: overrides by folder; None: all folders with a results.json."""
+    rows = []
+    for path, overrides in _folders(folder, jobs).items():
+        results, given = read_results(path), dict(o.lstrip("+").split("=", 1) for o in overrides if "=" in o)
+        monitor, best = best_of(results)
+        rows.append(
+            JobRow(
+                name=str(path.relative_to(folder)),
+                values={key: given.get(key, "") for key in varying},
+                status=results.get("status", "not begun"),
+                monitor=monitor,
+                best=best,
+                seconds=results.get("seconds"),
+                peak_mib=results.get("memory", {}).get("measured_step"),
+                error=first_line(results.get("error", "")),
+            )
+        )
+    return rows
+
+
+def write_report(folder: Path, rows: list[JobRow]) -> None:
+    """Print the table. Write sweep.csv and sweep.md, and sweep.png if an override is a number, into the folder."""
+    if not rows:
+        return
+    monitor = next((row.monitor for row in rows if row.best is not None), "best")
+    varying = [*rows[0].values]
+    lines = [[r.name, *r.values.values(), r.status, r.best, r.seconds, r.peak_mib, r.error] for r in rows]
+    write_text(
+        folder / "sweep.csv", csv_table([["job", *varying, "status", monitor, "seconds", "peak_mib", "error"], *lines])
+    )
+    headings = ["job", *varying, "status", monitor, "time", "peak MiB"]
+    cells = []
+    for row in rows:
+        best = NOTHING if row.best is None else f"{row.best:.4g}"
+        time = NOTHING if row.seconds is None else duration(row.seconds)
+        peak = NOTHING if row.peak_mib is None else f"{row.peak_mib:,.0f}"
+        cells.append([row.name, *map(readable, row.values.values()), row.status, best, time, peak])
+    errors = [f"job {row.name}: {row.error}" for row in rows if row.error]
+    listed = "\n".join(f"- {error}" for error in errors)
+    write_text(folder / "sweep.md", f"{markdown_table(headings, cells)}\n\n{listed}".rstrip() + "\n")
+    drawn = _draw(folder / "sweep.png", [row for row in rows if row.best is not None], monitor)
+
+    console = Console()
+    console.print(terminal_table(headings, cells, words=len(headings) - 3))
+    files = ["sweep.csv", "sweep.md", *["sweep.png"] * drawn]
+    console.print("\n".join([*errors, f"sweep folder: {folder} ({', '.join(files)})"]), soft_wrap=True, highlight=False)
+
+
+def _draw(path: Path, rows: list[JobRow], monitor: str) -> bool:
+    """Draw the best value over each numeric override. Returns False, and draws nothing, if none takes two values."""
+    points = {
+        key: [(x, row.best) for row in rows if (x := as_number(row.values[key])) is not None]
+        for key in (rows[0].values if rows else ())
+    }
+    numeric = {key: its for key, its in points.items() if len({x for x, _ in its}) > 1}
+    if not numeric:
+        return False
+    from matplotlib.figure import Figure  # imported here, because it takes half a second
+
+    figure = Figure(figsize=(5 * len(numeric), 4), layout="constrained")
+    for axes, (key, its) in zip(figure.subplots(1, len(numeric), squeeze=False)[0], numeric.items(), strict=True):
+        axes.plot(*zip(*its, strict=True), "o")
+        xs = [x for x, _ in its]
+        axes.set(xlabel=key, ylabel=monitor, xscale="log" if 0 < 10 * min(xs) <= max(xs) else "linear")
+        axes.grid(alpha=0.3)
+    with atomic_file(path) as stream:
+        figure.savefig(stream, format="png", dpi=150)
+    return True
+
+
+# The sweep
+
+FOLDER = "hydra.sweep.dir"
+
+
+@contextmanager
+def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
+    """Prepare a sweep before its jobs run, and report after them: sweep.json, then table, picture and failed jobs.
+
+    Args:
+        overrides: of the command line.
+        config: the config from the overrides that do not vary, with Hydra's own part.
+
+    Yields the override that makes Hydra use the folder. At the end it raises SweepFailed, which names each failed job.
+    Raises ConfigError if a search would optimise in the wrong direction.
+    """
+    varying = _varying(overrides, config)
+    _check(overrides, config)
+    given = any(override.startswith(f"{FOLDER}=") for override in overrides)
+    folder = Path(config.hydra.sweep.dir) if given else Path("runs") / "sweeps" / _name(overrides, varying)
+    described: Sweep = {"overrides": overrides, "varying": varying, "git_commit": git_commit(), "jobs": None}
+    with run_lock(folder):
+        # Results of something else would be counted as jobs of this sweep.
+        if not (folder / SWEEP).is_file():
+            check_unused(FOLDER, folder)
+        write_sweep(folder, described)
+        print(f"sweep in {folder}", flush=True)
+        error: Exception | None = None
+        try:
+            yield f"{FOLDER}={quoted(folder.absolute())}"  # absolute: a job may start in another working directory
+        except Exception as raised:  # for example, optuna raises if no job has a result
+            error = raised
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("interrupted; the same command runs the jobs that are not done") from None
+        finally:  # also after Ctrl-C: the table shows what is done so far
+            rows = rows_of(folder, read_sweep(folder)["jobs"], varying)
+            write_report(folder, rows)
+        failed = [row.name for row in rows if row.status != "done"]
+        if error is None and not rows:
+            raise SweepFailed(f"no job has written anything into {folder}: can all machines see this folder?")
+        if failed:
+            raise SweepFailed(
+                f"{len(failed)} of {len(rows)} jobs failed: {', '.join(failed)} (see {folder}/sweep.md). Fix the "
+                "cause, then run the same command again: it runs only the jobs that are not done"
+            ) from error
+        if error is not None:
+            raise error
+
+
+def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
+    """Choose the folder of each job, and record it in sweep.json.
+
+    A job gets the folder in which a job with the same overrides ran before. Else it gets the folder that Hydra chose,
+    or, if that is taken, the next free number: a search that repeats failed jobs then draws other jobs than before.
+
+    Args:
+        folder: of the sweep.
+        jobs: for each job its overrides and the folder name that Hydra chose.
+    """
+    described = read_sweep(folder)
+    placed = {folder / name: overrides for name, overrides in (described["jobs"] or {}).items()}
+    ran = {path.parent: read_results(path.parent).get("overrides") for path in sorted(folder.glob("**/results.json"))}
+    places: list[Path] = []
+    for overrides, name in jobs:
+        wanted = (folder / name, *(folder / str(n) for n in range(len(ran) + len(placed) + 1)))
+        same = [path for path in (wanted[0], *ran) if ran.get(path) == overrides and path not in placed]
+        place = same[0] if same else next(path for path in wanted if path not in ran and path not in placed)
+        placed[place] = overrides
+        places.append(place)
+    write_sweep(folder, described | {"jobs": {str(path.relative_to(folder)): its for path, its in placed.items()}})
+    return places
+
+
+def _check(overrides: list[str], config: DictConfig) -> None:
+    if any(override.startswith("resume=") for override in overrides):
+        raise ConfigError("resume= resumes one run, not a sweep: to resume a sweep, give its own command again")
+    sweeper = config.hydra.sweeper
+    modes = modes_of(parse_metrics(OmegaConf.to_container(config.metrics)))
+    wanted = f"{modes.get(config.monitor, 'max')}imize"
+    if "direction" in sweeper and getattr(sweeper.direction, "name", sweeper.direction) != wanted:
+        raise ConfigError(f"monitor={config.monitor} must be {wanted}d: set hydra.sweeper.direction={wanted}")
+
+
+def _varying(overrides: list[str], config: DictConfig) -> list[str]:
+    vary = {str(key): True for key in OmegaConf.select(config, "hydra.sweeper.params") or {}}
+    for override in OverridesParser.create().parse_overrides(overrides):
+        vary[override.get_key_element().lstrip("+")] = override.is_sweep_override()  # the last one counts, as in Hydra
+    return [key for key, varies in vary.items() if varies]
+
+
+def _name(overrides: list[str], varying: list[str]) -> str:
+    """Name of the sweep's folder: the same for the same sweep on any machine, and for a search with more trials."""
+    # These do not change the results of a job.
+    no_matter = ("hydra.launcher", "hydra/launcher", "hydra.sweeper.n_trials")
+    what = [override for override in overrides if not override.startswith(no_matter)]
+    mark = hashlib.sha256("\n".join(what).encode()).hexdigest()[:6]
+    return "-".join([*(key.replace("/", ".").rpartition(".")[2] for key in varying), mark])
+
+
+def find_sweep(text: str) -> Path:
+    """The folder of a sweep. "latest": the sweep under runs/ whose job ended last. Raises ConfigError without one."""
+    if text == "latest":
+        found = [path.parent for path in RUNS.glob(f"**/{SWEEP}")]
+        if not found:
+            raise ConfigError(
+                f"sweep=latest finds no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or run one with "
+                "python -m qnmixer.train -m experiment=compare_small"
+            )
+        return max(found, key=lambda sweep: last_change(sweep / SWEEP, *sweep.glob("*/results.json")))
+    folder = Path(text).expanduser()
+    if not (folder / SWEEP).is_file():
+        what = "is no sweep (it has no sweep.json)" if folder.exists() else "does not exist"
+        raise ConfigError(f"sweep={text} {what}: give the folder that qnmixer.train -m printed")
+    return folder
+
+
+# Its jobs
+
+# After a stop signal a job finishes its step and writes a checkpoint first.
+_SECONDS_TO_LEAVE = 60
+
+OUTPUT = "output.log"
+
+
+@dataclass
+class Job:
+    """One job: the place of its run folder, its overrides, and Hydra's config for it."""
+
+    folder: Path
+    overrides: list[str]
+    config: DictConfig
+
+    @property
+    def name(self) -> str:
+        """The number of the job, and its overrides that differ from other jobs."""
+        found = sweep_of(self.folder)
+        differs = name_of_job(found[1], self.overrides) if found else ""
+        return f"job {self.folder.name}" + f" ({differs})" * bool(differs)
+
+
+@dataclass
+class _Running:
+    job: Job
+    process: subprocess.Popen[bytes]
+    gpus: list[str]
+    output: IO[bytes]  # its position: the text before it is on the terminal already
+
+    def echo(self) -> None:
+        """Show the new output of the job."""
+        sys.stdout.write(self.output.read().decode(errors="replace"))
+        sys.stdout.flush()
+
+
+def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: int | None = None) -> list[float | None]:
+    """Run the jobs that are not done yet. Returns the best monitored values; None for a failed job.
+
+    Args:
+        jobs: in the order in which they start.
+        check: builds the config of a job. It raises UserError for a bad config, and then no process is started.
+        at_once: the most jobs at a time. None: as many as there are GPUs for; without a GPU one at a time. More than
+            there are GPUs: jobs share them.
+
+    Raises ConfigError if a folder has another job; KeyboardInterrupt or SystemExit after all jobs have ended.
+    """
+    waiting = [(job, config) for job in jobs if not _is_done(job) and (config := _checked(job, check))]
+    gpus = _gpus() if any(config.trainer.accelerator != "cpu" for _, config in waiting) else []
+    limit = at_once or len(gpus) or 1
+    running: list[_Running] = []
+    with _stopping(running):
+        while waiting or running:
+            for it in [*running]:
+                code = it.process.poll()
+                if limit == 1:
+                    it.echo()
+                if code is not None:
+                    running.remove(it)
+                    _conclude(it.job, code)
+            use = Counter(gpu for it in running for gpu in it.gpus)
+            shared = limit > len(gpus)  # so many jobs at once were asked for
+            free = [gpu for gpu in sorted(gpus, key=use.__getitem__) if shared or not use[gpu]]
+            if waiting and len(running) < limit:
+                job, config = waiting[0]
+                needed = _n_gpus(config, len(gpus))
+                # Jobs start in order: a large job would wait forever if small ones could overtake it. With nothing
+                # running it starts in any case, and asking for too many GPUs is its own error.
+                if needed <= len(free) or not running:
+                    n_threads = _threads(config, limit, len(gpus)) if limit > 1 else None
+                    running.append(_start(job, free[:needed], n_threads))
+                    waiting.pop(0)
+                    continue
+            time.sleep(0.1)
+    return [objective(job.folder) for job in jobs]
+
+
+def objective(folder: Path) -> float | None:
+    """The best monitored value of a finished run; None for any other."""
+    results = read_results(folder)
+    return best_of(results)[1] if results.get("status") == "done" else None
+
+
+def outcome(results: dict[str, Any]) -> str:
+    """How a run ended, in a few words."""
+    if (status := results.get("status", "not begun")) != "done":
+        return ": ".join(filter(None, (status, first_line(results.get("error", "")))))
+    monitor, best = best_of(results)
+    return f"{monitor} {math.nan if best is None else best:.4g} in {duration(results.get('seconds', 0.0))}"
+
+
+def _is_done(job: Job) -> bool:
+    before = read_results(job.folder)
+    its = before.get("overrides", [])
+    if before and sorted(its) != sorted(job.overrides):  # a resumed run puts finetune= first
+        raise ConfigError(f"{job.folder} has another job ({' '.join(its)}): choose another hydra.sweep.dir=FOLDER")
+    if before.get("status") != "done":
+        return False
+    # Results of another version count as done: a sweep of days must survive a changed comment.
+    changed = before.get("git_commit") != git_commit()
+    _say(f"{job.name}: already done{' with another version of the code' * changed}, {outcome(before)}")
+    return True
+
+
+def _checked(job: Job, check: Callable[[DictConfig], Config]) -> Config | None:
+    """The config of a job. Returns None for a bad config, and records the job as failed without starting it."""
+    try:
+        return check(job.config)
+    except UserError as error:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        amend(job.folder, job.overrides, status="failed", error=f"{type(error).__name__}: {error}")
+        _say(f"{job.name}: failed: {error}")
+        return None
+
+
+def _gpus() -> list[str]:
+    """The GPUs that this process may use, as names for CUDA_VISIBLE_DEVICES."""
+    if (listed := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in listed.split(",") if name.strip()]
+    import torch  # imported here, because it takes seconds
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _n_gpus(config: Config, n_gpus: int) -> int:
+    if config.trainer.accelerator == "cpu" or not n_gpus:
+        return 0
+    return 1 if config.strategy.name == "single" else config.trainer.devices or n_gpus
+
+
+def _threads(config: Config, limit: int, n_gpus: int) -> int:
+    """Threads for each process of a job. Jobs that run side by side share the cores, so no job waits for another."""
+    each = _n_gpus(config, n_gpus) or config.trainer.devices or 1
+    return threads_each(max(n_gpus, limit * each if limit > n_gpus else 0))
+
+
+def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    if read_results(job.folder):  # a resumed job must not show the end of its first part
+        amend(job.folder, job.overrides, status="running", error=None)
+    environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}  # set by cli
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if n_threads is not None:
+        environment.setdefault(THREADS, str(n_threads))
+    # A new process tree for each job. Hydra's own launcher is silently wrong with ddp: child ranks run the whole sweep
+    # again, and a change of trainer.devices trains on a part of the data or hangs.
+    me, path = os.getpid(), job.folder / OUTPUT
+    _say(f"{job.name} → {path}")
+    with path.open("ab") as output:
+        shown = path.open("rb")
+        shown.seek(0, os.SEEK_END)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "qnmixer.train", *job.overrides, f"hydra.run.dir={quoted(job.folder)}"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches this process only, which then stops its jobs
+            preexec_fn=lambda: die_with_parent(me),
+        )
+    return _Running(job, process, gpus, shown)
+
+
+def _conclude(job: Job, code: int) -> None:
+    """Print how a job ended, and write it to results.json if the job itself could not."""
+    results = read_results(job.folder)
+    if results.get("status") not in ("done", "failed", "interrupted") or (code and results.get("status") == "done"):
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        amend(job.folder, job.overrides, status="failed", error=f"the job {how}: see {OUTPUT}")
+    _say(f"{job.name}: {outcome(read_results(job.folder))}")
+
+
+@contextmanager
+def _stopping(running: list[_Running]) -> Iterator[None]:
+    """Stop the running jobs on every stop signal of this process. Each job first writes a checkpoint."""
+    received = 0
+
+    def leave(number: int, _: object) -> None:
+        nonlocal received
+        received = number
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    # Keep submitit's own handlers: they put the job back into the queue.
+    by_default = [it for it in SIGNALS if signal.getsignal(it) in (signal.SIG_DFL, signal.default_int_handler)]
+    with handle_signals(by_default, leave) as handled:
+        try:
+            yield
+        except BaseException:
+            for number in handled:  # the jobs get their time to stop; a second Ctrl-C ends them at once
+                if number != signal.SIGINT:
+                    signal.signal(number, signal.SIG_IGN)
+            _stop(running, received or signal.SIGTERM)
+            raise
+
+
+def _stop(running: list[_Running], number: int) -> None:
+    """Send a signal to the jobs, and kill those that do not end in time."""
+    for it in running:
+        it.process.send_signal(number)
+    deadline = time.monotonic() + _SECONDS_TO_LEAVE
+    for it in running:
+        with suppress(subprocess.TimeoutExpired):
+            it.process.wait(max(0, deadline - time.monotonic()))
+        it.process.kill()  # its ranks and data workers end with it, see `die_with_parent`
+        it.process.wait()
+        if read_results(it.job.folder).get("status") in (None, "running"):
+            amend(it.job.folder, it.job.overrides, status="interrupted", error=None)
+        _say(f"{it.job.name}: {outcome(read_results(it.job.folder))}")
+
+
+def _say(line: str) -> None:
+    print(visible(line), flush=True)

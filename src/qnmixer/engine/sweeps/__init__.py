@@ -1,1 +1,0 @@
-"""Sweeps: their folders, their jobs, and their final reports. No torch import."""
