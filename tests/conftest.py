@@ -168,7 +168,10 @@ class Command:
     def wait_for(self, path: Path) -> None:
         deadline = time.monotonic() + 200  # the machine may be busy
         while not path.exists():
-            assert time.monotonic() < deadline
+            if time.monotonic() > deadline:
+                for pid in self.family():
+                    os.kill(pid, signal.SIGKILL)
+                pytest.fail(f"no {path.name} in 200 s: {self.process.communicate()}")
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.05)
 
