@@ -38,6 +38,11 @@ def test_one_file_reaches_into_lightning() -> None:
     assert found == {"engine/lightning_private.py"}
 
 
+def test_a_home_is_found_in_one_way() -> None:
+    """`path_of`: pathlib's expanduser raises RuntimeError, which no command expects, for a user that does not exist."""
+    assert [path.name for path in SRC.rglob("*.py") if re.search(r"\)\.expanduser\(", path.read_text())] == []
+
+
 @pytest.mark.parametrize("room", ["physics", "models"])
 def test_no_text_names_a_key_of_the_command_line(room: str) -> None:
     """A message names its argument; who builds it from a config adds the group."""

@@ -14,7 +14,7 @@ from qnmixer.engine import cli
 from qnmixer.engine.config.commands import CompareConfig, parse_compare
 from qnmixer.engine.sweeps import find_sweep
 from qnmixer.errors import ConfigError
-from qnmixer.files import check_no_links, check_no_nifti, check_there, check_unused
+from qnmixer.files import check_no_links, check_no_nifti, check_there, check_unused, path_of
 
 
 def compare(cfg: DictConfig) -> None:
@@ -29,7 +29,7 @@ def compare(cfg: DictConfig) -> None:
     console = Console()
     if not console.is_terminal:  # rich would wrap a log at 80 columns
         console = Console(width=120)
-    output = usual_output(sweeps) if config.output is None else Path(config.output).expanduser()
+    output = usual_output(sweeps) if config.output is None else path_of(config.output)
     write_comparison(output, compare(config, sweeps, console), config, console)
 
 
@@ -47,7 +47,7 @@ def check(cfg: DictConfig) -> CompareConfig:
     if config.output is None:
         check_no_links(sweeps[0])
     else:
-        output = Path(config.output).expanduser()
+        output = path_of(config.output)
         check_no_links(output)
         if not (output / "comparison.csv").exists():  # else it is an earlier comparison
             check_unused("output", output)

@@ -176,11 +176,16 @@ def last_change(*paths: Path) -> float:
     return max(path.stat().st_mtime for path in paths if path.exists())
 
 
+def path_of(text: str | Path) -> Path:
+    """The path of a text, where ~ is the home. A ~NAME of no user stays; pathlib's own expanduser raises an error."""
+    return Path(os.path.expanduser(text))
+
+
 def check_there(key: str, path: str, what: str) -> None:
     """Raise DataError if the path of this key does not exist. `what` says what it should be."""
     try:
-        there = path != "" and Path(path).expanduser().exists()
-    except (OSError, RuntimeError):  # the name is too long; there is no such user
+        there = path != "" and path_of(path).exists()
+    except OSError:  # the name is too long
         there = False
     if not there:
         raise DataError(f"{key}={path if len(path) < 200 else f'{path[:60]}…'} does not exist: give {what}")
@@ -188,7 +193,7 @@ def check_there(key: str, path: str, what: str) -> None:
 
 def check_no_nifti(key: str, path: str) -> None:
     """Raise DataError for a NIfTI file, or for a folder that contains only NIfTI files, before anything is loaded."""
-    place, name = Path(path).expanduser(), ""
+    place, name = path_of(path), ""
     # A generator, so that a folder with other files costs a look at one file only.
     for name in [place.name] if place.is_file() else (it.name for it in place.rglob("*") if it.is_file()):
         if not name.lower().endswith((".nii", ".nii.gz")):

@@ -96,6 +96,7 @@ def test_hydra_finds_what_is_there(here: Path) -> None:
     [
         ("--config-dir=nowhere", r"^no config folder at nowhere: give it as --config-dir FOLDER"),
         ("--config-dir", r"^no config folder at \.: give it as --config-dir FOLDER"),
+        ("--config-dir=~nobody_is_so", r"^no config folder at ~nobody_is_so: give it as --config-dir FOLDER"),
         ("hydra.searchpath=a", r"^hydra.searchpath=a is no list"),
         ("--config-dir=ours", r"^ours/loss/mse.yaml has the name of a file of qnmixer"),  # Hydra would take ours
     ],

@@ -44,7 +44,7 @@ from qnmixer.engine.tracking.records import (
 )
 from qnmixer.engine.tracking.run import RUNS, run_lock
 from qnmixer.errors import ConfigError, SweepFailed, UserError, first_line, visible
-from qnmixer.files import atomic_file, check_unused, last_change, write_text
+from qnmixer.files import atomic_file, check_unused, last_change, path_of, write_text
 
 # The report
 
@@ -258,7 +258,7 @@ def find_sweep(text: str) -> Path:
                 "python -m qnmixer.train -m experiment=compare_small"
             )
         return max(found, key=lambda sweep: last_change(sweep / SWEEP, *sweep.glob("*/results.json")))
-    folder = Path(text).expanduser()
+    folder = path_of(text)
     if not (folder / SWEEP).is_file():
         what = "is no sweep (it has no sweep.json)" if folder.exists() else "does not exist"
         raise ConfigError(f"sweep={text} {what}: give the folder that qnmixer.train -m printed")

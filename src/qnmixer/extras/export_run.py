@@ -7,7 +7,7 @@ from qnmixer.engine.config.commands import ExportConfig
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.extras.model_card import hub_card, model_card
-from qnmixer.files import atomic_file, write_text
+from qnmixer.files import atomic_file, path_of, write_text
 from qnmixer.weights import FILE, HUB, push
 
 
@@ -25,9 +25,9 @@ def export_run(config: ExportConfig) -> None:
     if not trained.model.has_weights:
         raise CheckpointError(f"{path} is of model={trained.model.name}, which has no weights: give another run")
     content, lines = encode(trained, state), []
-    sources = "" if config.sources is None else Path(config.sources).expanduser().read_text(encoding="utf-8").strip()
+    sources = "" if config.sources is None else path_of(config.sources).read_text(encoding="utf-8").strip()
     if config.output is not None:
-        output = Path(config.output).expanduser()
+        output = path_of(config.output)
         _check_free(output, card := output.with_suffix(".md"), content)
         text = model_card(module, path, output, len(content), sources)
         with atomic_file(output) as stream:

@@ -16,6 +16,7 @@ from qnmixer.engine.data.fan_tiff import TIFF, FanTiff, open_fan
 from qnmixer.engine.data.slices import FloatArray, SkipFile, summarise_skipped, usable
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.extras.pairs import optional
+from qnmixer.files import path_of
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.fbp import fbp_of_slices
 from qnmixer.physics.noise import attenuation_per_value
@@ -62,7 +63,7 @@ class Helix2FanSource:
 
     def __init__(self, part: str, image_size: int, geometry: FanBeamGeometry, hu_max: float, *, root: str) -> None:
         optional("tifffile", "helix2fan")
-        folder = Path(root).expanduser()
+        folder = path_of(root)
         if not any((folder / it).is_dir() for it in _PARTS):
             raise DataError(
                 f"data.root={root} has no folder train, val or test: make them, with the *_flat_fan_projections.tif of "

@@ -10,6 +10,7 @@ from qnmixer.engine.data.dataset import FixedScaling
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError, first_line
 from qnmixer.extras.pairs import optional, views_of
+from qnmixer.files import path_of
 from qnmixer.physics import FanBeamGeometry
 
 _NAMES = {"train": "train", "val": "validation", "test": "test"}
@@ -64,7 +65,7 @@ class LodopabSource:
         root: str,
         sinograms: Literal["measured", "simulated"] = "measured",
     ) -> None:
-        self.image_size, self.root = image_size, Path(root).expanduser()
+        self.image_size, self.root = image_size, path_of(root)
         self._views: list[int] = []
         if sinograms == "measured":  # the set's views start half a step after ODL's first angle, which is −π/2 here
             step = np.pi / _VIEWS

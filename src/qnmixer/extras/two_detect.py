@@ -16,6 +16,7 @@ from qnmixer.engine.data.dataset import FixedScaling
 from qnmixer.engine.data.slices import FloatArray, SkipFile, reading, summarise_skipped
 from qnmixer.errors import DataError
 from qnmixer.extras.pairs import optional, views_of
+from qnmixer.files import path_of
 from qnmixer.physics import FanBeamGeometry
 
 _PARTS = {"train": range(1, 3931), "val": range(3931, 4481), "test": range(4531, 5001)}
@@ -77,7 +78,7 @@ class TwoDetectSource:
         self.image_size, self.max_attenuation = image_size, max_attenuation
         self.scaling = FixedScaling(-1000.0, hu_max + 1000.0)
         self._views = views_of(geometry, 0.0, 2 * np.pi / _VIEWS, _VIEWS, "two_detect")
-        folders = _folders(Path(root).expanduser())
+        folders = _folders(path_of(root))
         if not folders:
             raise DataError(
                 f"data.root={root} has no folder slice00001 or the like, two folders down at most: unzip 2DeteCT there"

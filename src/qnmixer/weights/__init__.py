@@ -6,12 +6,11 @@ No torch import. huggingface_hub, which an extra installs, is imported late.
 import re
 from functools import cache
 from importlib import import_module
-from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 from qnmixer.errors import CheckpointError, ConfigError, first_line
-from qnmixer.files import check_there
+from qnmixer.files import check_there, path_of
 
 PRETRAINED = "pretrained"
 """Their short name. A folder of this name needs a path: ./pretrained."""
@@ -42,7 +41,7 @@ def located(run: str | Path) -> Path:
     if isinstance(run, str) and run.startswith(HUB):
         return download(run)
     if run != PRETRAINED:
-        return Path(expanduser(run))  # pathlib's raises an error for a user that does not exist
+        return path_of(run)
     if not SHIPPED.is_file():
         raise CheckpointError(
             f"{PRETRAINED} cannot be loaded, as this installation ships no weights ({SHIPPED.name} is missing): give a "

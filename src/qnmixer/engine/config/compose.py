@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from qnmixer.errors import ConfigError, first_line
+from qnmixer.files import path_of
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -108,7 +109,7 @@ def places_of(override: str) -> list[str]:
 def _located(place: str) -> str:
     if place.startswith(_PACKAGE):
         return place
-    folder = Path(place.removeprefix(_FILE)).expanduser()
+    folder = path_of(place.removeprefix(_FILE))
     if not place or not folder.is_dir():
         raise ConfigError(f"no config folder at {place or folder}: give it as --config-dir FOLDER")
     ours = [path.relative_to(CONF) for path in sorted(CONF.rglob("*.yaml")) if folder.resolve() != CONF]

@@ -23,7 +23,7 @@ from qnmixer.engine.config.options import (
 )
 from qnmixer.engine.plugins import Kind
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.files import check_no_nifti, check_there
+from qnmixer.files import check_no_nifti, check_there, path_of
 
 if TYPE_CHECKING:
     from qnmixer.engine.config.run import Config
@@ -329,11 +329,11 @@ def check_data(config: DataConfig) -> None:
         if not isinstance(source, FolderData | PairData) or source.root is None:
             continue
         check_there(f"{section}.root", source.root, "the folder with the slices")
-        if Path(source.root).expanduser().is_file():
+        if path_of(source.root).is_file():
             raise DataError(f"{section}.root={source.root} is a file: give its folder")
         if isinstance(source, PairData):
             continue
-        folder = Path(source.root).expanduser().resolve()
+        folder = path_of(source.root).resolve()
         for other, its in seen.items():
             if folder.is_relative_to(its) or its.is_relative_to(folder):
                 raise ConfigError(

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from annotated_types import Ge, Gt, Le
@@ -16,6 +15,7 @@ from qnmixer.engine.config.groups import FUNCTION_OR_MODULE, Group, parse_sectio
 from qnmixer.engine.config.options import TARGET, converted, options, unknown_key, values_of_option
 from qnmixer.engine.plugins import Kind, subclass_of
 from qnmixer.errors import ConfigError, first_line
+from qnmixer.files import path_of
 
 _MOST_VIEWS = 8192
 LONGEST_TAG = 64
@@ -73,7 +73,7 @@ def _angles_of(file: str) -> list[float]:
     """The numbers of a .npy or text file. Raises ConfigError."""
     import numpy as np
 
-    path = Path(file).expanduser()
+    path = path_of(file)
     try:
         if not path.is_file() or path.stat().st_size > 2**20:  # opening a pipe would not end
             raise ValueError("it is no file of at most 1 MiB")

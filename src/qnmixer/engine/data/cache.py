@@ -48,6 +48,7 @@ from qnmixer.files import (
     digest_of_bytes,
     is_temporary,
     make_own_folder,
+    path_of,
     write_text,
 )
 
@@ -280,9 +281,9 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
         OSError: the disk is full. No half-written file stays.
     """
     reader: Reader = config.build()
-    root, cache_dir = Path(str(config.root)).expanduser(), default_cache_dir()
+    root, cache_dir = path_of(str(config.root)), default_cache_dir()
     if config.cache_dir:
-        cache_dir = Path(config.cache_dir).expanduser()
+        cache_dir = path_of(config.cache_dir)
     files = list_files(root, leave_out=cache_dir)
     chosen = [path for path in files if fnmatch(path, config.include)]
     if not chosen:

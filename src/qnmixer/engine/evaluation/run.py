@@ -30,6 +30,7 @@ from qnmixer.engine.reconstructor import build_noise
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.tracking.records import is_signed, read_results, results
 from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.files import path_of
 from qnmixer.weights import SUFFIX, located
 
 _OF_TEST = "simulation_factor", "disc"
@@ -153,4 +154,4 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
 
 
 def _folder(data: FolderData) -> Path:
-    return Path(str(data.root)).expanduser().resolve()
+    return path_of(str(data.root)).resolve()

@@ -32,7 +32,7 @@ from qnmixer.engine.tracking.records import (
     write_results,
 )
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.files import check_no_links, check_unused, is_temporary, newest_complete, remove, replace
+from qnmixer.files import check_no_links, check_unused, is_temporary, newest_complete, path_of, remove, replace
 from qnmixer.weights import PRETRAINED, checkpoint_in
 
 RUNS = Path("runs")
@@ -90,7 +90,7 @@ def overrides_of(run: Path) -> list[str]:
 
 def resumes_in_place(folder: Path, resume: str | None) -> bool:
     """Whether `resume` names the run of this folder: then the run continues its logs and its best value."""
-    run = None if resume is None else run_of(Path(resume).expanduser())
+    run = None if resume is None else run_of(path_of(resume))
     return run is not None and run.resolve() == folder.resolve()
 
 
@@ -313,7 +313,7 @@ def _asked_path(asked: str) -> Path:
     """The run folder or checkpoint that `resume=` names. Raises ConfigError or CheckpointError if there is none."""
     if not asked:
         raise ConfigError("resume= names no run: give resume=latest, or the folder that training printed")
-    path = latest() if asked == "latest" else Path(asked).expanduser()
+    path = latest() if asked == "latest" else path_of(asked)
     if run_of(path) is None and not path.is_file():
         if asked == PRETRAINED:
             raise CheckpointError(f"resume={PRETRAINED} names weights, not a run: use finetune={PRETRAINED}")
