@@ -10,6 +10,7 @@ import torch
 from qnmixer.engine.build import build_module, build_optimizer, learning_rate_factor
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.reconstructor import build_noise
+from qnmixer.engine.training.steps import prepared_module
 from qnmixer.errors import PluginError
 from qnmixer.module import ReconstructionModule
 
@@ -87,6 +88,23 @@ def test_a_module_is_no_part_of_the_network(tiny_config: TinyConfig) -> None:
 def test_what_does_not_fit_is_one_line(tiny_config: TinyConfig, words: list[str], message: str) -> None:
     with pytest.raises(PluginError, match=message):
         tiny_config(*chosen(*words))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("torch.nn.GaussianNLLLoss", r"fails for images \[2, 1, 16, 16\] \(.*missing 1 required .* 'var'\)"),
+        ("torch.nn.NLLLoss", r"fails for images \[2, 1, 16, 16\] \("),
+        ("torch.nn.MSELoss", r"gives a tensor \[\] for a batch of 2: it must give \[B\]"),
+    ],
+)
+def test_a_loss_that_takes_no_two_images_is_one_line_before_training(
+    tiny_config: TinyConfig, target: str, message: str
+) -> None:
+    config = tiny_config(*chosen("loss", target))
+    with pytest.raises(PluginError, match=rf"^loss\._target_={target} {message}") as error:
+        prepared_module(config)
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_results_that_do_not_fit(tiny_config: TinyConfig) -> None:

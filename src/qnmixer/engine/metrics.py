@@ -8,7 +8,8 @@ LoDoPaB-CT and 2DeteCT have other rules: `own_range` gives their numbers. The da
 is that of skimage, with the sample covariance and without a border of 3 pixels.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,7 @@ def try_metrics(metrics: Mapping[str, ImageMetric], size: int) -> None:
 
     Raises PluginError.
     """
-    image = torch.linspace(0, 1, 2 * size**2, device="cpu").reshape(2, 1, size, size)
+    image = _two_images(size)
     batch: Batch = {
         "image": image.sqrt(),
         "hu_offset": torch.full((2,), -1000.0),
@@ -86,12 +87,30 @@ def try_metrics(metrics: Mapping[str, ImageMetric], size: int) -> None:
         "name": ["", ""],
     }
     for metric in metrics.values():
-        try:
+        with _trying(metric.said, image):
             metric(image, batch)
-        except UserError:
-            raise
-        except Exception as error:  # a user's function can raise anything
-            raise PluginError(f"{metric.said} fails for images {[*image.shape]} ({first_line(error)})") from error
+
+
+def try_loss(said: str, loss: Callable[[Tensor, Tensor], Tensor], size: int) -> None:
+    """Compute the loss of two images [2, 1, size, size], as `try_metrics` does. Raises PluginError."""
+    image = _two_images(size)
+    with _trying(said, image):
+        loss(image, image.sqrt())
+
+
+def _two_images(size: int) -> Tensor:
+    return torch.linspace(0, 1, 2 * size**2, device="cpu").reshape(2, 1, size, size)
+
+
+@contextmanager
+def _trying(said: str, image: Tensor) -> Iterator[None]:
+    """Turn an error of a user's function, which can raise anything, into a PluginError of one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{said} fails for images {[*image.shape]} ({first_line(error)})") from error
 
 
 def _built(config: MetricConfig, own_range: bool) -> ImageMetric:
