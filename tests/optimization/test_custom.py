@@ -10,7 +10,6 @@ import torch
 from qnmixer.engine.build import build_module, build_optimizer, learning_rate_factor
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.reconstructor import build_noise
-from qnmixer.engine.training.steps import prepared_module
 from qnmixer.errors import PluginError
 from qnmixer.module import ReconstructionModule
 
@@ -98,12 +97,10 @@ def test_what_does_not_fit_is_one_line(tiny_config: TinyConfig, words: list[str]
         ("torch.nn.MSELoss", r"gives a tensor \[\] for a batch of 2: it must give \[B\]"),
     ],
 )
-def test_a_loss_that_takes_no_two_images_is_one_line_before_training(
-    tiny_config: TinyConfig, target: str, message: str
-) -> None:
+def test_a_loss_that_takes_no_two_images_is_one_line(tiny_config: TinyConfig, target: str, message: str) -> None:
     config = tiny_config(*chosen("loss", target))
     with pytest.raises(PluginError, match=rf"^loss\._target_={target} {message}") as error:
-        prepared_module(config)
+        build_module(config)
     assert len(str(error.value).splitlines()) == 1
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from qnmixer.engine.config.groups import LossConfig, OptimizerConfig, ScheduleConfig
 from qnmixer.engine.config.run import Config, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.metrics import build_metrics, one_for_each
+from qnmixer.engine.metrics import build_metrics, one_for_each, try_loss
 from qnmixer.engine.reconstructor import Measurement, build_geometry, build_network, sample_measurement
 from qnmixer.engine.run_module import RunModule
 from qnmixer.errors import ConfigError, PluginError
@@ -22,12 +22,13 @@ from qnmixer.physics import FanBeamProjector
 def build_module(config: Config, projector: FanBeamProjector | None = None) -> RunModule:
     """Build the LightningModule that `module` names, with network, loss, optimizer, schedule and metrics.
 
-    Raises PluginError for a part that does not fit.
+    Raises PluginError for a part that does not fit, such as a loss that fails for two images.
     """
-    measurement = Measurement(config, projector)
+    measurement, loss = Measurement(config, projector), build_loss(config.loss)
+    try_loss(f"{config.loss.key}={config.loss._target_}", loss, config.data.image_size)
     module: RunModule = config.module.build(
         network=build_network(config, measurement.projector),
-        loss=build_loss(config.loss),
+        loss=loss,
         optimizer=partial(build_optimizer, config.optimizer),
         schedule=partial(learning_rate_factor, config.schedule),
         metrics=build_metrics(config.metrics, config.data.own_range),

@@ -30,7 +30,7 @@ from qnmixer.engine.lightning_private import disable_signal_handling
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner, advice
 from qnmixer.engine.memory.usage import MIB, is_out_of_memory, memory_of
-from qnmixer.engine.metrics import try_loss, try_metrics
+from qnmixer.engine.metrics import try_metrics
 from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks
 from qnmixer.engine.parallel.strategies import build_precision, build_strategy
 from qnmixer.engine.processes.process import another_rank_failed, rank, stop_signals, world_size
@@ -111,13 +111,11 @@ def prepared_module(config: Config) -> RunModule:
     """Build the LightningModule in its memory mode, with the weights of `finetune`.
 
     Raises OutOfMemory before it allocates any, if a step does not fit into the memory of a CPU. Raises PluginError if
-    the loss or a metric fails for two images.
+    a metric fails for two images.
     """
     require_memory(config)
     module = build_module(config)
     try_metrics(getattr(module, "metrics", {}), config.data.image_size)
-    if loss := getattr(module, "loss", None):  # a module of the user's own may have none
-        try_loss(f"{config.loss.key}={config.loss._target_}", loss, config.data.image_size)
     if config.finetune is not None:
         load_weights(module, config.finetune)
     apply_memory_mode(module.network, config.memory)
