@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.plugins import Kind, check_plugin, load_plugin
+from qnmixer.engine.plugins import Kind, check_plugin, is_trusted, load_plugin
 from qnmixer.errors import PluginError
 
 ANY = Kind("a class", lambda cls: True)
@@ -52,6 +52,20 @@ def test_only_the_kind_of_class_that_is_asked_for_is_loaded(here: Path, target: 
     """A config may come from somebody else's checkpoint."""
     with pytest.raises(PluginError, match="is not a kind of list"):
         load_plugin("data._target_", target, Kind("a kind of list", lambda it: it is list))
+
+
+@pytest.mark.parametrize(
+    ("target", "is_ours"),
+    [
+        ("qnmixer.models.fbp.FBP", True),
+        ("of_mine.Thing", True),
+        ("of_mine.part.Thing", True),
+        ("qnmixer_too.Thing", False),
+        ("of_mine_too.Thing", False),
+    ],
+)
+def test_a_module_is_trusted_by_its_whole_name(target: str, is_ours: bool) -> None:
+    assert is_trusted(target, ["of_mine"]) == is_ours
 
 
 def test_a_package_that_does_not_load_is_one_line(here: Path) -> None:

@@ -1,6 +1,7 @@
 import errno
 import os
 import re
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -15,7 +16,7 @@ from qnmixer.engine import cli
 from qnmixer.engine.cli import explain
 from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.engine.config.run import parse
-from qnmixer.errors import ConfigError, DataError
+from qnmixer.errors import ConfigError, DataError, Stopped
 
 CHECKS = {"train": parse, "evaluate": parse_evaluate, "reconstruct": parse_reconstruct}
 
@@ -85,6 +86,8 @@ def test_a_good_config_reaches_the_task_whose_warnings_are_one_line(start: Start
         (OSError(errno.EACCES, "Denied", "a\nb\u202e"), "a\\nb\\u202e cannot be used (Denied)"),
         (OSError("Caught OSError in DataLoader worker process 0.\nOriginal Traceback:\nOSError: [Errno 5] Bad: '/d/a'"),
          "/d/a cannot be used (Bad): choose"),
+        (DataError("Caught DataError in DataLoader worker process 0.\nOriginal Traceback:\nerrors.DataError: no file"),
+         "no file"),
         (OSError(errno.EMFILE, "Too many open files"), "too many open files: raise the limit of this shell"),
         (RuntimeError("unable to write to file </torch_12_3_0>: No space left on device"), "the shared memory of"),
         (RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 24. More"), "too many open files"),
@@ -203,12 +206,15 @@ def test_a_bug_of_ours_keeps_its_traceback(start: Start) -> None:
         start.train(task=task)
 
 
-def test_interruption_has_its_exit_code(start: Start) -> None:
+@pytest.mark.parametrize(
+    ("stop", "code"), [(KeyboardInterrupt(), 130), (Stopped(signal.SIGINT), 130), (Stopped(signal.SIGTERM), 143)]
+)
+def test_interruption_has_its_exit_code(start: Start, stop: KeyboardInterrupt, code: int) -> None:
     def task(cfg: DictConfig) -> None:
-        raise KeyboardInterrupt
+        raise stop
 
     outcome = start.train(task=task)
-    assert (outcome.code, outcome.stderr) == (130, "interrupted\n")
+    assert (outcome.code, outcome.stderr) == (code, "interrupted\n")
 
 
 def test_a_sweep_of_another_command_runs_every_job_and_fails_when_one_did(start: Start) -> None:

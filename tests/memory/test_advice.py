@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, override, parse
+from qnmixer.engine.config.run import Config, effective_batch, override, parse
 from qnmixer.engine.memory.plan import Planner, advice, changes
 from qnmixer.engine.memory.usage import MIB, is_out_of_memory
 
@@ -66,12 +66,12 @@ def test_what_the_run_has_already_or_a_cpu_does_slowly_is_not_advised() -> None:
 def test_the_mildest_that_fit_are_advised_or_the_smallest(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each change is an override that makes a step smaller, with the same slices in an optimizer step."""
     monkeypatch.setattr("qnmixer.engine.memory.plan._SECONDS", 600.0)  # the machine may be busy
-    config = config_of("model=learn", "model.n_iterations=2")
+    config = config_of("model=learn", "model.n_iterations=2", "trainer.accumulate_grad_batches=2")
     needed, peaks = planner.estimate(config).peak, {}
     for change in changes(config):
         changed = override(config, change)
         peaks[change] = planner.estimate(changed).peak
-        assert changed.data.batch_size * changed.trainer.accumulate_grad_batches == config.data.batch_size
+        assert effective_batch(changed) == effective_batch(config)
     assert max(peaks.values()) < needed
     line = advice(planner, config, available=0.99 * needed / MIB)
     assert line.startswith(f"out of memory: a step of this run needs {needed / MIB:,.0f} MiB by the plan")

@@ -100,11 +100,15 @@ def test_finished_jobs_are_skipped_and_unfinished_ones_resume(
     assert read_results(jobs[1].folder)["where"] == f"hydra.run.dir={jobs[1].folder}"  # the resumed folder
 
 
-def test_a_job_without_a_record_is_recorded_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_the_record_of_its_end_is_recorded_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "program"
     monkeypatch.setattr(sys, "executable", str(program))
+    begins = 'for it; do :; done; echo \'{"status": "running"}\' > ${it#*=}/results.json'  # the last argument
+    killed = "was killed by SIGKILL"
     for number, (body, error) in enumerate(
-        {"kill -9 $$": "was killed by SIGKILL", "exit 3": "ended with exit code 3"}.items()
+        {"kill -9 $$": killed, f"{begins}; kill -9 $$": killed, "exit 3": "ended with exit code 3"}.items()
     ):
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.tracking.run import Run
@@ -168,3 +169,18 @@ def test_the_best_is_by_its_mode_and_never_nan(tmp_path: Path, mode: str, scores
         checkpointing.save_validated(trainer)
     assert [step for step, name in saved if name == "best"] == best
     assert [step for step, name in saved if name == "last"] == [0, 1, 2, 3]
+
+
+def test_a_signal_to_one_rank_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_reduce(asked: torch.Tensor, op: Any, group: object) -> None:  # with a rank that has a signal
+        asked.copy_(torch.maximum(asked, torch.ones(())) if op == dist.ReduceOp.MAX else asked)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "new_group", lambda backend: object())
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    trainer: Any = SimpleNamespace(global_step=0)
+    module: Any = None
+    checkpointing = Checkpointing(Run(tmp_path), "val/psnr", None, "max")
+    checkpointing.on_fit_start(trainer, module)
+    with pytest.raises(Stopped):
+        checkpointing.on_train_end(trainer, module)
