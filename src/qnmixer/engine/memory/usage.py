@@ -3,7 +3,6 @@
 import gc
 import os
 import re
-import resource
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -110,6 +109,8 @@ def _cpu_usage() -> Usage:
             kib = {name: int(value) for name, value in _FIELDS.findall(file.read())}
         return Usage(kib[b"RssAnon"] * 1024, kib[b"VmHWM"] * 1024, kib[b"VmRSS"] * 1024, None)
     except (OSError, KeyError):  # no such file, or one without these lines
+        import resource  # late, as in `memory_of`
+
         highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return Usage(highest, highest, highest, None)
 

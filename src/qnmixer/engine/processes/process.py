@@ -191,9 +191,9 @@ def is_secondary(error: BaseException) -> bool:
 
 # Signals
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = [it for it in signal.Signals if it.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")]
 """SIGINT: Ctrl-C. SIGTERM: the end of a job. SIGHUP: the terminal or ssh closed. SIGUSR1, SIGUSR2: SLURM's warning
-before the time limit (#SBATCH --signal=USR1@120, which submitit also sets)."""
+before the time limit (#SBATCH --signal=USR1@120, which submitit also sets). Windows has the first two only."""
 
 _SECONDS_OF_ECHO = 2
 
