@@ -35,57 +35,11 @@ if TYPE_CHECKING:
     from qnmixer.engine.run_module import RunModule
 
 
-def encode(config: Config, state: dict[str, Tensor]) -> bytes:
-    """Encode a weights file: tensors by their state-dict names, half precision as float32, and the config.
-
-    The same weights and config give the same bytes. The metadata also has a digest of both.
-    """
-    ours = {"format": 1, "config": to_plain(without_places(config))}
-    ours["digest"] = _digest(ours, state)
-    return _encode(state, {CHECKPOINT_KEY: json.dumps(ours)})  # one key: safetensors writes several in random order
-
-
-def _digest(ours: dict[str, Any], state: dict[str, Tensor]) -> str:
-    return digest([ours["config"], digest_of_weights(state)])
-
-
-def digest_of_weights(state: dict[str, Tensor]) -> str:
-    """SHA-256 of the weights only: the same for a checkpoint and for the weights file that was exported from it."""
-    return hashlib.sha256(_encode(state)).hexdigest()
-
-
-def _encode(state: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    # Copies, because safetensors refuses two names for one tensor. A module may count in whole numbers: they stay.
-    half = torch.float16, torch.bfloat16
-    full = {name: torch.float32 if tensor.dtype in half else tensor.dtype for name, tensor in state.items()}
-    tensors = {name: tensor.to(full[name], copy=True).contiguous() for name, tensor in state.items()}
-    return safetensors.torch.save(tensors, metadata)
-
-
-def decode(path: Path) -> dict[str, Any]:
-    """Decode a weights file into the form of a checkpoint. The config is None for a file of another program.
-
-    Raises safetensors.SafetensorError, ValueError or OSError for a damaged file.
-    """
-    with safetensors.safe_open(path, framework="pt") as file:
-        ours = json.loads((file.metadata() or {}).get(CHECKPOINT_KEY, "null"))
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
-    if isinstance(ours, dict) and "config" in ours and ours.get("digest") != _digest(ours, state):
-        raise ValueError("its digest does not match")
-    return {CHECKPOINT_KEY: ours, "state_dict": state}
-
-
 # Checkpoints of a run
 
-_OF_RESULTS = ("model", "data", "geometry", "noise", "loss", "optimizer")
-"""Sections that a resumed run may not change."""
-_OF_LOADING = {"batch_size", "num_workers", "prefetch_factor", "pin_memory"}
-"""Keys of slices that a resumed run may change."""
-_OF_PLACES = _OF_LOADING | {"cache_dir", "root"}
-"""The same for our sources of files, whose slices are known by their pixels."""
-_NO_FIT = "has weights that do not fit its own config: use the qnmixer version that wrote it"
 _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
 """Keys that are dropped from the config of a file: only the command line may name callbacks and loggers."""
+_NO_FIT = "has weights that do not fit its own config: use the qnmixer version that wrote it"
 
 
 def find_checkpoint(run: str | Path, which: str = "best") -> Path:
@@ -136,6 +90,13 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
     except Exception as error:  # a section may contain anything
         raise CheckpointError(f"{path} has a config that cannot be read ({first_line(error)})") from error
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Load a checkpoint file, or the folder of shards that strategy=fsdp writes with sharded_checkpoint=true."""
+    if path.suffix == SUFFIX:
+        return decode(path)
+    return merge_shards(path) if path.is_dir() else load_checked(path)
 
 
 def load_run(run: str | Path, which: str = "best", trust: Collection[str] = (), *more: str) -> Reconstructor:
@@ -225,6 +186,48 @@ def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
     _load_state(module, state, path)
 
 
+def _load_state(module: "Reconstructor | RunModule", state: dict[str, Any], path: Path) -> None:
+    kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+    if other := [it.dtype for name, it in state.items() if it.dtype != kinds.get(name, it.dtype)]:
+        raise CheckpointError(f"{path} has {str(other[0]).removeprefix('torch.')} weights: use one of float32")
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} {_NO_FIT}") from error
+
+
+def built_from(config: Config, *more: str) -> dict[str, str]:
+    """Targets that `Reconstructor` imports, by key. `more`: other sections that the caller builds, as "metrics."."""
+    return {key: it for key, it in targets_of(config).items() if key.startswith(("model.", "noise.", *more))}
+
+
+def steps_of(path: Path) -> int:
+    """The optimizer steps of a checkpoint."""
+    return int(load(path)["global_step"])
+
+
+def split_of(path: Path) -> SplitRecord | None:
+    """The patients for training, validation and test in the run of a checkpoint; None for a weights file.
+
+    Raises CheckpointError if the record cannot be read.
+    """
+    ours = load(path).get(RUN_KEY)
+    found = ours.get("split") if isinstance(ours, dict) else ours
+    if found is not None and not is_split_record(found):
+        raise CheckpointError(f"{path} has a record of its training patients that cannot be read: it is damaged")
+    return found
+
+
+# What a resumed run may not change
+
+_OF_RESULTS = ("model", "data", "geometry", "noise", "loss", "optimizer")
+"""Sections that a resumed run may not change."""
+_OF_LOADING = {"batch_size", "num_workers", "prefetch_factor", "pin_memory"}
+"""Keys of slices that a resumed run may change."""
+_OF_PLACES = _OF_LOADING | {"cache_dir", "root"}
+"""The same for our sources of files, whose slices are known by their pixels."""
+
+
 def resumable(config: Config, run: Path) -> Path:
     """The checkpoint that a run resumes from: last.ckpt of a run folder, or the given file.
 
@@ -249,28 +252,6 @@ def resumable(config: Config, run: Path) -> Path:
             f"{effective_batch(config)}: change data.batch_size or trainer.accumulate_grad_batches"
         )
     return path
-
-
-def built_from(config: Config, *more: str) -> dict[str, str]:
-    """Targets that `Reconstructor` imports, by key. `more`: other sections that the caller builds, as "metrics."."""
-    return {key: it for key, it in targets_of(config).items() if key.startswith(("model.", "noise.", *more))}
-
-
-def steps_of(path: Path) -> int:
-    """The optimizer steps of a checkpoint."""
-    return int(load(path)["global_step"])
-
-
-def split_of(path: Path) -> SplitRecord | None:
-    """The patients for training, validation and test in the run of a checkpoint; None for a weights file.
-
-    Raises CheckpointError if the record cannot be read.
-    """
-    ours = load(path).get(RUN_KEY)
-    found = ours.get("split") if isinstance(ours, dict) else ours
-    if found is not None and not is_split_record(found):
-        raise CheckpointError(f"{path} has a record of its training patients that cannot be read: it is damaged")
-    return found
 
 
 def _changes(before: Config, now: Config) -> Iterator[str]:
@@ -311,18 +292,44 @@ def _without(keys: dict[str, Any], some: Collection[str]) -> dict[str, Any]:
     return {key: _without(value, some) if isinstance(value, dict) else value for key, value in found.items()}
 
 
-def _load_state(module: "Reconstructor | RunModule", state: dict[str, Any], path: Path) -> None:
-    kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
-    if other := [it.dtype for name, it in state.items() if it.dtype != kinds.get(name, it.dtype)]:
-        raise CheckpointError(f"{path} has {str(other[0]).removeprefix('torch.')} weights: use one of float32")
-    try:
-        module.load_state_dict(state)
-    except RuntimeError as error:
-        raise CheckpointError(f"{path} {_NO_FIT}") from error
+# Weights files
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Load a checkpoint file, or the folder of shards that strategy=fsdp writes with sharded_checkpoint=true."""
-    if path.suffix == SUFFIX:
-        return decode(path)
-    return merge_shards(path) if path.is_dir() else load_checked(path)
+def encode(config: Config, state: dict[str, Tensor]) -> bytes:
+    """Encode a weights file: tensors by their state-dict names, half precision as float32, and the config.
+
+    The same weights and config give the same bytes. The metadata also has a digest of both.
+    """
+    ours = {"format": 1, "config": to_plain(without_places(config))}
+    ours["digest"] = _digest(ours, state)
+    return _encode(state, {CHECKPOINT_KEY: json.dumps(ours)})  # one key: safetensors writes several in random order
+
+
+def _digest(ours: dict[str, Any], state: dict[str, Tensor]) -> str:
+    return digest([ours["config"], digest_of_weights(state)])
+
+
+def digest_of_weights(state: dict[str, Tensor]) -> str:
+    """SHA-256 of the weights only: the same for a checkpoint and for the weights file that was exported from it."""
+    return hashlib.sha256(_encode(state)).hexdigest()
+
+
+def _encode(state: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    # Copies, because safetensors refuses two names for one tensor. A module may count in whole numbers: they stay.
+    half = torch.float16, torch.bfloat16
+    full = {name: torch.float32 if tensor.dtype in half else tensor.dtype for name, tensor in state.items()}
+    tensors = {name: tensor.to(full[name], copy=True).contiguous() for name, tensor in state.items()}
+    return safetensors.torch.save(tensors, metadata)
+
+
+def decode(path: Path) -> dict[str, Any]:
+    """Decode a weights file into the form of a checkpoint. The config is None for a file of another program.
+
+    Raises safetensors.SafetensorError, ValueError or OSError for a damaged file.
+    """
+    with safetensors.safe_open(path, framework="pt") as file:
+        ours = json.loads((file.metadata() or {}).get(CHECKPOINT_KEY, "null"))
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+    if isinstance(ours, dict) and "config" in ours and ours.get("digest") != _digest(ours, state):
+        raise ValueError("its digest does not match")
+    return {CHECKPOINT_KEY: ours, "state_dict": state}

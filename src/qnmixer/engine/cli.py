@@ -43,254 +43,6 @@ from qnmixer.engine.processes.process import is_rank, rank, wait_briefly, world_
 from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, suggest, visible
 from qnmixer.files import name_error, naming, private_files
 
-_GONE = (errno.EPIPE, errno.EIO)  # the other end of a pipe, as in `| head -1`; a terminal that was closed
-
-
-class _Lasting(io.FileIO):
-    """Writes to a terminal, pipe or file as long as somebody reads it. Then it goes on, and writes to nobody."""
-
-    def write(self, data: Any, /) -> int:
-        """Write. Raises OSError, with a name, if a file is full."""
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno not in _GONE:
-                error.filename = "standard output"
-                raise
-            nobody = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nobody, self.fileno())  # for libraries in C too
-            os.close(nobody)
-            return len(data)
-
-
-def lasting_output() -> None:
-    """Let a run outlive `| head -1`, and print ? for what the encoding of the terminal does not have.
-
-    A stream that is not the process's own stays: that of a notebook or of a test.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if not isinstance(stream, io.TextIOWrapper) or stream is not getattr(sys, f"__{name}__"):
-            continue
-        stream.flush()
-        raw = _Lasting(stream.fileno(), "w", closefd=False)
-        buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)  # the first by python -u
-        lasting = io.TextIOWrapper(
-            buffer,
-            encoding=stream.encoding,
-            errors="replace",
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
-        setattr(sys, name, lasting)
-
-
-# Errors in one line
-
-_EXTRAS = {"optuna": "search", "submitit": "slurm", "ray": "ray"}
-"""What to install for a plugin of Hydra."""
-_OF_WORKER = re.compile(r"(?s)Caught \w+ in DataLoader worker .*\n\w+: \[Errno (\d+)\] ([^\n]*?)(?:: '([^\n]*)')?\s*$")
-
-
-def explain(error: BaseException, config_name: str) -> str | None:
-    """The line for an error that a user can fix; None for a bug."""
-    line = _explain(error, config_name)
-    return None if line is None else in_a_line(line)
-
-
-def _explain(error: BaseException, config_name: str) -> str | None:
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, OSError | RuntimeError) and (line := _explain_system(error)):
-        return line
-    if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: importing torch takes seconds
-        smaller = "lower data.batch_size, model.n_iterations or model.channels, or set trainer.precision=16-mixed"
-        return f"out of memory ({first_line(error)}): {smaller if config_name in OF_A_RUN else 'set accelerator=cpu'}"
-    if isinstance(error, FloatingPointError):
-        return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
-    if type(error).__module__.startswith("wandb."):
-        return f"W&B: {error}: run `wandb login` once, or leave logger.wandb.mode=offline"
-    if type(error).__name__ == "MisconfigurationException":  # of Lightning, for callbacks that do not fit the run
-        return f"Lightning refuses this run: {first_line(error)}"
-    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
-        return f"{first_line(error)}: install it, or do not use the option that needs it"
-    if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):  # from submitit
-        return "hydra/launcher=slurm needs SLURM, but this machine has no srun: use it on a cluster, or leave it out"
-    if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):  # from Hydra
-        return "a group has no option of that name: give it the name of one, as in data=dicom"
-    if isinstance(error, OverrideParseException):
-        return _explain_word(str(error.override))
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        return _explain_composition(error, config_name)
-    return None
-
-
-def _explain_system(error: OSError | RuntimeError) -> str | None:
-    """The line for an error of the system: of disks, open files, and the memory that data workers share."""
-    text = f"{error} {error.__cause__ or ''}"  # torch names the worker's exit code in the cause only
-    if isinstance(error, OSError) and (of_worker := _OF_WORKER.search(text)):  # torch keeps its text only
-        error = OSError(int(of_worker[1]), of_worker[2], of_worker[3] or "a file that a data worker uses")
-    if re.search(r"\[Errno 24\]|Too many open files|ancdata|DataLoader worker .* exit code 24\b", text):
-        return "too many open files: raise the limit of this shell (ulimit -n 4096), or lower data.num_workers"
-    if re.search(r"</torch_\d|out of shared memory|Bus error", text):
-        return (
-            "the shared memory of the data workers (/dev/shm) is full: give the container more "
-            "(docker run --shm-size=8g), or set data.num_workers=0"
-        )
-    if found := re.search(r"DataLoader worker \(pid.*\) (is killed by .*?|exited unexpectedly)(\.|$| with)", text):
-        return f"a data worker {found[1]}: lower data.num_workers, or set it to 0 to see why"
-    if isinstance(error, RuntimeError):
-        return None
-    name_error(error, _folder_of_hydra(error))
-    if not error.filename:
-        return None
-    what = f"{error.filename} cannot be used ({error.strerror or first_line(error)})"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = f"the disk is full writing {error.filename}"
-    return f"{what}: choose another place (hydra.run.dir=…, output=…)"
-
-
-def _folder_of_hydra(error: BaseException) -> str:
-    """The folder into which Hydra was writing its files. It names none in its errors."""
-    found = (frame.f_locals.get("output_dir", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    return str(max(found, key=lambda it: len(str(it)), default=""))
-
-
-@contextmanager
-def warnings_in_one_line() -> Iterator[None]:
-    """Print warnings as `warning: …` while the block runs. Python adds the file, and a line of code."""
-    as_python_does = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {visible(str(message))}\n"
-    try:
-        yield
-    finally:
-        warnings.formatwarning = as_python_does
-
-
-def _explain_word(word: str) -> str:
-    """The line for a word that Hydra's grammar does not take."""
-    if groups := sorted(path.parent.name for path in CONF.glob("*/*.yaml") if path.stem == word):
-        return f"{word} is not KEY=VALUE: write {groups[0]}={word}"
-    return (
-        f"{word} is not KEY=VALUE: leave out blanks around the =, and put quotes around a value with blanks, brackets, "
-        "commas or other letters than a to z: 'key=\"a b\"'"
-    )
-
-
-def _explain_composition(error: Exception, config_name: str) -> str:
-    text = " ".join(str(error).split())
-    if not text:  # of Hydra, for an option such as ${.}
-        return f"an option cannot be read ({first_line(error.__cause__ or error)}): give its name, as in data=dicom"
-    if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
-        return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{_EXTRAS[found[2]]}]"'
-    if isinstance(error, MissingMandatoryValue):  # while an experiment is fitted to another option
-        return str(has_no_value(str(error.full_key)))
-    if found := re.search(r"Error merging override (([^= ]+)\.[^.= ]+=.*)", text):
-        whole = key_of(found[2])
-        return f"{found[1]} cannot be set: give {whole} as a whole, {whole}=…"
-    if isinstance(error, MissingConfigException) and (
-        found := re.search(r"Could not (?:find|load) '(\w+(?:/\w+)?)/([^']*)'", text)  # "In 'experiment/mine': Could …"
-    ):
-        group, name = found.groups()
-        left_out = "as_trained" if config_name in OF_A_RUN else ""
-        if known := [it.stem for it in sorted((CONF / group).glob("[!_]*.yaml")) if it.stem != left_out]:
-            does_not_exist = f"{group}={name} does not exist: {suggest(name, known, most=99)}"
-            return answer(f"{group}={name}") or does_not_exist
-    if found := re.search(r"Multiple values for (\S+)\. To|config groups is not supported: '\+\+([^=@]+)", text):
-        group = found[1] or found[2]
-        return f"{group} has an option already: leave out the +, as in {group}=…"
-    if found := re.search(r"An item is already at '([^']+)'", text):
-        return f"{found[1]} exists already: leave out the + before it"
-    if found := re.search(r"Could not [a-z. ]+ '([^']+)'", text):
-        return _explain_key(found[1].lstrip("+~").split("=")[0].split("@")[0], config_name)
-    return text
-
-
-def _explain_key(key: str, config_name: str) -> str:
-    """The line for a key that the command does not have."""
-    group, known = key.partition(".")[0], known_keys(config_name)
-    groups = [path.name for path in CONF.iterdir() if path.is_dir()]
-    as_trained = (CONF / group / "as_trained.yaml").is_file() and group not in map(key_of, sys.argv)
-    if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
-        way = ", or choose other slices with data=dicom" if group == "data" and group in known else ""
-        return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
-    if key.startswith(("hydra.", "hydra/")):
-        return f"unknown key {key}: --cfg hydra prints those of Hydra"
-    line = str(unknown_key(key, [*groups, *known]))
-    its = [it for it in owners() if it.startswith(f"{group}.")]
-    takes_more = group in ("trainer", "sets") or any(it.endswith(f".{TARGET}") for it in its)
-    if not line.startswith("unknown key") or not takes_more or group == key:
-        return line
-    if key.endswith(f".{TARGET}") or (group == "trainer" and key.partition(".")[2] in PassedOn.__annotations__):
-        line = f"unknown key {key}"  # what it is like would lead astray
-    elif line.endswith("?") and f"{group}=custom" not in sys.argv:
-        return line
-    return f"{line}{'' if line.endswith('?') else '.'} An argument that is not in conf/ takes a plus: +{key}=…"
-
-
-def known_keys(config_name: str) -> list[str]:
-    """Dotted names of all keys of a command, groups included."""
-    values = OmegaConf.to_container(compose(config_name, []), resolve=False)
-    assert isinstance(values, dict)
-    return list(flat_keys({str(key): value for key, value in values.items()}))
-
-
-# --help
-
-_HIDDEN = ("_", "as_trained")  # parts of other files; an option of evaluate only, which is its default
-_SENTENCE_END = re.compile(r"\.(?:\s+[A-Z]|$)")
-_COMMENT = re.compile(r"^ *(\w+):.*?\s# (.*)$", re.MULTILINE)
-
-
-def usage(cfg: DictConfig, config_name: str) -> str:
-    """Help for a command from its composed config, Hydra's own part included."""
-    choices = {group: str(option) for group, option in cfg.hydra.runtime.choices.items() if "/" not in group}
-    values = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(values, dict)
-    comments = _comments([CONF / "train.yaml", CONF / f"{config_name}.yaml"])
-    lines = [
-        cfg.hydra.help.header.strip(),
-        "",
-        "Every setting is KEY=VALUE or GROUP=OPTION, in any order; a later one overrides an earlier one.",
-        "",
-        "GROUPS (* is the current choice)",
-        *_groups(choices),
-        "",
-        "KEYS of the chosen options (for another option: --help data=dicom)",
-        *_keys({str(key): it for key, it in values.items() if key != "hydra"}, comments, choices),
-        "",
-        "-m KEY=A,B runs every combination · --cfg job prints the config only · --hydra-help lists Hydra's own flags",
-    ]
-    return "\n".join(lines)
-
-
-def _groups(choices: dict[str, str]) -> Iterator[str]:
-    """A line for each option, with the first sentence of its file."""
-    for group, chosen in sorted(choices.items()):
-        for path in sorted((CONF / group).glob("*.yaml")):
-            if not path.stem.startswith(_HIDDEN) or path.stem == chosen:
-                first = next(line for line in path.read_text(encoding="utf-8").splitlines() if "@package" not in line)
-                name = f"  {group}={path.stem}{' *' * (path.stem == chosen)}"
-                yield f"{name:<34} {_SENTENCE_END.split(first.lstrip('# '))[0]}"
-
-
-def _keys(values: dict[str, Any], comments: dict[str, str], choices: dict[str, str], at: str = "") -> Iterator[str]:
-    """A line for each key. What is chosen is shown with the group."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            names = [choices[key], *value] if key in choices else []  # a logger's keys are in the file of its name
-            files = [file for name in names for file in files_of(CONF / key / f"{name}.yaml", below=True)]
-            yield from _keys(value, _comments(files) if files else comments, {}, f"{at}{key}.")
-        elif key not in ("name", "_target_") or value == "???":
-            text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-            yield f"  {f'{at}{key}={text}':<44} {comments.get(key, '')}".rstrip()
-
-
-def _comments(paths: list[Path]) -> dict[str, str]:
-    """The comment of each key; the last file overrides the others."""
-    return {key: comment for path in paths for key, comment in _COMMENT.findall(path.read_text(encoding="utf-8"))}
-
-
 # Commands
 
 TRACEBACK = "HYDRA_FULL_ERROR"
@@ -447,3 +199,253 @@ def _storing_errors(task: Task, failures: list[Exception]) -> Task:
     # Hydra takes the name of the job, and so of folders, from this module.
     job.__module__ = task.__module__
     return job
+
+
+# Errors in one line
+
+_EXTRAS = {"optuna": "search", "submitit": "slurm", "ray": "ray"}
+"""What to install for a plugin of Hydra."""
+_OF_WORKER = re.compile(r"(?s)Caught \w+ in DataLoader worker .*\n\w+: \[Errno (\d+)\] ([^\n]*?)(?:: '([^\n]*)')?\s*$")
+
+
+def explain(error: BaseException, config_name: str) -> str | None:
+    """The line for an error that a user can fix; None for a bug."""
+    line = _explain(error, config_name)
+    return None if line is None else in_a_line(line)
+
+
+def _explain(error: BaseException, config_name: str) -> str | None:
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError | RuntimeError) and (line := _explain_system(error)):
+        return line
+    if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: importing torch takes seconds
+        smaller = "lower data.batch_size, model.n_iterations or model.channels, or set trainer.precision=16-mixed"
+        return f"out of memory ({first_line(error)}): {smaller if config_name in OF_A_RUN else 'set accelerator=cpu'}"
+    if isinstance(error, FloatingPointError):
+        return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
+    if type(error).__module__.startswith("wandb."):
+        return f"W&B: {error}: run `wandb login` once, or leave logger.wandb.mode=offline"
+    if type(error).__name__ == "MisconfigurationException":  # of Lightning, for callbacks that do not fit the run
+        return f"Lightning refuses this run: {first_line(error)}"
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
+        return f"{first_line(error)}: install it, or do not use the option that needs it"
+    if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):  # from submitit
+        return "hydra/launcher=slurm needs SLURM, but this machine has no srun: use it on a cluster, or leave it out"
+    if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):  # from Hydra
+        return "a group has no option of that name: give it the name of one, as in data=dicom"
+    if isinstance(error, OverrideParseException):
+        return _explain_word(str(error.override))
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return _explain_composition(error, config_name)
+    return None
+
+
+def _explain_system(error: OSError | RuntimeError) -> str | None:
+    """The line for an error of the system: of disks, open files, and the memory that data workers share."""
+    text = f"{error} {error.__cause__ or ''}"  # torch names the worker's exit code in the cause only
+    if isinstance(error, OSError) and (of_worker := _OF_WORKER.search(text)):  # torch keeps its text only
+        error = OSError(int(of_worker[1]), of_worker[2], of_worker[3] or "a file that a data worker uses")
+    if re.search(r"\[Errno 24\]|Too many open files|ancdata|DataLoader worker .* exit code 24\b", text):
+        return "too many open files: raise the limit of this shell (ulimit -n 4096), or lower data.num_workers"
+    if re.search(r"</torch_\d|out of shared memory|Bus error", text):
+        return (
+            "the shared memory of the data workers (/dev/shm) is full: give the container more "
+            "(docker run --shm-size=8g), or set data.num_workers=0"
+        )
+    if found := re.search(r"DataLoader worker \(pid.*\) (is killed by .*?|exited unexpectedly)(\.|$| with)", text):
+        return f"a data worker {found[1]}: lower data.num_workers, or set it to 0 to see why"
+    if isinstance(error, RuntimeError):
+        return None
+    name_error(error, _folder_of_hydra(error))
+    if not error.filename:
+        return None
+    what = f"{error.filename} cannot be used ({error.strerror or first_line(error)})"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"the disk is full writing {error.filename}"
+    return f"{what}: choose another place (hydra.run.dir=…, output=…)"
+
+
+def _folder_of_hydra(error: BaseException) -> str:
+    """The folder into which Hydra was writing its files. It names none in its errors."""
+    found = (frame.f_locals.get("output_dir", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return str(max(found, key=lambda it: len(str(it)), default=""))
+
+
+def _explain_word(word: str) -> str:
+    """The line for a word that Hydra's grammar does not take."""
+    if groups := sorted(path.parent.name for path in CONF.glob("*/*.yaml") if path.stem == word):
+        return f"{word} is not KEY=VALUE: write {groups[0]}={word}"
+    return (
+        f"{word} is not KEY=VALUE: leave out blanks around the =, and put quotes around a value with blanks, brackets, "
+        "commas or other letters than a to z: 'key=\"a b\"'"
+    )
+
+
+def _explain_composition(error: Exception, config_name: str) -> str:
+    text = " ".join(str(error).split())
+    if not text:  # of Hydra, for an option such as ${.}
+        return f"an option cannot be read ({first_line(error.__cause__ or error)}): give its name, as in data=dicom"
+    if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
+        return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{_EXTRAS[found[2]]}]"'
+    if isinstance(error, MissingMandatoryValue):  # while an experiment is fitted to another option
+        return str(has_no_value(str(error.full_key)))
+    if found := re.search(r"Error merging override (([^= ]+)\.[^.= ]+=.*)", text):
+        whole = key_of(found[2])
+        return f"{found[1]} cannot be set: give {whole} as a whole, {whole}=…"
+    if isinstance(error, MissingConfigException) and (
+        found := re.search(r"Could not (?:find|load) '(\w+(?:/\w+)?)/([^']*)'", text)  # "In 'experiment/mine': Could …"
+    ):
+        group, name = found.groups()
+        left_out = "as_trained" if config_name in OF_A_RUN else ""
+        if known := [it.stem for it in sorted((CONF / group).glob("[!_]*.yaml")) if it.stem != left_out]:
+            does_not_exist = f"{group}={name} does not exist: {suggest(name, known, most=99)}"
+            return answer(f"{group}={name}") or does_not_exist
+    if found := re.search(r"Multiple values for (\S+)\. To|config groups is not supported: '\+\+([^=@]+)", text):
+        group = found[1] or found[2]
+        return f"{group} has an option already: leave out the +, as in {group}=…"
+    if found := re.search(r"An item is already at '([^']+)'", text):
+        return f"{found[1]} exists already: leave out the + before it"
+    if found := re.search(r"Could not [a-z. ]+ '([^']+)'", text):
+        return _explain_key(found[1].lstrip("+~").split("=")[0].split("@")[0], config_name)
+    return text
+
+
+def _explain_key(key: str, config_name: str) -> str:
+    """The line for a key that the command does not have."""
+    group, known = key.partition(".")[0], known_keys(config_name)
+    groups = [path.name for path in CONF.iterdir() if path.is_dir()]
+    as_trained = (CONF / group / "as_trained.yaml").is_file() and group not in map(key_of, sys.argv)
+    if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
+        way = ", or choose other slices with data=dicom" if group == "data" and group in known else ""
+        return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
+    if key.startswith(("hydra.", "hydra/")):
+        return f"unknown key {key}: --cfg hydra prints those of Hydra"
+    line = str(unknown_key(key, [*groups, *known]))
+    its = [it for it in owners() if it.startswith(f"{group}.")]
+    takes_more = group in ("trainer", "sets") or any(it.endswith(f".{TARGET}") for it in its)
+    if not line.startswith("unknown key") or not takes_more or group == key:
+        return line
+    if key.endswith(f".{TARGET}") or (group == "trainer" and key.partition(".")[2] in PassedOn.__annotations__):
+        line = f"unknown key {key}"  # what it is like would lead astray
+    elif line.endswith("?") and f"{group}=custom" not in sys.argv:
+        return line
+    return f"{line}{'' if line.endswith('?') else '.'} An argument that is not in conf/ takes a plus: +{key}=…"
+
+
+def known_keys(config_name: str) -> list[str]:
+    """Dotted names of all keys of a command, groups included."""
+    values = OmegaConf.to_container(compose(config_name, []), resolve=False)
+    assert isinstance(values, dict)
+    return list(flat_keys({str(key): value for key, value in values.items()}))
+
+
+@contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Print warnings as `warning: …` while the block runs. Python adds the file, and a line of code."""
+    as_python_does = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {visible(str(message))}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = as_python_does
+
+
+# --help
+
+_HIDDEN = ("_", "as_trained")  # parts of other files; an option of evaluate only, which is its default
+_SENTENCE_END = re.compile(r"\.(?:\s+[A-Z]|$)")
+_COMMENT = re.compile(r"^ *(\w+):.*?\s# (.*)$", re.MULTILINE)
+
+
+def usage(cfg: DictConfig, config_name: str) -> str:
+    """Help for a command from its composed config, Hydra's own part included."""
+    choices = {group: str(option) for group, option in cfg.hydra.runtime.choices.items() if "/" not in group}
+    values = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(values, dict)
+    comments = _comments([CONF / "train.yaml", CONF / f"{config_name}.yaml"])
+    lines = [
+        cfg.hydra.help.header.strip(),
+        "",
+        "Every setting is KEY=VALUE or GROUP=OPTION, in any order; a later one overrides an earlier one.",
+        "",
+        "GROUPS (* is the current choice)",
+        *_groups(choices),
+        "",
+        "KEYS of the chosen options (for another option: --help data=dicom)",
+        *_keys({str(key): it for key, it in values.items() if key != "hydra"}, comments, choices),
+        "",
+        "-m KEY=A,B runs every combination · --cfg job prints the config only · --hydra-help lists Hydra's own flags",
+    ]
+    return "\n".join(lines)
+
+
+def _groups(choices: dict[str, str]) -> Iterator[str]:
+    """A line for each option, with the first sentence of its file."""
+    for group, chosen in sorted(choices.items()):
+        for path in sorted((CONF / group).glob("*.yaml")):
+            if not path.stem.startswith(_HIDDEN) or path.stem == chosen:
+                first = next(line for line in path.read_text(encoding="utf-8").splitlines() if "@package" not in line)
+                name = f"  {group}={path.stem}{' *' * (path.stem == chosen)}"
+                yield f"{name:<34} {_SENTENCE_END.split(first.lstrip('# '))[0]}"
+
+
+def _keys(values: dict[str, Any], comments: dict[str, str], choices: dict[str, str], at: str = "") -> Iterator[str]:
+    """A line for each key. What is chosen is shown with the group."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            names = [choices[key], *value] if key in choices else []  # a logger's keys are in the file of its name
+            files = [file for name in names for file in files_of(CONF / key / f"{name}.yaml", below=True)]
+            yield from _keys(value, _comments(files) if files else comments, {}, f"{at}{key}.")
+        elif key not in ("name", "_target_") or value == "???":
+            text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+            yield f"  {f'{at}{key}={text}':<44} {comments.get(key, '')}".rstrip()
+
+
+def _comments(paths: list[Path]) -> dict[str, str]:
+    """The comment of each key; the last file overrides the others."""
+    return {key: comment for path in paths for key, comment in _COMMENT.findall(path.read_text(encoding="utf-8"))}
+
+
+# Standard output
+
+_GONE = (errno.EPIPE, errno.EIO)  # the other end of a pipe, as in `| head -1`; a terminal that was closed
+
+
+class _Lasting(io.FileIO):
+    """Writes to a terminal, pipe or file as long as somebody reads it. Then it goes on, and writes to nobody."""
+
+    def write(self, data: Any, /) -> int:
+        """Write. Raises OSError, with a name, if a file is full."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _GONE:
+                error.filename = "standard output"
+                raise
+            nobody = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nobody, self.fileno())  # for libraries in C too
+            os.close(nobody)
+            return len(data)
+
+
+def lasting_output() -> None:
+    """Let a run outlive `| head -1`, and print ? for what the encoding of the terminal does not have.
+
+    A stream that is not the process's own stays: that of a notebook or of a test.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper) or stream is not getattr(sys, f"__{name}__"):
+            continue
+        stream.flush()
+        raw = _Lasting(stream.fileno(), "w", closefd=False)
+        buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)  # the first by python -u
+        lasting = io.TextIOWrapper(
+            buffer,
+            encoding=stream.encoding,
+            errors="replace",
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, lasting)

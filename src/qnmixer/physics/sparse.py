@@ -30,24 +30,13 @@ from torch.nn.functional import embedding_bag
 from qnmixer.files import default_cache_dir, digest, make_own_folder
 from qnmixer.physics.geometry import FanBeamGeometry
 
-LinearMap = Callable[[Tensor], Tensor]
-Triples = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Rows, columns and values of a sparse matrix."""
-
-_WIDE = 16
-"""Columns from which torch's embedding bag, a sparse product with prefetching, is faster than the CSR product."""
+# Products
 
 # Only products with dense matrices are used here, and they are stable. Torch 2.11 warns of checks despite the argument.
 _UNNEEDED = "Sparse (CSR tensor support is in beta|invariant checks are implicitly disabled)"
 warnings.filterwarnings("ignore", message=_UNNEEDED, category=UserWarning)
-
-
-class Csr(NamedTuple):
-    """A sparse matrix: starts [rows + 1] of each row's indices (columns) [nnz] and values [nnz]; float32 values."""
-
-    starts: np.ndarray
-    indices: np.ndarray
-    values: np.ndarray
+_WIDE = 16
+"""Columns from which torch's embedding bag, a sparse product with prefetching, is faster than the CSR product."""
 
 
 def _csr_product(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> Tensor:
@@ -58,7 +47,7 @@ def _csr_product(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> 
     # The best kernel on a GPU would read no matrix. A thread for each ray (A) or pixel (Aᵀ, FBP) would compute its
     # weights, and image and sinogram alone would pass through memory. At 256 × 256 with 32 views the matrix makes that
     # 22 times as many bytes for one image, 2.3 for sixteen. There is no Triton kernel here: one that reads the matrix
-    # saves only the two gathers. One without it would have to repeat the float64 lengths of `rays` to the last bit.
+    # saves only the two gathers. One without it would have to repeat the float64 lengths of `system_matrix` bit by bit.
     if x.shape[1] >= _WIDE and x.device.type == "cpu" and x.dtype == torch.float32:
         return embedding_bag(indices, x, starts, mode="sum", per_sample_weights=values, include_last_offset=True)
     if x.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
@@ -82,11 +71,9 @@ def _csr_product_shape(starts: Tensor, indices: Tensor, values: Tensor, x: Tenso
     return x.new_empty(len(starts) - 1, x.shape[1])
 
 
-def _define(name: str, arguments: str, product: Callable[..., Tensor], shape: Callable[..., Tensor]) -> None:
-    """Make a product a torch operator, so that fake tensors and the compiler pass it without a CSR tensor."""
-    torch.library.define(f"qnmixer::{name}", f"({arguments}) -> Tensor")
-    torch.library.impl(f"qnmixer::{name}", ("cpu", "cuda"), product)
-    torch.library.register_fake(f"qnmixer::{name}", shape)
+def full_product(a: Tensor, b: Tensor) -> Tensor:
+    """A B of matrices in the full precision of their dtype, without TF32. It is not differentiable."""
+    return torch.ops.qnmixer.full_product(a, b)
 
 
 def _full_product(a: Tensor, b: Tensor) -> Tensor:
@@ -101,13 +88,25 @@ def _full_product(a: Tensor, b: Tensor) -> Tensor:
         torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
-def full_product(a: Tensor, b: Tensor) -> Tensor:
-    """A B of matrices in the full precision of their dtype, without TF32. It is not differentiable."""
-    return torch.ops.qnmixer.full_product(a, b)
+def _define(name: str, arguments: str, product: Callable[..., Tensor], shape: Callable[..., Tensor]) -> None:
+    """Make a product a torch operator, so that fake tensors and the compiler pass it without a CSR tensor."""
+    torch.library.define(f"qnmixer::{name}", f"({arguments}) -> Tensor")
+    torch.library.impl(f"qnmixer::{name}", ("cpu", "cuda"), product)
+    torch.library.register_fake(f"qnmixer::{name}", shape)
 
 
 _define("csr_product", "Tensor starts, Tensor indices, Tensor values, Tensor x", _csr_product, _csr_product_shape)
 _define("full_product", "Tensor a, Tensor b", _full_product, lambda a, b: a.new_empty(len(a), b.shape[1]))
+
+
+# Linear maps
+
+LinearMap = Callable[[Tensor], Tensor]
+
+
+def apply_linear(x: Tensor, apply: LinearMap, transpose: LinearMap) -> Tensor:
+    """Apply a linear map to x, differentiable any number of times by means of its transpose; autocast is off inside."""
+    return _ApplyLinear.apply(x, apply, transpose)
 
 
 class _ApplyLinear(torch.autograd.Function):
@@ -128,11 +127,6 @@ class _ApplyLinear(torch.autograd.Function):
         return _ApplyLinear.apply(gradients[0], ctx.transposed_map, ctx.map), None, None
 
 
-def apply_linear(x: Tensor, apply: LinearMap, transpose: LinearMap) -> Tensor:
-    """Apply a linear map to x, differentiable any number of times by means of its transpose; autocast is off inside."""
-    return _ApplyLinear.apply(x, apply, transpose)
-
-
 class FullPrecisionModule(nn.Module):
     """A module whose buffers follow `.to()` and `.double()`, but are never converted to half precision."""
 
@@ -145,6 +139,20 @@ class FullPrecisionModule(nn.Module):
             if converted is not None and original is not None and converted.dtype in (torch.float16, torch.bfloat16):
                 self._buffers[name] = original.to(converted.device)
         return self
+
+
+# Building a matrix
+
+Triples = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Rows, columns and values of a sparse matrix."""
+
+
+class Csr(NamedTuple):
+    """A sparse matrix: starts [rows + 1] of each row's indices (columns) [nnz] and values [nnz]; float32 values."""
+
+    starts: np.ndarray
+    indices: np.ndarray
+    values: np.ndarray
 
 
 def in_threads(part: Callable[[int, int], Triples], n: int, step: int) -> Triples:
@@ -179,6 +187,8 @@ def transpose_csr(matrix: Csr, n_columns: int, n_blocks: int = 1) -> Csr:
     return to_csr((column, block.astype(np.int64) * n_rows + rows, matrix.values), n_columns, n_blocks * n_rows)
 
 
+# Matrices on the disk
+
 FORMAT = 3
 """Raise it when the layout or the values of the matrices change."""
 WORTH_CACHING = 2**20
@@ -187,7 +197,6 @@ LONG = 2**25
 """From this number on, building takes seconds, and a line on the terminal says so."""
 UNUSED = 30 * 24 * 3600
 """Seconds after which a file that nobody used is removed, when another is written."""
-
 Arrays = Sequence[np.ndarray]
 
 

@@ -12,22 +12,17 @@ from typing import Any
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import check_there, path_of
 
+# Where weights are
+
 PRETRAINED = "pretrained"
 """Their short name. A folder of this name needs a path: ./pretrained."""
-
 SHIPPED = Path(__file__).parent / "qn_mixer_256_64views.safetensors"
-
 CHECKPOINT_KEY, RUN_KEY = "qnmixer", "qnmixer_run"
 """Keys of a checkpoint: its format and config, and the state that resuming needs. Weights files have the first only."""
-
 TRAINED_KEY, MEAN_KEY = "trained_weights", "mean_weights"
 """Keys of a checkpoint with callbacks=ema: the first is in the file, the second is set while it is read."""
-
 SUFFIX = ".safetensors"
 """The ending of a weights file of `qnmixer.export`; checkpoints have another one."""
-
-HUB, FILE = "hf://", "model.safetensors"
-"""What names weights on a hub (Hugging Face's, or the one that HF_ENDPOINT names), and their file there."""
 
 
 def located(run: str | Path) -> Path:
@@ -59,6 +54,12 @@ def check_weights(key: str, given: str) -> None:
     """Raise CheckpointError or DataError if the value of a key names no weights."""
     what = f"a run folder of qnmixer.train, a checkpoint, a {SUFFIX} file, {HUB}OWNER/NAME or the word {PRETRAINED}"
     check_there(key, str(located(given)) if given else "", what)
+
+
+# On a hub
+
+HUB, FILE = "hf://", "model.safetensors"
+"""What names weights on a hub (Hugging Face's, or the one that HF_ENDPOINT names), and their file there."""
 
 
 def hub_library() -> Any:

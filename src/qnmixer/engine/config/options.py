@@ -22,11 +22,10 @@ from qnmixer.engine.config.compose import CONF
 from qnmixer.engine.plugins import parameters_of
 from qnmixer.errors import ConfigError, PluginError
 
+# Options and their keys
+
 TARGET = "_target_"
 _NO_OPTIONS = ("_", "as_trained", "custom")  # parts of other files; for evaluate only; for the user's classes
-_MOST_LISTED = 14
-"""Keys in a message: those of trainer. Those of model or data have many that fit other options only."""
-_WITHOUT_KEYS = ("experiment", "hydra", "local")  # groups that set keys of other groups
 
 
 @cache
@@ -94,6 +93,9 @@ def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from flat_keys(value, f"{prefix}{key}.")
 
 
+_WITHOUT_KEYS = ("experiment", "hydra", "local")  # groups that set keys of other groups
+
+
 @cache
 def owners() -> dict[str, list[str]]:
     """The options that have a key, by the key as on a command line."""
@@ -107,17 +109,10 @@ def owners() -> dict[str, list[str]]:
     return found
 
 
-@cache
-def _answers() -> dict[str, str]:
-    values = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("answers.yaml")))
-    assert isinstance(values, dict)
-    return {str(key): str(way) for key, way in values.items()}
+# Keys that do not exist
 
-
-def answer(word: str) -> str | None:
-    """The message for a key, or an option as GROUP=OPTION, that people know from elsewhere; None for another word."""
-    ways = (way for known, way in _answers().items() if f"{word}.".startswith(f"{known}."))
-    return next((f"{word} is not known here: {way}" for way in ways), None)
+_MOST_LISTED = 14
+"""Keys in a message: those of trainer. Those of model or data have many that fit other options only."""
 
 
 def unknown_key(key: str, known: Collection[str] = ()) -> ConfigError:
@@ -155,17 +150,20 @@ def unknown_key(key: str, known: Collection[str] = ()) -> ConfigError:
     return ConfigError(f"unknown key {key}: run with --cfg job to see all keys")
 
 
-_SMALLEST, _LARGEST = 1.2e-38, 3.4e38
-"""Magnitudes of 32-bit floats, in which networks and optimizers compute."""
+def answer(word: str) -> str | None:
+    """The message for a key, or an option as GROUP=OPTION, that people know from elsewhere; None for another word."""
+    ways = (way for known, way in _answers().items() if f"{word}.".startswith(f"{known}."))
+    return next((f"{word} is not known here: {way}" for way in ways), None)
+
+
+@cache
+def _answers() -> dict[str, str]:
+    values = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("answers.yaml")))
+    assert isinstance(values, dict)
+    return {str(key): str(way) for key, way in values.items()}
 
 
 # Values
-
-_OWN_WORDS = {
-    "callable_type": "Input is no class or function: give module.name",
-    "missing": "Input has too few values",
-}
-"""By pydantic's type of an error, where its own words do not say what to type."""
 
 
 def plain_values(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -180,9 +178,27 @@ def plain_values(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
+def as_text(value: Any) -> Any:
+    """Values with every ${…} as plain text, which OmegaConf will not resolve. `plain_values` resolved the others."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+    if isinstance(value, Mapping):
+        return {key: as_text(item) for key, item in value.items()}
+    return [as_text(item) for item in value] if isinstance(value, list) else value
+
+
 def has_no_value(key: str) -> ConfigError:
     """The error for a key that needs a value."""
     return ConfigError(f"{key} has no value: give one with {key}=…")
+
+
+_SMALLEST, _LARGEST = 1.2e-38, 3.4e38
+"""Magnitudes of 32-bit floats, in which networks and optimizers compute."""
+_OWN_WORDS = {
+    "callable_type": "Input is no class or function: give module.name",
+    "missing": "Input has too few values",
+}
+"""By pydantic's type of an error, where its own words do not say what to type."""
 
 
 def converted(key: str, value: Any, hint: Any) -> Any:
@@ -228,6 +244,25 @@ def _as_typed(value: Any) -> str:
     """A value as on the command line, shortened."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) < 200 else f"{text[:60]}…"
+
+
+@lru_cache(None)
+def _known_adapter(hint: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    settings = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, coerce_numbers_to_str=True)
+    return TypeAdapter(hint, config=settings)
+
+
+def _adapter(hint: Any) -> Any:
+    """Pydantic's validator of a type; most types stand at several keys."""
+    try:
+        return _known_adapter(hint)
+    except TypeError:  # a hint that has no hash
+        return _known_adapter.__wrapped__(hint)
+
+
+# Arguments of a class or function
 
 
 def converted_arguments(section: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,28 +331,3 @@ def _hint(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
         except Exception:
             return Any
     return Any if hint is inspect.Parameter.empty else hint
-
-
-@lru_cache(None)
-def _known_adapter(hint: Any) -> Any:
-    from pydantic import ConfigDict, TypeAdapter
-
-    settings = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, coerce_numbers_to_str=True)
-    return TypeAdapter(hint, config=settings)
-
-
-def _adapter(hint: Any) -> Any:
-    """Pydantic's validator of a type; most types stand at several keys."""
-    try:
-        return _known_adapter(hint)
-    except TypeError:  # a hint that has no hash
-        return _known_adapter.__wrapped__(hint)
-
-
-def as_text(value: Any) -> Any:
-    """Values with every ${…} as plain text, which OmegaConf will not resolve. `plain_values` resolved the others."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
-    if isinstance(value, Mapping):
-        return {key: as_text(item) for key, item in value.items()}
-    return [as_text(item) for item in value] if isinstance(value, list) else value

@@ -1,8 +1,8 @@
-"""The cache of decoded slices, and how a slice gets the size of the network before it is stored.
+"""How a slice gets the size of the network, and the cache of slices that have it.
 
-A folder has one file of float32 pixels [N, S, S] in HU, and an index. The index is written last, by an atomic rename. A
-cache is built again if it has no index, or if its sources, format or size, or the code of the user's own reader, differ
-from its index. One process builds it under a lock file. The others wait and then read.
+A cache is a folder with one file of float32 pixels [N, S, S] in HU, and an index. The index is written last, by an
+atomic rename. A cache is built again if it has no index, or if its sources, format or size, or the code of the user's
+own reader, differ from its index. One process builds it under a lock file. The others wait and then read.
 
 The index has a digest of itself and a digest of each slice. The latter is checked when the slice is read, in 0.3 ms for
 256 × 256 pixels. A check of all slices at the start would read the whole file.
@@ -52,8 +52,7 @@ from qnmixer.files import (
     write_text,
 )
 
-TISSUE = -300.0
-"""HU. Denser pixels count as tissue."""
+# The grid of the network
 
 
 def square_padding(shape: tuple[int, int]) -> tuple[int, int, int]:
@@ -131,6 +130,10 @@ def inside(hu: FloatArray, spacing: tuple[float, float] | None, field_of_view: f
         for n, mm in zip(hu.shape, spacing, strict=True)
     )
     return hu[rows][:, columns]
+
+
+TISSUE = -300.0
+"""HU. Denser pixels count as tissue."""
 
 
 def tissue_width(hu: FloatArray, spacing: tuple[float, float]) -> float:

@@ -16,6 +16,8 @@ from torch.utils.data import Dataset, DistributedSampler
 from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.data.slices import FloatArray, SliceSource
 
+# Scaling
+
 
 @dataclass(frozen=True)
 class FixedScaling:
@@ -55,6 +57,9 @@ def build_scaling(name: str, hu_max: float) -> Scaling:
 def scaled_like(hu: FloatArray, offset: float, scale: float) -> FloatArray:
     """x in [0, 1] of a slice at another resolution, by the (offset, scale) that `to_unit` gave for the slice."""
     return np.clip((hu - np.float32(offset)) / np.float32(scale), 0, 1)
+
+
+# Order
 
 
 class Pick(NamedTuple):
@@ -162,9 +167,7 @@ class EpochSampler(DistributedSampler[Pick]):
         return sum(map(len, self._batches()))
 
 
-_DISC_CENTRE, _DISC_RADIUS = (0.75, 0.25), 0.085
-"""Row and column, and radius, in widths of the image: from the paper's figure, the exact place inferred."""
-_SUBPIXELS = 8
+# Samples
 
 
 class Sample(TypedDict):
@@ -295,6 +298,11 @@ class SliceDataset(Dataset[Sample]):
         rng = np.random.default_rng([self.config.seed, n, 0xF11B])
         turned = np.rot90(hu, k=int(rng.integers(4)))
         return turned[:, ::-1] if rng.random() < 0.5 else turned
+
+
+_DISC_CENTRE, _DISC_RADIUS = (0.75, 0.25), 0.085
+"""Row and column, and radius, in widths of the image: from the paper's figure, the exact place inferred."""
+_SUBPIXELS = 8
 
 
 def paste_disc(hu: FloatArray, value: float) -> FloatArray:

@@ -37,65 +37,7 @@ from qnmixer.engine.processes.process import rank
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.physics import FanBeamGeometry
 
-
-class MixedSource:
-    """A fixed number of slices per epoch from each of several sources, evenly interleaved.
-
-    Slice n is in epoch n // length. The number n alone decides which slice it is: no process or worker can change that.
-    An endless source gives new slices in each epoch. Slices of any other source are repeated in a new order each time.
-
-    Args:
-        sources: slices [S, S] in HU.
-        counts: slices of each source in an epoch; 0 for an empty source.
-        seed: of the orders.
-    """
-
-    endless = True
-
-    def __init__(self, sources: Sequence[SliceSource], counts: Sequence[int], *, seed: int) -> None:
-        self.sources, self.counts, self.seed = sources, counts, seed
-        places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts if count])
-        order = np.argsort(places, kind="stable")
-        self._source = np.repeat(np.arange(len(counts)), counts)[order]  # of each slice of an epoch
-        self._number = np.concatenate([np.arange(count) for count in counts])[order]  # within its source's part
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def load(self, index: int) -> FloatArray:
-        """Slice [S, S] in HU."""
-        k, of_source = self.place(index)
-        return self.sources[k].load(of_source)
-
-    def name(self, index: int) -> str:
-        """The name that its source gives."""
-        k, of_source = self.place(index)
-        return self.sources[k].name(of_source)
-
-    def place(self, index: int) -> tuple[int, int]:
-        """The number of a slice's source, and its index there."""
-        epoch, slot = divmod(index, len(self))
-        k = int(self._source[slot])
-        source, number = self.sources[k], epoch * self.counts[k] + int(self._number[slot])
-        if source.endless:
-            return k, number
-        if self.counts[k] == len(source):
-            return k, number % len(source)  # every epoch has all of them; the sampler sets their order
-        turn, place = divmod(number, len(source))
-        return k, int(np.random.default_rng([self.seed, k, turn, 0x313D]).permutation(len(source))[place])
-
-
-def counts_of(shares: Sequence[float], lengths: Sequence[int]) -> list[int]:
-    """Slices of each source in an epoch. The first source with a share is used exactly once; shares add up to 1."""
-    length = next(round(n / share) for share, n in zip(shares, lengths, strict=True) if share)
-    ends = [round(length * end) for end in np.cumsum(shares)]
-    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
-
-
-_CONSEQUENCE = dict.fromkeys(("random", "explicit"), "scores will be too good") | {
-    "all": "intervals will be too narrow"
-}
-"""What happens if files of one patient count as several, by split."""
+# Slices of any config
 
 
 def parts_of(
@@ -116,6 +58,37 @@ def parts_of(
     if isinstance(config, FolderData):
         return _of_folder(config, split, geometry, section)
     return _of_class(config, geometry)
+
+
+def nothing_for(part: str, config: DataConfig) -> str:
+    """The message for a split without slices."""
+    line = f"data={config.name} has no slices for {part}"
+    if isinstance(config, MixedData):
+        return f"{line} with data.evaluate_on={config.evaluate_on}: choose a source that has some"
+    if not isinstance(config, FolderData):
+        return line
+    if config.split == "all":
+        return f"{line} with data.split=all: choose another split"
+    # Only the record of a run leaves a part empty.
+    return (
+        f"{line} below {config.root}: give the folder with the run's slices (evaluate takes other slices with "
+        f"data={config.name} data.root=FOLDER)"
+    )
+
+
+def _numbered(names: Iterable[Hashable]) -> list[int]:
+    """A number for each patient, the same for the same name."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(name, len(numbers)) for name in names]
+
+
+def _warn(line: str) -> None:
+    """Warn once per run, not in every process."""
+    if rank() == 0:
+        warnings.warn(line, stacklevel=3)
+
+
+# Those of a class
 
 
 def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str, Part]:
@@ -196,6 +169,9 @@ class OwnSlices:
         return str(named(index)) if named else f"{self.part} {index}"
 
 
+# Those of a folder
+
+
 def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | None, section: str) -> dict[str, Part]:
     field_of_view = None
     if config.pixel_size == "header":
@@ -222,6 +198,12 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
     }
 
 
+_CONSEQUENCE = dict.fromkeys(("random", "explicit"), "scores will be too good") | {
+    "all": "intervals will be too narrow"
+}
+"""What happens if files of one patient count as several, by split."""
+
+
 def _doubts(
     config: FolderData, cache: SliceCache, field_of_view: float | None, patients: list[str], joined: list[str]
 ) -> Iterator[str]:
@@ -245,16 +227,7 @@ def _doubts(
         )
 
 
-def _numbered(names: Iterable[Hashable]) -> list[int]:
-    """A number for each patient, the same for the same name."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(name, len(numbers)) for name in names]
-
-
-def _warn(line: str) -> None:
-    """Warn once per run, not in every process."""
-    if rank() == 0:
-        warnings.warn(line, stacklevel=3)
+# A mix of several
 
 
 def _of_mix(config: MixedData, split: RunSplit, geometry: FanBeamGeometry | None) -> dict[str, Part]:
@@ -283,17 +256,55 @@ def _of_mix(config: MixedData, split: RunSplit, geometry: FanBeamGeometry | None
     return {**sources[config.evaluate_on], "train": mixed}
 
 
-def nothing_for(part: str, config: DataConfig) -> str:
-    """The message for a split without slices."""
-    line = f"data={config.name} has no slices for {part}"
-    if isinstance(config, MixedData):
-        return f"{line} with data.evaluate_on={config.evaluate_on}: choose a source that has some"
-    if not isinstance(config, FolderData):
-        return line
-    if config.split == "all":
-        return f"{line} with data.split=all: choose another split"
-    # Only the record of a run leaves a part empty.
-    return (
-        f"{line} below {config.root}: give the folder with the run's slices (evaluate takes other slices with "
-        f"data={config.name} data.root=FOLDER)"
-    )
+class MixedSource:
+    """A fixed number of slices per epoch from each of several sources, evenly interleaved.
+
+    Slice n is in epoch n // length. The number n alone decides which slice it is: no process or worker can change that.
+    An endless source gives new slices in each epoch. Slices of any other source are repeated in a new order each time.
+
+    Args:
+        sources: slices [S, S] in HU.
+        counts: slices of each source in an epoch; 0 for an empty source.
+        seed: of the orders.
+    """
+
+    endless = True
+
+    def __init__(self, sources: Sequence[SliceSource], counts: Sequence[int], *, seed: int) -> None:
+        self.sources, self.counts, self.seed = sources, counts, seed
+        places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts if count])
+        order = np.argsort(places, kind="stable")
+        self._source = np.repeat(np.arange(len(counts)), counts)[order]  # of each slice of an epoch
+        self._number = np.concatenate([np.arange(count) for count in counts])[order]  # within its source's part
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def load(self, index: int) -> FloatArray:
+        """Slice [S, S] in HU."""
+        k, of_source = self.place(index)
+        return self.sources[k].load(of_source)
+
+    def name(self, index: int) -> str:
+        """The name that its source gives."""
+        k, of_source = self.place(index)
+        return self.sources[k].name(of_source)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The number of a slice's source, and its index there."""
+        epoch, slot = divmod(index, len(self))
+        k = int(self._source[slot])
+        source, number = self.sources[k], epoch * self.counts[k] + int(self._number[slot])
+        if source.endless:
+            return k, number
+        if self.counts[k] == len(source):
+            return k, number % len(source)  # every epoch has all of them; the sampler sets their order
+        turn, place = divmod(number, len(source))
+        return k, int(np.random.default_rng([self.seed, k, turn, 0x313D]).permutation(len(source))[place])
+
+
+def counts_of(shares: Sequence[float], lengths: Sequence[int]) -> list[int]:
+    """Slices of each source in an epoch. The first source with a share is used exactly once; shares add up to 1."""
+    length = next(round(n / share) for share, n in zip(shares, lengths, strict=True) if share)
+    ends = [round(length * end) for end in np.cumsum(shares)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]

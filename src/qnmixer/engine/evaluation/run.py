@@ -8,15 +8,7 @@ from pathlib import Path
 from qnmixer.engine.checkpoints import find_checkpoint, load_run, split_of
 from qnmixer.engine.config.commands import EvaluateConfig
 from qnmixer.engine.config.compose import values_of
-from qnmixer.engine.config.data import (
-    LOADING,
-    AsTrained,
-    DataConfig,
-    FolderData,
-    MixedData,
-    PairData,
-    PhantomData,
-)
+from qnmixer.engine.config.data import LOADING, AsTrained, DataConfig, FolderData, MixedData, PairData, PhantomData
 from qnmixer.engine.config.options import keys_of
 from qnmixer.engine.config.rules import one_scale
 from qnmixer.engine.config.run import Config, targets_of

@@ -14,6 +14,8 @@ import torch
 
 from qnmixer.engine.processes.process import memory_limit
 
+# What a step takes
+
 MIB = 2**20
 WORKSPACE = 32 * MIB
 """What torch holds for each handle of cuBLAS from an H100 on; 8.1 MiB on older GPUs."""

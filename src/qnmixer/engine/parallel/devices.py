@@ -1,12 +1,4 @@
-"""The accelerator and the number of devices of a run on this machine, and torch.compile for the blocks of a network.
-
-Between the blocks are the physics and the latent vectors. Blocks are compiled in place: their weights keep their names,
-so ddp, fsdp and recomputation work as before. All iterations share the code of a block: a few graphs serve any T.
-
-The whole network as one graph was tried, with torch 2.13 on a CPU. torch unrolls the T iterations, so the time to
-compile grows with T, and a step is no faster than with compiled blocks. One graph cannot serve all iterations, because
-each has its own weights and more pairs in H.
-"""
+"""The accelerator and the number of devices of a run on this machine, and torch.compile for the blocks of a network."""
 
 import os
 import re
@@ -25,24 +17,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.torch_builds import GPU, NoBuildError, fix, visible_gpus
 
-
-def check_compiler() -> None:
-    """Raise ConfigError if there is no C++ compiler, which torch.compile needs for a GPU too."""
-    compilers = [os.environ.get("CXX") or ("cl" if os.name == "nt" else "g++"), "clang++"]
-    if not any(map(shutil.which, compilers)):
-        raise ConfigError(
-            f"compile=true needs a C++ compiler, but {compilers[0]} is not installed: install one, or leave out compile"
-        )
-
-
-def compile_blocks(network: UnrolledNetwork[Any]) -> None:
-    """Compile the blocks of a network, each at its first call. Raises ConfigError if the network has none."""
-    blocks = network.blocks()
-    if not blocks:
-        raise ConfigError(f"compile=true, but {network.title} has no blocks() to compile: leave it out")
-    for block in blocks:
-        # In place: torch.compile(block) would put `_orig_mod.` into every name of a checkpoint.
-        block.compile()
+# The devices of a run
 
 
 def resolve_devices(config: Config) -> Config:
@@ -161,6 +136,11 @@ def check_precision(device: torch.device, precision: str, key: str = "precision"
         raise ConfigError(f"{key}={precision}, but {torch.cuda.get_device_name()} has no bf16: use {key}=16-mixed")
 
 
+def has_bf16() -> bool:
+    """Whether the GPU has units for bf16. On other GPUs torch would emulate it."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def allow_tf32(allowed: bool) -> None:
     """Allow or forbid TF32: GPUs then round the factors of float32 products and convolutions to 10 bits instead of 23.
 
@@ -170,6 +150,32 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
-def has_bf16() -> bool:
-    """Whether the GPU has units for bf16. On other GPUs torch would emulate it."""
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+# torch.compile
+
+
+def check_compiler() -> None:
+    """Raise ConfigError if there is no C++ compiler, which torch.compile needs for a GPU too."""
+    compilers = [os.environ.get("CXX") or ("cl" if os.name == "nt" else "g++"), "clang++"]
+    if not any(map(shutil.which, compilers)):
+        raise ConfigError(
+            f"compile=true needs a C++ compiler, but {compilers[0]} is not installed: install one, or leave out compile"
+        )
+
+
+def compile_blocks(network: UnrolledNetwork[Any]) -> None:
+    """Compile the blocks of a network, each at its first call. Raises ConfigError if the network has none.
+
+    Between the blocks are the physics and the latent vectors. Blocks are compiled in place: their weights keep their
+    names, so ddp, fsdp and recomputation work as before. All iterations share the code of a block: a few graphs serve
+    any T.
+
+    The whole network as one graph was tried, with torch 2.13 on a CPU. torch unrolls the T iterations, so the time to
+    compile grows with T, and a step is no faster than with compiled blocks. One graph cannot serve all iterations,
+    because each has its own weights and more pairs in H.
+    """
+    blocks = network.blocks()
+    if not blocks:
+        raise ConfigError(f"compile=true, but {network.title} has no blocks() to compile: leave it out")
+    for block in blocks:
+        # In place: torch.compile(block) would put `_orig_mod.` into every name of a checkpoint.
+        block.compile()

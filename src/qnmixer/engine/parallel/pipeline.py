@@ -28,11 +28,12 @@ from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 
+# The parts of a network and of its loss
+
 Context = Callable[[], AbstractContextManager[Any]]
 Logged = dict[str, tuple[Tensor, float, tuple[Any, ...], dict[str, Any]]]
 """What `training_step` logs in a batch, by name: the weighted sum over micro-batches, the sum of their weights, and the
 other arguments of `log`."""
-
 _OF_ITERATES = ("iterates", "states", "trajectory", "run")
 """Methods of a network that need all its iterations on one device."""
 
@@ -209,6 +210,9 @@ def _as_leaves(state: Any) -> Any:
         if isinstance(leaf, Tensor) and id(leaf) not in known:
             known[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
     return tree_unflatten([known[id(leaf)] if isinstance(leaf, Tensor) else None for leaf in leaves], spec)
+
+
+# The strategy
 
 
 class PipelineStrategy(DDPStrategy):

@@ -29,6 +29,46 @@ from qnmixer.errors import ConfigError
 from qnmixer.files import PART_SUFFIX, remove, replace
 from qnmixer.models.unrolled import UnrolledNetwork
 
+# The strategy of a run
+
+# Long, because ranks wait while one of them evaluates, plans or writes.
+_TIMEOUT = timedelta(minutes=30)
+
+# Else ddp sends the scan's matrices at every forward, 30 MB at the default size. Every process has built the same.
+_SYNC = "forward_sync_buffers"  # called broadcast_buffers before torch 2.13
+_NO_BUFFERS: dict[str, Any] = {
+    _SYNC if _SYNC in signature(DistributedDataParallel).parameters else "broadcast_buffers": False
+}
+
+
+def build_strategy(config: Config) -> Strategy | str:
+    """The strategy for Lightning's Trainer. `config` has the number of devices filled in.
+
+    Raises ConfigError for a name without a strategy.
+    """
+    match config.strategy:
+        case SingleConfig():
+            return "auto"
+        case DDPConfig(static_graph=static):
+            # Gradients that are views of ddp's buckets save a copy of all gradients.
+            return DDPStrategy(static_graph=static, gradient_as_bucket_view=True, timeout=_TIMEOUT, **_NO_BUFFERS)
+        case FSDPConfig():
+            n_processes = (config.trainer.devices or 1) * config.trainer.num_nodes
+            return ShardedStrategy(n_processes, config.strategy, _TIMEOUT)
+        case PipelineConfig():
+            return PipelineStrategy(config, _TIMEOUT)
+    raise ConfigError(f"strategy={config.strategy.name} is not known: choose single, ddp, fsdp or pipeline")
+
+
+def build_precision(config: Config, accelerator: str) -> Precision:
+    """Autocast, and a GradScaler for fp16, on a CPU too: there Lightning would silently use bf16 for 16-mixed."""
+    precision = config.trainer.precision
+    # A plugin, because the Trainer's own `precision="16-mixed"` is refused by Lightning's FSDP2 strategy.
+    return Precision() if precision == "32" else MixedPrecision(precision, accelerator)
+
+
+# FSDP2
+
 
 class ShardedStrategy(ModelParallelStrategy):
     """Lightning's strategy for FSDP2. It sends no gradients while it accumulates, and writes standard checkpoints."""
@@ -141,39 +181,3 @@ def _as(like: Any, value: Any) -> Any:
     if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
     return value
-
-
-# Long, because ranks wait while one of them evaluates, plans or writes.
-_TIMEOUT = timedelta(minutes=30)
-
-# Else ddp sends the scan's matrices at every forward, 30 MB at the default size. Every process has built the same.
-_SYNC = "forward_sync_buffers"  # called broadcast_buffers before torch 2.13
-_NO_BUFFERS: dict[str, Any] = {
-    _SYNC if _SYNC in signature(DistributedDataParallel).parameters else "broadcast_buffers": False
-}
-
-
-def build_strategy(config: Config) -> Strategy | str:
-    """The strategy for Lightning's Trainer. `config` has the number of devices filled in.
-
-    Raises ConfigError for a name without a strategy.
-    """
-    match config.strategy:
-        case SingleConfig():
-            return "auto"
-        case DDPConfig(static_graph=static):
-            # Gradients that are views of ddp's buckets save a copy of all gradients.
-            return DDPStrategy(static_graph=static, gradient_as_bucket_view=True, timeout=_TIMEOUT, **_NO_BUFFERS)
-        case FSDPConfig():
-            n_processes = (config.trainer.devices or 1) * config.trainer.num_nodes
-            return ShardedStrategy(n_processes, config.strategy, _TIMEOUT)
-        case PipelineConfig():
-            return PipelineStrategy(config, _TIMEOUT)
-    raise ConfigError(f"strategy={config.strategy.name} is not known: choose single, ddp, fsdp or pipeline")
-
-
-def build_precision(config: Config, accelerator: str) -> Precision:
-    """Autocast, and a GradScaler for fp16, on a CPU too: there Lightning would silently use bf16 for 16-mixed."""
-    precision = config.trainer.precision
-    # A plugin, because the Trainer's own `precision="16-mixed"` is refused by Lightning's FSDP2 strategy.
-    return Precision() if precision == "32" else MixedPrecision(precision, accelerator)

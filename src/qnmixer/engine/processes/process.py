@@ -22,22 +22,7 @@ from typing import Any, NoReturn
 
 from qnmixer.errors import Stopped
 
-# Time for a rank to close its loggers after another one failed. A rank that hangs in a collective is killed then.
-_SECONDS_TO_LEAVE = 10
-# Time for a rank to finish its step and write a checkpoint: torchrun and SLURM kill it after 30 s.
-_SECONDS_TO_STOP = 25
-# Time for the main thread to hear a signal. If it does not, it hangs outside Python, as while the ranks connect.
-_SECONDS_TO_HEAR = 3
-# Time for a rank that lost contact and already closes its loggers when SIGTERM arrives.
-_SECONDS_TO_LEAVE_BY_ITSELF = 2
-
-_stop_requested = threading.Event()
-_another_failed = threading.Event()
-stops_in_order = threading.Event()
-"""Set while the main thread finishes its step before it stops, and once it has heard a signal to stop."""
-
-# Errors of a rank whose partner has ended. The user should see the error of the partner.
-_LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
+# The rank
 
 
 def is_rank() -> bool:
@@ -71,12 +56,35 @@ def _slurm_tasks() -> int:
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS", "1")))
 
 
+# The end of a rank
+
+# Time for a rank to close its loggers after another one failed. A rank that hangs in a collective is killed then.
+_SECONDS_TO_LEAVE = 10
+
+# Time for a rank to finish its step and write a checkpoint: torchrun and SLURM kill it after 30 s.
+_SECONDS_TO_STOP = 25
+
+# Time for the main thread to hear a signal. If it does not, it hangs outside Python, as while the ranks connect.
+_SECONDS_TO_HEAR = 3
+
+# Time for a rank that lost contact and already closes its loggers when SIGTERM arrives.
+_SECONDS_TO_LEAVE_BY_ITSELF = 2
+_stop_requested = threading.Event()
+_another_failed = threading.Event()
+stops_in_order = threading.Event()
+"""Set while the main thread finishes its step before it stops, and once it has heard a signal to stop."""
+
+# Errors of a rank whose partner has ended. The user should see the error of the partner.
+_LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
+
+
 def end_with_the_others(parent: int | None = None) -> None:
     """End this rank and its child processes within seconds of SIGTERM or of the parent's death.
 
     This works even inside a collective that hangs. From our launcher SIGTERM means that another rank has failed.
     Together with SIGUSR1 it means that the run shall stop. From other launchers it can mean both. First
-    `qnmixer.engine.processes.process` reacts. A rank that does not end in time is killed. Call this in the main thread.
+    the main thread reacts, by an exception or after its step. If it does not in time, the rank is killed. Call this in
+    the main thread.
 
     Args:
         parent: as in `die_with_parent`, for a rank of our launcher.
@@ -194,49 +202,9 @@ def is_secondary(error: BaseException) -> bool:
 SIGNALS = [it for it in signal.Signals if it.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")]
 """SIGINT: Ctrl-C. SIGTERM: the end of a job. SIGHUP: the terminal or ssh closed. SIGUSR1, SIGUSR2: SLURM's warning
 before the time limit (#SBATCH --signal=USR1@120, which submitit also sets). Windows has the first two only."""
-
 _SECONDS_OF_ECHO = 2
-
 _requested: int | None = None
 _deferred = False
-
-
-@contextmanager
-def handle_signals(
-    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object] | None
-) -> Iterator[list[signal.Signals]]:
-    """Handle signals by `handler` while the block runs, then restore the earlier handlers.
-
-    A signal that is ignored stays ignored: nohup ignores SIGHUP. Yields the other signals. Without a `handler` the
-    block may install its own. Does nothing outside the main thread, where Python allows no handlers.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield []
-        return
-    before = {number: signal.getsignal(number) for number in numbers}
-    handled = [number for number, old in before.items() if old is not signal.SIG_IGN]
-    for number in handled if handler else []:
-        signal.signal(number, handler)
-    try:
-        yield handled
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-class Echo:
-    """Recognises a signal that arrives twice: once from the process group, once from a parent process."""
-
-    def __init__(self) -> None:
-        self._first: tuple[int, float] | None = None
-
-    def of(self, number: int) -> bool:
-        """Whether this is the first signal again."""
-        now = time.monotonic()
-        if self._first is None:
-            self._first = number, now
-            return False
-        return number == self._first[0] and now - self._first[1] < _SECONDS_OF_ECHO
 
 
 @contextmanager
@@ -295,14 +263,60 @@ def loading() -> Iterator[None]:
         yield
 
 
-# Cores and memory. PyTorch starts a thread for each core. A waiting thread spins, so the thread that it waits for may
-# get no core. Beside busy programs on two cores, a step took six times as long as with one thread. With short waits it
-# took 8 % more.
+@contextmanager
+def handle_signals(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object] | None
+) -> Iterator[list[signal.Signals]]:
+    """Handle signals by `handler` while the block runs, then restore the earlier handlers.
+
+    A signal that is ignored stays ignored: nohup ignores SIGHUP. Yields the other signals. Without a `handler` the
+    block may install its own. Does nothing outside the main thread, where Python allows no handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield []
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    handled = [number for number, old in before.items() if old is not signal.SIG_IGN]
+    for number in handled if handler else []:
+        signal.signal(number, handler)
+    try:
+        yield handled
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+class Echo:
+    """Recognises a signal that arrives twice: once from the process group, once from a parent process."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def of(self, number: int) -> bool:
+        """Whether this is the first signal again."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = number, now
+            return False
+        return number == self._first[0] and now - self._first[1] < _SECONDS_OF_ECHO
+
+
+# Cores and memory
 
 THREADS = "OMP_NUM_THREADS"
 _SPINS = "GOMP_SPINCOUNT"
 _SET_BY_USER = {_SPINS, "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY"}
-_GROUPS, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+# PyTorch starts a thread for each core. A waiting thread spins, so the thread that it waits for may get no core. Beside
+# busy programs on two cores, a step took six times as long as with one thread. With short waits it took 8 % more.
+def wait_briefly() -> None:
+    """Let threads of GNU OpenMP sleep after ten microseconds of waiting, unless the user has set how they wait.
+
+    It must be called before torch is loaded. If threads sleep at once, a quiet demo step takes twice as long.
+    """
+    if _SET_BY_USER.isdisjoint(os.environ):
+        os.environ[_SPINS] = "10000"
 
 
 def n_cores() -> int:
@@ -316,13 +330,7 @@ def threads_each(n_processes: int) -> int:
     return max(1, n_cores() // n_processes)
 
 
-def wait_briefly() -> None:
-    """Let threads of GNU OpenMP sleep after ten microseconds of waiting, unless the user has set how they wait.
-
-    It must be called before torch is loaded. If threads sleep at once, a quiet demo step takes twice as long.
-    """
-    if _SET_BY_USER.isdisjoint(os.environ):
-        os.environ[_SPINS] = "10000"
+_GROUPS, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def cpu_limit() -> float:

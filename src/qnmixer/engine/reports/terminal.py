@@ -19,23 +19,8 @@ from qnmixer.errors import visible
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-NOTHING = "–"
-"""The cell of a value that is not known."""
-SHORTEST, LONGEST = 10.0, 60.0
-"""Seconds between two lines of progress: at the start, and in a long run."""
-_REDRAW = 0.1  # seconds between two drawings of a bar
 
-T = TypeVar("T")
-
-
-@dataclass
-class Table:
-    """A table of texts. Each row is as long as the headings; its first cell is its name."""
-
-    title: str
-    headings: list[str]
-    rows: list[list[str]]
-    note: str = ""
+# The console
 
 
 class Console(rich.console.Console):
@@ -56,38 +41,17 @@ class Console(rich.console.Console):
         self.print(f"warning: {visible(line)}", style=style, highlight=False, soft_wrap=True)
 
 
-def csv_table(rows: Iterable[Sequence[Any]]) -> str:
-    """Rows as CSV, headings first. A text that a spreadsheet would read as a formula gets a ' before it."""
-    stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows([_unlike_a_formula(cell) for cell in row] for row in rows)
-    return stream.getvalue()
+# Tables
 
 
-def _unlike_a_formula(cell: Any) -> Any:
-    if not isinstance(cell, str) or not (cell := visible(cell)).startswith(("=", "+", "-", "@")):
-        return cell
-    try:
-        float(cell)
-    except ValueError:
-        return f"'{cell}"
-    return cell
+@dataclass
+class Table:
+    """A table of texts. Each row is as long as the headings; its first cell is its name."""
 
-
-def decimals_of(value: float) -> int:
-    """Decimals that show a value: 2, or as many as 4 digits of a smaller one need."""
-    size = abs(value)
-    return 3 - math.floor(math.log10(size)) if 0 < size < 1 else 2
-
-
-def in_digits(value: float | None, deviation: float | None = None, of: float | None = None, sign: str = "") -> str:
-    """A value as text: "30.12", "0.04321", "34.13 ± 0.52"; "–" for None.
-
-    `of`: the value whose size gives the decimals, if it is another one. `sign`: "+" shows that of a positive value.
-    """
-    if value is None:
-        return NOTHING
-    decimals = decimals_of(value if of is None else of)
-    return f"{value:{sign}.{decimals}f}" + ("" if deviation is None else f" ± {deviation:.{decimals}f}")
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+    note: str = ""
 
 
 def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any) -> RichTable:
@@ -107,9 +71,74 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> st
     return "\n".join([first, f"|{'---|' * len(headings)}", *others])
 
 
+def csv_table(rows: Iterable[Sequence[Any]]) -> str:
+    """Rows as CSV, headings first. A text that a spreadsheet would read as a formula gets a ' before it."""
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows([_unlike_a_formula(cell) for cell in row] for row in rows)
+    return stream.getvalue()
+
+
+def _unlike_a_formula(cell: Any) -> Any:
+    if not isinstance(cell, str) or not (cell := visible(cell)).startswith(("=", "+", "-", "@")):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
+
+
+# Numbers
+
+NOTHING = "–"
+"""The cell of a value that is not known."""
+
+
+def in_digits(value: float | None, deviation: float | None = None, of: float | None = None, sign: str = "") -> str:
+    """A value as text: "30.12", "0.04321", "34.13 ± 0.52"; "–" for None.
+
+    `of`: the value whose size gives the decimals, if it is another one. `sign`: "+" shows that of a positive value.
+    """
+    if value is None:
+        return NOTHING
+    decimals = decimals_of(value if of is None else of)
+    return f"{value:{sign}.{decimals}f}" + ("" if deviation is None else f" ± {deviation:.{decimals}f}")
+
+
+def decimals_of(value: float) -> int:
+    """Decimals that show a value: 2, or as many as 4 digits of a smaller one need."""
+    size = abs(value)
+    return 3 - math.floor(math.log10(size)) if 0 < size < 1 else 2
+
+
+# Progress
+
+T = TypeVar("T")
+
+
+def progress(items: "Collection[T] | DataLoader[T]", doing: str, unit: str, console: Console) -> Iterator[T]:
+    """Iterate over items, with a bar on a terminal and lines in a log. A quiet console shows neither."""
+    bar = Bar(console) if takes_a_bar(console) else None
+    pace, total = Pace(), len(items)
+    try:
+        for n, item in enumerate(items):
+            if bar is not None and bar.is_due():
+                bar.draw(doing, f"{unit} {n + 1} of {total}", n, total)
+            yield item
+            if bar is None and pace.due():
+                console.print(f"{doing}: {unit} {n + 1} of {total} done", highlight=False, soft_wrap=True)
+    finally:
+        if bar is not None:
+            bar.end()
+
+
 def takes_a_bar(console: Console) -> bool:
     """Whether a bar can be drawn. FORCE_COLOR makes rich treat a file as a terminal, so this asks the file itself."""
     return console.is_interactive and console.file.isatty() and not console.quiet
+
+
+SHORTEST, LONGEST = 10.0, 60.0
+"""Seconds between two lines of progress: at the start, and in a long run."""
 
 
 class Pace:
@@ -129,6 +158,9 @@ class Pace:
     def printed(self) -> None:
         """Start to count from now: a line was printed, even if none was due."""
         self._last = time.monotonic()
+
+
+_REDRAW = 0.1  # seconds between two drawings of a bar
 
 
 class Bar:
@@ -167,19 +199,3 @@ class Bar:
         """Remove the bar."""
         self._live.stop()
         self._live.console.soft_wrap = self._soft_wrap
-
-
-def progress(items: "Collection[T] | DataLoader[T]", doing: str, unit: str, console: Console) -> Iterator[T]:
-    """Iterate over items, with a bar on a terminal and lines in a log. A quiet console shows neither."""
-    bar = Bar(console) if takes_a_bar(console) else None
-    pace, total = Pace(), len(items)
-    try:
-        for n, item in enumerate(items):
-            if bar is not None and bar.is_due():
-                bar.draw(doing, f"{unit} {n + 1} of {total}", n, total)
-            yield item
-            if bar is None and pace.due():
-                console.print(f"{doing}: {unit} {n + 1} of {total} done", highlight=False, soft_wrap=True)
-    finally:
-        if bar is not None:
-            bar.end()

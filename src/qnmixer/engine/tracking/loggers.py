@@ -37,17 +37,82 @@ from qnmixer.engine.tracking.run import name_of_run
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import naming, write_text
 
-# A path that starts at a root or a home folder. Its last name is shown, unless that is a user's home.
-_NAME = r"[^\s/\\'\",;:<>]+"
-_FOLDERS = re.compile(
-    rf"(?<![\w.…<])(?:[A-Za-z]:)?(?:[/\\](?:home|Users)[/\\]{_NAME}[/\\]?|~[\w.-]*[/\\]|[/\\]{_NAME}[/\\]|[A-Za-z]:\\)"
-    rf"(?:{_NAME}[/\\])*"
-)
+# The loggers of a run
+
+# Exit codes of a W&B run; wandb itself uses the last one for Ctrl-C.
+DONE, FAILED, INTERRUPTED = 0, 1, 255
 
 
-def without_folders(text: str) -> str:
-    """Replace the folders of absolute paths in a text by …, so that it names neither the machine nor the user."""
-    return _FOLDERS.sub("…/", text)
+def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at: int | None = None) -> list[Logger]:
+    """Build the loggers of a run, metrics.csv first. Only rank 0 builds those of the config.
+
+    W&B starts a new run, or resumes the run of this folder.
+
+    Args:
+        config: the run's config, with the number of devices filled in.
+        folder: the run folder, which all files go into.
+        overrides: of the command line, or of a job in a sweep.
+        resumed_at: optimizer steps of the checkpoint, if the run resumes in this folder.
+
+    Raises ConfigError if W&B refuses the API key. If W&B cannot be reached, it warns and continues offline.
+    """
+    file = MetricsFile(folder, resumed_at)
+    loggers: list[Logger] = [file]
+    for options in config.logger.values() if rank() == 0 else ():
+        if isinstance(options, LoggerConfig):
+            if options._target_ != METRICS_FILE:
+                loggers.append(_build(config, options, folder))
+        elif options.mode != "disabled":
+            loggers.append(_wandb_run(config, options, folder, overrides, file))
+    return loggers
+
+
+def _build(config: Config, options: LoggerConfig, folder: Path) -> Logger:
+    """Build a logger of Lightning or of the user, and log the config. It gets the run folder if it can take one."""
+    given = {name: value for name, value in options.arguments.items() if value is not None}
+    places = {
+        "save_dir": str(folder),
+        "tracking_uri": f"sqlite:///{folder.absolute()}/mlflow.db",  # MLflow's own default is refused by new versions
+    }
+    logger: Logger = replace(options, arguments=given).build(offered=places)
+    logger.log_hyperparams(_described(config))
+    return logger
+
+
+def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: int) -> None:
+    """Finish the W&B run, if one of these loggers started one, as DONE, FAILED or INTERRUPTED."""
+    wandb = sys.modules.get("wandb")
+    of_wandb = any("wandb" in options._target_.lower() for options in loggers.values())
+    if wandb is None or not of_wandb or (run := wandb.run) is None:
+        return
+    # Without `finish` the next run of this process would log into this one. Without a code it would record success.
+    try:
+        run.finish(exit_code=exit_code)
+    except TimeoutError:
+        warnings.warn(
+            f"W&B did not get all data, as the network is slow or lost: send it with "
+            f"wandb sync --include-online {Path(run.dir).parent}",
+            stacklevel=2,
+        )
+
+
+_DATA_DIR = "WANDB_DATA_DIR"
+
+
+def log_checkpoint(loggers: list[Logger], checkpoint: Path) -> None:
+    """Log a checkpoint as an artifact, if the W&B run asks for it. An offline run stores a copy for `wandb sync`."""
+    for logger in loggers:
+        if isinstance(logger, WandbRun) and logger.log_best:
+            is_chosen = _DATA_DIR in os.environ  # else W&B's copy would stay in the user's home
+            os.environ.setdefault(_DATA_DIR, str(Path(logger.experiment.dir).parent))
+            try:
+                logger.experiment.log_model(checkpoint, f"model-{logger.experiment.id}", aliases=["best"])
+            finally:
+                if not is_chosen:
+                    del os.environ[_DATA_DIR]
+
+
+# metrics.csv
 
 
 class MetricsFile(CSVLogger):
@@ -116,87 +181,20 @@ def _lines(columns: list[str], rows: list[dict[str, Any]]) -> str:
     return stream.getvalue()
 
 
+# W&B
+
 CODE_DIFF = "code.diff"
 RUN_ID = Path("wandb", "run_id")
 KNOWN_UNTIL = Path("wandb", "known_until")  # W&B has all steps before this one, also those that metrics.csv dropped
-
-# Exit codes of a W&B run; wandb itself uses the last one for Ctrl-C.
-DONE, FAILED, INTERRUPTED = 0, 1, 255
-
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
-_DATA_DIR = "WANDB_DATA_DIR"
+
 # Only one kind of network has these. They get a curve, but no column in the table of runs.
 _CURVES_ONLY = ("train/lambda_*", "val/cosine_zs", "val/skipped_pairs")
 _SECONDS_TO_START = 30
 _SECONDS_TO_DISK = 0.1  # W&B's default is 15. A kill loses these rows, and the resumed run does not repeat them
+
 # Less than the time that a rank has to stop (processes/process.py). Data that is not sent by then stays here.
 _SECONDS_TO_FINISH = 20
-
-
-def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at: int | None = None) -> list[Logger]:
-    """Build the loggers of a run, metrics.csv first. Only rank 0 builds those of the config.
-
-    W&B starts a new run, or resumes the run of this folder.
-
-    Args:
-        config: the run's config, with the number of devices filled in.
-        folder: the run folder, which all files go into.
-        overrides: of the command line, or of a job in a sweep.
-        resumed_at: optimizer steps of the checkpoint, if the run resumes in this folder.
-
-    Raises ConfigError if W&B refuses the API key. If W&B cannot be reached, it warns and continues offline.
-    """
-    file = MetricsFile(folder, resumed_at)
-    loggers: list[Logger] = [file]
-    for options in config.logger.values() if rank() == 0 else ():
-        if isinstance(options, LoggerConfig):
-            if options._target_ != METRICS_FILE:
-                loggers.append(_build(config, options, folder))
-        elif options.mode != "disabled":
-            loggers.append(_wandb_run(config, options, folder, overrides, file))
-    return loggers
-
-
-def _build(config: Config, options: LoggerConfig, folder: Path) -> Logger:
-    """Build a logger of Lightning or of the user, and log the config. It gets the run folder if it can take one."""
-    given = {name: value for name, value in options.arguments.items() if value is not None}
-    places = {
-        "save_dir": str(folder),
-        "tracking_uri": f"sqlite:///{folder.absolute()}/mlflow.db",  # MLflow's own default is refused by new versions
-    }
-    logger: Logger = replace(options, arguments=given).build(offered=places)
-    logger.log_hyperparams(_described(config))
-    return logger
-
-
-def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: int) -> None:
-    """Finish the W&B run, if one of these loggers started one, as DONE, FAILED or INTERRUPTED."""
-    wandb = sys.modules.get("wandb")
-    of_wandb = any("wandb" in options._target_.lower() for options in loggers.values())
-    if wandb is None or not of_wandb or (run := wandb.run) is None:
-        return
-    # Without `finish` the next run of this process would log into this one. Without a code it would record success.
-    try:
-        run.finish(exit_code=exit_code)
-    except TimeoutError:
-        warnings.warn(
-            f"W&B did not get all data, as the network is slow or lost: send it with "
-            f"wandb sync --include-online {Path(run.dir).parent}",
-            stacklevel=2,
-        )
-
-
-def log_checkpoint(loggers: list[Logger], checkpoint: Path) -> None:
-    """Log a checkpoint as an artifact, if the W&B run asks for it. An offline run stores a copy for `wandb sync`."""
-    for logger in loggers:
-        if isinstance(logger, WandbRun) and logger.log_best:
-            is_chosen = _DATA_DIR in os.environ  # else W&B's copy would stay in the user's home
-            os.environ.setdefault(_DATA_DIR, str(Path(logger.experiment.dir).parent))
-            try:
-                logger.experiment.log_model(checkpoint, f"model-{logger.experiment.id}", aliases=["best"])
-            finally:
-                if not is_chosen:
-                    del os.environ[_DATA_DIR]
 
 
 class WandbRun(WandbLogger):
@@ -327,6 +325,9 @@ def _tags(config: Config, overrides: list[str]) -> list[str]:
     return [*dict.fromkeys(word[:LONGEST_TAG] for word in words)]
 
 
+# What loggers may know
+
+
 def _described(config: Config) -> dict[str, Any]:
     """The config for a logger, without private values, and with the versions and hardware that results depend on."""
     trainer = config.trainer
@@ -347,6 +348,19 @@ def _anonymous(value: Any) -> Any:
     if isinstance(value, list):
         return [_anonymous(it) for it in value]
     return without_folders(value) if isinstance(value, str) else value
+
+
+# A path that starts at a root or a home folder. Its last name is shown, unless that is a user's home.
+_NAME = r"[^\s/\\'\",;:<>]+"
+_FOLDERS = re.compile(
+    rf"(?<![\w.…<])(?:[A-Za-z]:)?(?:[/\\](?:home|Users)[/\\]{_NAME}[/\\]?|~[\w.-]*[/\\]|[/\\]{_NAME}[/\\]|[A-Za-z]:\\)"
+    rf"(?:{_NAME}[/\\])*"
+)
+
+
+def without_folders(text: str) -> str:
+    """Replace the folders of absolute paths in a text by …, so that it names neither the machine nor the user."""
+    return _FOLDERS.sub("…/", text)
 
 
 def device_name(accelerator: str) -> str:

@@ -1,8 +1,10 @@
 """What a run leaves in its folder: results.json, sweep.json, and the reader of metrics.csv. No torch import.
 
-A run folder may come from anybody. So sizes are bounded, and what no run writes so is one DataError. results.json has
-the status of a run, its results, what they depend on (overrides, commit, versions), and a sign. The sign says that this
-user has started the run with these overrides, and nobody else: it is a digest by a key that only this user can read.
+results.json has the status of a run, its results, what they depend on (overrides, commit, versions), and a sign. The
+sign says that this user has started the run with these overrides, and nobody else: it is a digest by a key that only
+this user can read.
+
+A run folder may come from anybody. So sizes are bounded, and what no run writes so is one DataError.
 """
 
 import csv
@@ -30,76 +32,98 @@ from qnmixer.engine.config.options import converted
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.files import make_own_folder, private_files, write_text
 
-_MOST = 2**23
-_MOST_ROWS = 2**28
-"""Bytes of a record. Those of a long run have a tenth of them."""
-_FIX = "give another folder, or write it again"
-_NUMBERS = ("samples", "train/samples_per_second", "train/grad_norm_max", "val/psnr")
-"""Columns of metrics.csv that others than people read."""
+# results.json
+
+_KINDS = {
+    "status": str, "error": str, "overrides": list[str], "started": str, "tags": list[str], "best": dict[str, Any],
+    "steps": int, "seconds": float, "memory": dict[str, float | None],
+    "git_commit": str | None, "device": str, "versions": dict[str, str], "evaluated": dict[str, Any],
+    "resumed": list[dict[str, Any]],
+}  # fmt: skip
+"""What readers take for granted. Other entries are for people."""
 
 
-def damaged(path: Path, why: str, fix: str = _FIX) -> DataError:
-    """The error for a record that no run wrote so."""
-    return DataError(f"{path} is damaged, or another program wrote it ({why}): {fix}")
+@contextmanager
+def results(folder: Path, overrides: list[str], before: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """Write results.json: `status` is running while the block runs, then done, failed or interrupted.
 
+    Yields a dict for metrics and paths. It is written at the end, also if the block fails. Its `seconds` include
+    earlier parts of the run.
 
-def read_text(path: Path, most: int = _MOST, fix: str = _FIX) -> str:
-    """The text of a record. Raises DataError if it has more bytes than `most`, NUL bytes, or is not UTF-8."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # a pipe would never end
-        content = stream.read(most + 1)
-    if len(content) > most:
-        raise damaged(path, f"more than {most >> 20} MiB", fix)
-    if b"\0" in content:
-        raise damaged(path, "it has NUL bytes", fix)
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise damaged(path, "it is not UTF-8", fix) from error
-
-
-def read_json(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object. Raises DataError if it is none, or if one of its keys has another type.
-
-    kinds: types by key. A key may be missing.
+    Args:
+        folder: where results.json is written.
+        overrides: of a new run.
+        before: the record of a run that resumes; None for a new run. Its overrides stay: a refused resume must not
+            change what the run is. A run that is done stays done.
     """
+    fresh = {"status": "running", "git_commit": git_commit(), "versions": versions()}
+    record: dict[str, Any] = fresh | signed(overrides) | {"started": now()} | (before or {}) | fresh
+    record.pop("error", None)  # of the part before the resume
+    start = time.monotonic()
+    write_results(folder, record)
     try:
-        record = json.loads(read_text(path))
-    except (ValueError, RecursionError):  # the latter: 200,000 brackets
-        record = None
-    if not isinstance(record, dict):
-        raise damaged(path, "it is no JSON object")
-    for key in kinds.keys() & record.keys():
-        try:
-            record[key] = converted(key, record[key], kinds[key])
-        except ConfigError as error:  # its message has the value, which may be anything
-            raise damaged(path, f"its entry {key}") from error
-    return record
+        yield record
+        record["status"] = "done"
+    except KeyboardInterrupt:
+        record["status"] = "interrupted"
+        raise
+    except BaseException as error:
+        record |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+        raise
+    finally:
+        record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - start, 1)
+        if record["status"] != "done":
+            if (since := read_results(folder)).get("status") == "failed":
+                record |= {key: since[key] for key in ("status", "error")}  # another rank recorded the cause before
+            if before and was_refused(before, record):
+                record = before
+        write_results(folder, record)
 
 
-def read_metrics(path: Path) -> list[dict[str, str]]:
-    """The rows of a metrics.csv, each with all columns, without an incomplete last line; [] if there is no file.
+def was_refused(before: dict[str, Any], record: dict[str, Any]) -> bool:
+    """Whether a run that was done before has not been continued since. Then it is still done, whatever was tried."""
+    return before.get("status") == "done" and record.get("resumed") == before.get("resumed")
 
-    Raises DataError for a row with other columns, without a step, or with a text for a number.
-    """
-    fix = "remove that line, or the file: only curves are lost"
-    text = read_text(path, _MOST_ROWS, fix) if path.is_file() else ""
-    # A kill in the middle of a write leaves half a line.
-    reader, rows = csv.reader(io.StringIO(text[: text.rfind("\n") + 1])), []
-    try:
-        columns = next(reader, ["step"])
-        numbers = [name for name in _NUMBERS if name in columns]
-        if "step" not in columns or len({*columns}) < len(columns):
-            raise ValueError("names of columns")
-        for cells in filter(None, reader):
-            row = dict(zip(columns, cells, strict=True))
-            if not 0 <= int(row["step"]) < 2**62:
-                raise ValueError("step")
-            for name in numbers:
-                float(row[name] or 0)
-            rows.append(row)
-    except (csv.Error, ValueError) as error:
-        raise damaged(path, f"line {reader.line_num}", fix) from error
-    return rows
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """Read results.json of a run folder; {} if there is none. Raises DataError if it is damaged."""
+    path = folder / "results.json"
+    return read_json(path, _KINDS) if path.is_file() else {}
+
+
+def write_results(folder: Path, record: dict[str, Any]) -> None:
+    """Write results.json of a run folder."""
+    write_text(folder / "results.json", json.dumps(record, indent=2, default=str) + "\n")
+
+
+def best_of(record: dict[str, Any]) -> tuple[str, float | None]:
+    """The monitored metric of a run and its best value; None if there is none."""
+    monitor, best = next(iter(record.get("best", {}).items()), ("best", None))
+    if isinstance(best, int) and abs(best) < 2**63:  # JSON has whole numbers of any length
+        best = float(best)
+    return monitor, best if isinstance(best, float) else None
+
+
+def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:
+    """Set the state of a run in its results.json, where `results` has not begun, or has died."""
+    record = read_results(folder) or signed(overrides) | {"started": now()}
+    record |= {"status": status, "error": error}
+    write_results(folder, {key: value for key, value in record.items() if value is not None})
+
+
+TIME = "%Y-%m-%dT%H:%M:%S%z"
+
+
+def now() -> str:
+    """The time, as results.json has it."""
+    return time.strftime(TIME)
+
+
+def duration(seconds: float) -> str:
+    """A duration as text: "4 min 05 s"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
 
 
 # sweep.json: the overrides of a sweep and of each of its jobs
@@ -159,6 +183,85 @@ def as_number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
+# metrics.csv
+
+_NUMBERS = ("samples", "train/samples_per_second", "train/grad_norm_max", "val/psnr")
+"""Columns of metrics.csv that others than people read."""
+_MOST_ROWS = 2**28
+"""Bytes of a metrics.csv. That of a long run has a tenth of them."""
+
+
+def read_metrics(path: Path) -> list[dict[str, str]]:
+    """The rows of a metrics.csv, each with all columns, without an incomplete last line; [] if there is no file.
+
+    Raises DataError for a row with other columns, without a step, or with a text for a number.
+    """
+    fix = "remove that line, or the file: only curves are lost"
+    text = read_text(path, _MOST_ROWS, fix) if path.is_file() else ""
+    # A kill in the middle of a write leaves half a line.
+    reader, rows = csv.reader(io.StringIO(text[: text.rfind("\n") + 1])), []
+    try:
+        columns = next(reader, ["step"])
+        numbers = [name for name in _NUMBERS if name in columns]
+        if "step" not in columns or len({*columns}) < len(columns):
+            raise ValueError("names of columns")
+        for cells in filter(None, reader):
+            row = dict(zip(columns, cells, strict=True))
+            if not 0 <= int(row["step"]) < 2**62:
+                raise ValueError("step")
+            for name in numbers:
+                float(row[name] or 0)
+            rows.append(row)
+    except (csv.Error, ValueError) as error:
+        raise damaged(path, f"line {reader.line_num}", fix) from error
+    return rows
+
+
+# A record that may come from anybody
+
+_MOST = 2**23
+"""Bytes of any other record."""
+_FIX = "give another folder, or write it again"
+
+
+def damaged(path: Path, why: str, fix: str = _FIX) -> DataError:
+    """The error for a record that no run wrote so."""
+    return DataError(f"{path} is damaged, or another program wrote it ({why}): {fix}")
+
+
+def read_text(path: Path, most: int = _MOST, fix: str = _FIX) -> str:
+    """The text of a record. Raises DataError if it has more bytes than `most`, NUL bytes, or is not UTF-8."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # a pipe would never end
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise damaged(path, f"more than {most >> 20} MiB", fix)
+    if b"\0" in content:
+        raise damaged(path, "it has NUL bytes", fix)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise damaged(path, "it is not UTF-8", fix) from error
+
+
+def read_json(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object. Raises DataError if it is none, or if one of its keys has another type.
+
+    kinds: types by key. A key may be missing.
+    """
+    try:
+        record = json.loads(read_text(path))
+    except (ValueError, RecursionError):  # the latter: 200,000 brackets
+        record = None
+    if not isinstance(record, dict):
+        raise damaged(path, "it is no JSON object")
+    for key in kinds.keys() & record.keys():
+        try:
+            record[key] = converted(key, record[key], kinds[key])
+        except ConfigError as error:  # its message has the value, which may be anything
+            raise damaged(path, f"its entry {key}") from error
+    return record
+
+
 # The sign of the user
 
 _LENGTH = 32
@@ -203,96 +306,20 @@ def _write_key(path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-# results.json
+# The version of the code
 
-_CODE = (".py", ".yaml", ".yml")
-_PRIVATE = re.compile(
-    r"(^|/)\.|(^|[/_.-])(local|private|secrets?|credentials?|passwords?|tokens?|keys?)([/_.-]|$)", re.IGNORECASE
-)
-TIME = "%Y-%m-%dT%H:%M:%S%z"
-_KINDS = {
-    "status": str, "error": str, "overrides": list[str], "started": str, "tags": list[str], "best": dict[str, Any],
-    "steps": int, "seconds": float, "memory": dict[str, float | None],
-    "git_commit": str | None, "device": str, "versions": dict[str, str], "evaluated": dict[str, Any],
-    "resumed": list[dict[str, Any]],
-}  # fmt: skip
-"""What readers take for granted. Other entries are for people."""
 PACKAGES = ("torch", "lightning", "hydra-core", "torchmetrics", "wandb", "qnmixer")
-
-
-@contextmanager
-def results(folder: Path, overrides: list[str], before: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """Write results.json: `status` is running while the block runs, then done, failed or interrupted.
-
-    Yields a dict for metrics and paths. It is written at the end, also if the block fails. Its `seconds` include
-    earlier parts of the run.
-
-    Args:
-        folder: where results.json is written.
-        overrides: of a new run.
-        before: the record of a run that resumes; None for a new run. Its overrides stay: a refused resume must not
-            change what the run is. A run that is done stays done.
-    """
-    fresh = {"status": "running", "git_commit": git_commit(), "versions": versions()}
-    record: dict[str, Any] = fresh | signed(overrides) | {"started": now()} | (before or {}) | fresh
-    record.pop("error", None)  # of the part before the resume
-    start = time.monotonic()
-    write_results(folder, record)
-    try:
-        yield record
-        record["status"] = "done"
-    except KeyboardInterrupt:
-        record["status"] = "interrupted"
-        raise
-    except BaseException as error:
-        record |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-        raise
-    finally:
-        record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - start, 1)
-        if record["status"] != "done":
-            if (since := read_results(folder)).get("status") == "failed":
-                record |= {key: since[key] for key in ("status", "error")}  # another rank recorded the cause before
-            if before and was_refused(before, record):
-                record = before
-        write_results(folder, record)
-
-
-def was_refused(before: dict[str, Any], record: dict[str, Any]) -> bool:
-    """Whether a run that was done before has not been continued since. Then it is still done, whatever was tried."""
-    return before.get("status") == "done" and record.get("resumed") == before.get("resumed")
-
-
-def read_results(folder: Path) -> dict[str, Any]:
-    """Read results.json of a run folder; {} if there is none. Raises DataError if it is damaged."""
-    path = folder / "results.json"
-    return read_json(path, _KINDS) if path.is_file() else {}
-
-
-def best_of(record: dict[str, Any]) -> tuple[str, float | None]:
-    """The monitored metric of a run and its best value; None if there is none."""
-    monitor, best = next(iter(record.get("best", {}).items()), ("best", None))
-    if isinstance(best, int) and abs(best) < 2**63:  # JSON has whole numbers of any length
-        best = float(best)
-    return monitor, best if isinstance(best, float) else None
-
-
-def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:
-    """Set the state of a run in its results.json, where `results` has not begun, or has died."""
-    record = read_results(folder) or signed(overrides) | {"started": now()}
-    record |= {"status": status, "error": error}
-    write_results(folder, {key: value for key, value in record.items() if value is not None})
-
-
-def duration(seconds: float) -> str:
-    """A duration as text: "4 min 05 s"."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that can change the numbers of a run."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+
+
+_CODE = (".py", ".yaml", ".yml")
+_PRIVATE = re.compile(
+    r"(^|/)\.|(^|[/_.-])(local|private|secrets?|credentials?|passwords?|tokens?|keys?)([/_.-]|$)", re.IGNORECASE
+)
 
 
 def git_commit() -> str | None:
@@ -325,11 +352,6 @@ def git_diff() -> str:
         return ""
 
 
-def now() -> str:
-    """The time, as results.json has it."""
-    return time.strftime(TIME)
-
-
 def _package() -> Path:
     return Path(__file__).parents[2]
 
@@ -348,8 +370,3 @@ def _git(folder: Path | str, *arguments: str, **environment: str) -> str:
     command, environment = ["git", *arguments], os.environ | environment
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
     return done.stdout.decode(errors="replace")
-
-
-def write_results(folder: Path, record: dict[str, Any]) -> None:
-    """Write results.json of a run folder."""
-    write_text(folder / "results.json", json.dumps(record, indent=2, default=str) + "\n")

@@ -35,12 +35,9 @@ from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import check_no_links, check_unused, is_temporary, newest_complete, path_of, remove, replace
 from qnmixer.weights import PRETRAINED, checkpoint_in
 
+# Finding a run
+
 RUNS = Path("runs")
-HYDRA = ".hydra"
-NEXT_HYDRA = ".hydra.next"
-"""Where Hydra writes its files if a run resumes: they take the place of the others when the resume is accepted."""
-BEGINNING = ("finetune", "resume")
-"""Keys that say where a run began. Its record keeps them when it resumes in its folder."""
 
 
 def run_of(path: Path) -> Path | None:
@@ -74,6 +71,24 @@ def runs_in(folder: Path) -> Iterator[Path]:
                 yield here
 
 
+def latest() -> Path:
+    """The run folder under runs/ that began or resumed last. Raises CheckpointError if there is none."""
+    run = max(runs_in(RUNS), key=_begun, default=None)
+    if run is None:
+        raise CheckpointError(f"resume=latest finds no run under {RUNS.absolute()}: give the run's folder, resume=DIR")
+    return run
+
+
+def _begun(run: Path) -> float:
+    """When a run last began, in seconds since 1970, by its record: a copy of an old run has newer files."""
+    record = read_results(run)
+    times = [record.get("started"), *(it.get("at") for it in record.get("resumed", []))]
+    try:
+        return datetime.fromisoformat(times[-1] or "").timestamp()
+    except (TypeError, ValueError):
+        return 0.0
+
+
 def has_checkpoint(run: Path) -> bool:
     """Whether there is a checkpoint to resume from."""
     return any(newest_complete(checkpoint_in(run, name)).exists() for name in ("last", "best"))
@@ -88,41 +103,13 @@ def overrides_of(run: Path) -> list[str]:
     return [it for it in found if not of_hydra(it) or key_of(it) == SEARCH_PATH]
 
 
-def resumes_in_place(folder: Path, resume: str | None) -> bool:
-    """Whether `resume` names the run of this folder: then the run continues its logs and its best value."""
-    run = None if resume is None else run_of(path_of(resume))
-    return run is not None and run.resolve() == folder.resolve()
+# Writing one
 
-
-@contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder while the block runs. The system releases it if the process dies.
-
-    Raises ConfigError if another process holds it, or if a link in the folder leads out of it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    check_no_links(folder)
-    lock = folder / ".lock"
-    if lock.is_symlink() or (lock.exists() and not lock.is_file()):
-        raise ConfigError(f"{lock} is no file: remove it")
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    # Not flock, which filelock uses: data workers inherit it, and live some seconds longer than a killed process.
-    with open(descriptor, "r+", encoding="utf-8", errors="replace") as stream:
-        try:
-            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            stream.seek(0)
-            who = stream.read(200).strip() or "another process"
-            raise ConfigError(
-                f"{who} writes to {folder}: wait until it ends, or stop it, or give another hydra.run.dir=FOLDER"
-            ) from None
-        except OSError:  # a file system without locks
-            yield
-            return
-        stream.truncate(0)
-        stream.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        stream.flush()
-        yield
+HYDRA = ".hydra"
+NEXT_HYDRA = ".hydra.next"
+"""Where Hydra writes its files if a run resumes: they take the place of the others when the resume is accepted."""
+BEGINNING = ("finetune", "resume")
+"""Keys that say where a run began. Its record keeps them when it resumes in its folder."""
 
 
 class Run:
@@ -216,14 +203,44 @@ class Run:
         amend(self.folder, self.overrides, status=status, error=line)
 
 
-# Resuming: the overrides of a command with resume=
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run folder while the block runs. The system releases it if the process dies.
 
-_OURS = ("hydra.run.dir", "hydra.output_subdir")
-"""Keys that are set here. No record gives them: see `overrides_of`."""
-_ROOT_KEYS = ("seed", "monitor", "compile", "test_after_training", "tags")
-_NAMES_CODE_OR_WRITES = re.compile("_target_|regularizer|cache_dir")
-_LOOKS_ELSEWHERE = re.compile(r"[${}\\]|\.\.")
-"""Interpolations, nested values, and files outside the config folders."""
+    Raises ConfigError if another process holds it, or if a link in the folder leads out of it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    check_no_links(folder)
+    lock = folder / ".lock"
+    if lock.is_symlink() or (lock.exists() and not lock.is_file()):
+        raise ConfigError(f"{lock} is no file: remove it")
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    # Not flock, which filelock uses: data workers inherit it, and live some seconds longer than a killed process.
+    with open(descriptor, "r+", encoding="utf-8", errors="replace") as stream:
+        try:
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            stream.seek(0)
+            who = stream.read(200).strip() or "another process"
+            raise ConfigError(
+                f"{who} writes to {folder}: wait until it ends, or stop it, or give another hydra.run.dir=FOLDER"
+            ) from None
+        except OSError:  # a file system without locks
+            yield
+            return
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        stream.flush()
+        yield
+
+
+def resumes_in_place(folder: Path, resume: str | None) -> bool:
+    """Whether `resume` names the run of this folder: then the run continues its logs and its best value."""
+    run = None if resume is None else run_of(path_of(resume))
+    return run is not None and run.resolve() == folder.resolve()
+
+
+# Resuming: the overrides of a command with resume=
 
 
 def resume_overrides(overrides: list[str]) -> list[str]:
@@ -270,6 +287,18 @@ def _resumed(overrides: list[str]) -> list[str]:
     return found if in_place else _unless_begun(found)
 
 
+def _asked_path(asked: str) -> Path:
+    """The run folder or checkpoint that `resume=` names. Raises ConfigError or CheckpointError if there is none."""
+    if not asked:
+        raise ConfigError("resume= names no run: give resume=latest, or the folder that training printed")
+    path = latest() if asked == "latest" else path_of(asked)
+    if run_of(path) is None and not path.is_file():
+        if asked == PRETRAINED:
+            raise CheckpointError(f"resume={PRETRAINED} names weights, not a run: use finetune={PRETRAINED}")
+        raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
+    return path
+
+
 def _in_place(run: Path, path: Path, given: list[str]) -> list[str]:
     """The overrides that resume a run in its folder from `path`. Overrides given now replace those of the run."""
     before, where = overrides_of(run), [] if folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
@@ -309,43 +338,19 @@ def _unless_begun(overrides: list[str]) -> list[str]:
     return _in_place(run, run, _without(overrides, *BEGINNING))
 
 
-def _asked_path(asked: str) -> Path:
-    """The run folder or checkpoint that `resume=` names. Raises ConfigError or CheckpointError if there is none."""
-    if not asked:
-        raise ConfigError("resume= names no run: give resume=latest, or the folder that training printed")
-    path = latest() if asked == "latest" else path_of(asked)
-    if run_of(path) is None and not path.is_file():
-        if asked == PRETRAINED:
-            raise CheckpointError(f"resume={PRETRAINED} names weights, not a run: use finetune={PRETRAINED}")
-        raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
-    return path
+def _check_open(run: Path, given: dict[str, str]) -> None:
+    """Raise CheckpointError if the run is done, and the command does not make it longer."""
+    record, asked = read_results(run), given.get("trainer.max_steps", "")
+    if record.get("status") != "done":
+        return
+    steps = record.get("steps", 0)
+    longer = int(asked) > steps if asked.isdigit() else any(key in given for key in (*LENGTH, "trainer.max_time"))
+    if not longer:
+        raise CheckpointError(f"{run} is done ({steps} steps): to train longer, raise trainer.max_steps")
 
 
-def latest() -> Path:
-    """The run folder under runs/ that began or resumed last. Raises CheckpointError if there is none."""
-    run = max(runs_in(RUNS), key=_begun, default=None)
-    if run is None:
-        raise CheckpointError(f"resume=latest finds no run under {RUNS.absolute()}: give the run's folder, resume=DIR")
-    return run
-
-
-def _begun(run: Path) -> float:
-    """When a run last began, in seconds since 1970, by its record: a copy of an old run has newer files."""
-    record = read_results(run)
-    times = [record.get("started"), *(it.get("at") for it in record.get("resumed", []))]
-    try:
-        return datetime.fromisoformat(times[-1] or "").timestamp()
-    except (TypeError, ValueError):
-        return 0.0
-
-
-def resume_hint(folder: Path) -> str:
-    """The line that tells the user how to resume a stopped run."""
-    here = folder.resolve()
-    short = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
-    steps = read_results(folder).get("steps")
-    at = f" after step {steps}" if steps else ""
-    return f"interrupted{at}, to resume: python -m qnmixer.train {shlex.quote(f'resume={quoted(short)}')}"
+_OURS = ("hydra.run.dir", "hydra.output_subdir")
+"""Keys that are set here. No record gives them: see `overrides_of`."""
 
 
 def _check_plain(run: Path, found: list[str], given: list[str]) -> None:
@@ -356,6 +361,12 @@ def _check_plain(run: Path, found: list[str], given: list[str]) -> None:
             f"{run} was not started by you here, and code, loggers, callbacks and folders are yours to name: repeat "
             f"what you trust of {shlex.join(theirs):.300}, or give others, such as logger=csv callbacks=default"
         )
+
+
+_ROOT_KEYS = ("seed", "monitor", "compile", "test_after_training", "tags")
+_NAMES_CODE_OR_WRITES = re.compile("_target_|regularizer|cache_dir")
+_LOOKS_ELSEWHERE = re.compile(r"[${}\\]|\.\.")
+"""Interpolations, nested values, and files outside the config folders."""
 
 
 def _is_plain(override: str) -> bool:
@@ -376,27 +387,6 @@ def _by_key(overrides: list[str]) -> dict[str, str]:
     return {key_of(it): it for it in of_run if it != "resume=null"}
 
 
-def folder_of(overrides: list[str], command: str = "train") -> Path | None:
-    """The folder that `hydra.run.dir=` of a command names; None without it."""
-    text = values_of(overrides).get("hydra.run.dir")
-    if text is not None and "${" in text:
-        config = compose(command, overrides, with_hydra=True)
-        HydraConfig.instance().set_config(config)  # for ${hydra:…}
-        text = str(config.hydra.run.dir)
-    return None if text is None else Path(text)
-
-
-def _check_open(run: Path, given: dict[str, str]) -> None:
-    """Raise CheckpointError if the run is done, and the command does not make it longer."""
-    record, asked = read_results(run), given.get("trainer.max_steps", "")
-    if record.get("status") != "done":
-        return
-    steps = record.get("steps", 0)
-    longer = int(asked) > steps if asked.isdigit() else any(key in given for key in (*LENGTH, "trainer.max_time"))
-    if not longer:
-        raise CheckpointError(f"{run} is done ({steps} steps): to train longer, raise trainer.max_steps")
-
-
 def _merged(before: list[str], given: list[str]) -> list[str]:
     """The overrides of a run with those given now in their place.
 
@@ -409,3 +399,22 @@ def _merged(before: list[str], given: list[str]) -> list[str]:
 
 def _without(overrides: list[str], *keys: str) -> list[str]:
     return [override for override in overrides if key_of(override) not in keys]
+
+
+def folder_of(overrides: list[str], command: str = "train") -> Path | None:
+    """The folder that `hydra.run.dir=` of a command names; None without it."""
+    text = values_of(overrides).get("hydra.run.dir")
+    if text is not None and "${" in text:
+        config = compose(command, overrides, with_hydra=True)
+        HydraConfig.instance().set_config(config)  # for ${hydra:…}
+        text = str(config.hydra.run.dir)
+    return None if text is None else Path(text)
+
+
+def resume_hint(folder: Path) -> str:
+    """The line that tells the user how to resume a stopped run."""
+    here = folder.resolve()
+    short = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
+    steps = read_results(folder).get("steps")
+    at = f" after step {steps}" if steps else ""
+    return f"interrupted{at}, to resume: python -m qnmixer.train {shlex.quote(f'resume={quoted(short)}')}"

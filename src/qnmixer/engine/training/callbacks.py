@@ -1,7 +1,7 @@
 """Callbacks. Those of every run log loss, gradient, speed and memory at each step. The config names others."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,15 +15,13 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import CallbackConfig, Count, MetricConfig, modes_of
 from qnmixer.engine.data.dataset import EpochSampler
-from qnmixer.engine.evaluation.evaluate import PAGE, PICTURE
-from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.memory.tracker import PeakTracker
 from qnmixer.engine.memory.usage import MIB, Leak, LeakWatch, read_usage, reset_peak
 from qnmixer.engine.metrics import psnr
@@ -34,73 +32,7 @@ from qnmixer.engine.run_module import RunModule
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.weights import MEAN_KEY, TRAINED_KEY
 
-
-class MeanWeights(Callback):
-    """Validation and checkpoints use the mean of the weights. Training continues with the weights themselves.
-
-    Lightning's own callback would copy the scan's matrix too. It also swaps the two sets of weights in a checkpoint
-    that is written during a validation.
-
-    Args:
-        decay: the share of the old mean that remains after a step.
-        start: optimizer steps after which averaging starts.
-    """
-
-    def __init__(self, decay: float = 0.999, start: int = 0) -> None:
-        if not 0 <= decay < 1 or start < 0:
-            raise ValueError("decay must be from 0 to below 1, and start must be 0 or more")
-        self.decay, self.start = decay, start
-        self.mean: dict[str, Tensor] = {}
-        self._swapped = False
-
-    @torch.no_grad()
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start from the mean in the checkpoint, or from the weights of the network."""
-        weights = {name: p.detach() for name, p in pl_module.named_parameters()}
-        self.mean = {name: self.mean.get(name, p).to(p.device, copy=True) for name, p in weights.items()}
-
-    @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Update the mean after an optimizer step."""
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
-            return
-        # Before `start` the mean follows the weights, because a mean of bad first weights would last long.
-        share = 1.0 if trainer.global_step <= self.start else 1 - self.decay
-        for name, parameter in pl_module.named_parameters():
-            self.mean[name].lerp_(parameter, share)
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Put the mean into the network."""
-        self._swap(pl_module)
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Put the trained weights back."""
-        self._swap(pl_module)
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the mean as the weights, for every reader of a checkpoint, and the trained weights beside it."""
-        if not self.mean:
-            return
-        now = {name: p.detach() for name, p in pl_module.named_parameters()}
-        trained, mean = (self.mean, now) if self._swapped else (now, self.mean)
-        checkpoint[TRAINED_KEY] = trained
-        checkpoint["state_dict"] = checkpoint["state_dict"] | mean
-
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read the mean; the weights themselves in a checkpoint of a run without this callback."""
-        self.mean = checkpoint[MEAN_KEY]
-
-    @torch.no_grad()
-    def _swap(self, pl_module: L.LightningModule) -> None:
-        self._swapped = not self._swapped
-        for name, parameter in pl_module.named_parameters():
-            if name in self.mean:
-                before = parameter.detach().clone()
-                parameter.copy_(self.mean[name])
-                self.mean[name].copy_(before)
-
+# Those of every run
 
 _T = TypeVar("_T", bound=Callback)
 
@@ -108,16 +40,6 @@ _T = TypeVar("_T", bound=Callback)
 def callback_of(trainer: L.Trainer, kind: type[_T]) -> _T:
     """The callback of this kind, which every run has."""
     return next(it for it in trainer.callbacks if isinstance(it, kind))  # type: ignore[attr-defined]  # Lightning's, untyped
-
-
-def samples_until(trainer: L.Trainer, step: int) -> int:
-    """Slices that all devices together have seen after this number of optimizer steps."""
-    loader = trainer.train_dataloader
-    if loader is None:  # a network that does not learn, or a resumed run that only lacks its last validation
-        loader = trainer.datamodule.train_dataloader()  # type: ignore[attr-defined]  # Lightning's, untyped
-    sampler = loader.sampler
-    assert isinstance(sampler, EpochSampler)
-    return sampler.samples_until(step)
 
 
 class StepMetrics(Callback):
@@ -236,6 +158,16 @@ class StepMetrics(Callback):
             raise FloatingPointError(f"the loss became {loss.item()} {where}")
 
 
+def samples_until(trainer: L.Trainer, step: int) -> int:
+    """Slices that all devices together have seen after this number of optimizer steps."""
+    loader = trainer.train_dataloader
+    if loader is None:  # a network that does not learn, or a resumed run that only lacks its last validation
+        loader = trainer.datamodule.train_dataloader()  # type: ignore[attr-defined]  # Lightning's, untyped
+    sampler = loader.sampler
+    assert isinstance(sampler, EpochSampler)
+    return sampler.samples_until(step)
+
+
 def _log_place(trainer: L.Trainer, module: L.LightningModule, *, on_epoch: bool) -> int:
     """Log step and samples, and return the samples. They are on the CPU, so the host waits for no device."""
     samples = samples_until(trainer, trainer.global_step)
@@ -336,7 +268,8 @@ def _shows_tensors(module: L.LightningModule) -> bool:
     return isinstance(config, Config) and config.strategy.planned_as != "shards" and not config.compile
 
 
-_MOST_SHOWN = 15  # iterates in a picture
+# Those that a config names
+
 _REFUSED: dict[type[Callback], str] = {
     BatchSizeFinder: "set data.batch_size: python -m qnmixer.plan says what fits",
     GradientAccumulationScheduler: "set trainer.accumulate_grad_batches",
@@ -367,6 +300,76 @@ def build_callbacks(
 def _mode(callback: CallbackConfig, modes: Mapping[str, str]) -> dict[str, str]:
     monitored = str(callback.arguments.get("monitor"))
     return {"mode": modes[monitored]} if monitored in modes else {}
+
+
+class MeanWeights(Callback):
+    """Validation and checkpoints use the mean of the weights. Training continues with the weights themselves.
+
+    Lightning's own callback would copy the scan's matrix too. It also swaps the two sets of weights in a checkpoint
+    that is written during a validation.
+
+    Args:
+        decay: the share of the old mean that remains after a step.
+        start: optimizer steps after which averaging starts.
+    """
+
+    def __init__(self, decay: float = 0.999, start: int = 0) -> None:
+        if not 0 <= decay < 1 or start < 0:
+            raise ValueError("decay must be from 0 to below 1, and start must be 0 or more")
+        self.decay, self.start = decay, start
+        self.mean: dict[str, Tensor] = {}
+        self._swapped = False
+
+    @torch.no_grad()
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start from the mean in the checkpoint, or from the weights of the network."""
+        weights = {name: p.detach() for name, p in pl_module.named_parameters()}
+        self.mean = {name: self.mean.get(name, p).to(p.device, copy=True) for name, p in weights.items()}
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Update the mean after an optimizer step."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        # Before `start` the mean follows the weights, because a mean of bad first weights would last long.
+        share = 1.0 if trainer.global_step <= self.start else 1 - self.decay
+        for name, parameter in pl_module.named_parameters():
+            self.mean[name].lerp_(parameter, share)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Put the mean into the network."""
+        self._swap(pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Put the trained weights back."""
+        self._swap(pl_module)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save the mean as the weights, for every reader of a checkpoint, and the trained weights beside it."""
+        if not self.mean:
+            return
+        now = {name: p.detach() for name, p in pl_module.named_parameters()}
+        trained, mean = (self.mean, now) if self._swapped else (now, self.mean)
+        checkpoint[TRAINED_KEY] = trained
+        checkpoint["state_dict"] = checkpoint["state_dict"] | mean
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Read the mean; the weights themselves in a checkpoint of a run without this callback."""
+        self.mean = checkpoint[MEAN_KEY]
+
+    @torch.no_grad()
+    def _swap(self, pl_module: L.LightningModule) -> None:
+        self._swapped = not self._swapped
+        for name, parameter in pl_module.named_parameters():
+            if name in self.mean:
+                before = parameter.detach().clone()
+                parameter.copy_(self.mean[name])
+                self.mean[name].copy_(before)
+
+
+_MOST_SHOWN = 15  # iterates in a picture
 
 
 class IteratePictures(Callback):
@@ -412,27 +415,3 @@ def _iterates(module: RunModule, batch: Batch) -> tuple[SliceImages, dict[str, T
         value = float(psnr(image, batch["image"], own_range=module.config.data.own_range))
         row.methods.append(MethodImages(f"x{t}", [to_hu(batch, image)[0, 0].cpu()], f"{value:.2f} dB"))
     return row, module.network.diagnostics(state)
-
-
-def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Path, step: int, samples: int) -> None:
-    """Log the means of the evaluation. W&B also gets the table, picture and page from `folder`."""
-    means = {"samples": float(samples)} | {f"test/{name}": value for name, value in evaluation.metrics().items()}
-    for logger in loggers:
-        logger.log_metrics(means, step)
-        if isinstance(logger, WandbLogger):
-            _log_table(logger, evaluation, step)
-            logger.log_image("test/picture", [str(folder / PICTURE)], step)
-            for path in filter(Path.exists, (folder / PICTURE, folder / PAGE)):  # the page is an extra
-                logger.experiment.save(str(path), base_path=str(folder.parent), policy="now")
-        logger.save()  # Lightning will not call them again, and some loggers write at intervals only
-
-
-def _log_table(logger: WandbLogger, evaluation: Evaluation, step: int) -> None:
-    """Log the table as a file of this run only. W&B's own way also makes an artifact, which names the home folder."""
-    import wandb
-
-    headings, rows = evaluation.numbers()
-    table = wandb.Table(columns=[*headings], data=rows)
-    table.bind_to_run(logger.experiment, "test/table", step)
-    logged: dict[str, Any] = {"test/table": table}
-    logger.log_metrics(logged, step)

@@ -15,7 +15,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ProgressBar
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from torch.profiler import schedule
 
@@ -25,7 +25,15 @@ from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig, TrainerConfig, modes_of
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit, seen_by
-from qnmixer.engine.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation
+from qnmixer.engine.evaluation.evaluate import (
+    PAGE,
+    PICTURE,
+    evaluate,
+    title_of,
+    what_was_evaluated,
+    write_evaluation,
+)
+from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.lightning_private import disable_signal_handling
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner, advice
@@ -44,13 +52,14 @@ from qnmixer.engine.training.callbacks import (
     StepMetrics,
     build_callbacks,
     callback_of,
-    log_evaluation,
     samples_until,
 )
 from qnmixer.engine.training.checkpointing import AtomicCheckpointIO, Checkpointing
 from qnmixer.engine.training.terminal import TrainingProgress, print_start, quieten
 from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.files import write_text
+
+# Around a run
 
 
 @contextmanager
@@ -89,22 +98,17 @@ def stopping_together(run: Run) -> Iterator[None]:
         raise Stopped(stop.number, resume_hint(run.folder), stop.together) from None
 
 
-def require_memory(config: Config) -> None:
-    """Raise OutOfMemory for a step that does not fit into the memory of a CPU, by the plan.
+def save_code_diff(run: Run) -> None:
+    """Write code.diff, the changes of the code since its commit. The code.diff of an earlier start is removed."""
+    if rank() != 0:
+        return
+    if diff := git_diff():
+        write_text(run.folder / CODE_DIFF, diff)
+    else:
+        (run.folder / CODE_DIFF).unlink(missing_ok=True)
 
-    Linux would allow it, fill the swap, and kill the process without a message. CUDA refuses by itself. The plan takes
-    seconds. So it runs only if a rough count, of the features of all iterations and of their weights, is large.
-    """
-    model, data = config.model, config.data
-    if config.trainer.accelerator != "cpu" or not model.has_weights:
-        return
-    values = model.T * model.width * (data.batch_size * data.image_size**2 + 16 * model.width)
-    available = memory_of(torch.device("cpu"))
-    if 4 * values / MIB < available / 16:
-        return
-    planner = Planner(config)
-    if planner.estimate(config).peak / MIB > available:
-        raise OutOfMemory(advice(planner, config, available))
+
+# Before training
 
 
 def prepared_module(config: Config) -> RunModule:
@@ -124,9 +128,38 @@ def prepared_module(config: Config) -> RunModule:
     return module
 
 
+def require_memory(config: Config) -> None:
+    """Raise OutOfMemory for a step that does not fit into the memory of a CPU, by the plan.
+
+    Linux would allow it, fill the swap, and kill the process without a message. CUDA refuses by itself. The plan takes
+    seconds. So it runs only if a rough count, of the features of all iterations and of their weights, is large.
+    """
+    model, data = config.model, config.data
+    if config.trainer.accelerator != "cpu" or not model.has_weights:
+        return
+    values = model.T * model.width * (data.batch_size * data.image_size**2 + 16 * model.width)
+    available = memory_of(torch.device("cpu"))
+    if 4 * values / MIB < available / 16:
+        return
+    planner = Planner(config)
+    if planner.estimate(config).peak / MIB > available:
+        raise OutOfMemory(advice(planner, config, available))
+
+
 def resume_checkpoint(config: Config, run: Run) -> Path | None:
     """The checkpoint to resume from; None for a new run. Raises CheckpointError if it does not fit the config."""
     return None if run.resume is None else resumable(config, Path(run.resume))
+
+
+def all_callbacks(config: Config, run: Run) -> list[Callback]:
+    """Build those of every run (checkpoints, memory, progress), and those that the config names."""
+    mode = modes_of(config.metrics)[config.monitor]
+    return [
+        Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode),
+        MemoryMonitor(run.console),
+        TrainingProgress(run.console, config.trainer.extra.get("enable_progress_bar") is not False),
+        *build_callbacks(config.callbacks, config.metrics),
+    ]
 
 
 def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataModule:
@@ -151,25 +184,89 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataMo
     return data
 
 
-def all_callbacks(config: Config, run: Run) -> list[Callback]:
-    """Build those of every run (checkpoints, memory, progress), and those that the config names."""
-    mode = modes_of(config.metrics)[config.monitor]
-    return [
-        Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode),
-        MemoryMonitor(run.console),
-        TrainingProgress(run.console, config.trainer.extra.get("enable_progress_bar") is not False),
-        *build_callbacks(config.callbacks, config.metrics),
-    ]
+# The Trainer
+
+_BUILT = ("enable_progress_bar", "limit_train_batches", "profiler")  # keys of trainer.extra that are converted first
 
 
-def save_code_diff(run: Run) -> None:
-    """Write code.diff, the changes of the code since its commit. The code.diff of an earlier start is removed."""
-    if rank() != 0:
-        return
-    if diff := git_diff():
-        write_text(run.folder / CODE_DIFF, diff)
-    else:
-        (run.folder / CODE_DIFF).unlink(missing_ok=True)
+def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> L.Trainer:
+    """Build Lightning's Trainer for a run folder; the config must come from `resolve_devices`. Sets trainer.tf32."""
+    t = config.trainer
+    disable_signal_handling()
+    allow_tf32(t.tf32)
+    return L.Trainer(
+        accelerator=t.accelerator,
+        devices=t.devices or 1,
+        num_nodes=t.num_nodes,
+        strategy=build_strategy(config),
+        # Not precision=: Lightning turns fp16 into bf16 on a CPU, and refuses it with FSDP2.
+        plugins=[AtomicCheckpointIO(), build_precision(config, t.accelerator)],
+        max_steps=t.max_steps,
+        max_epochs=-1 if t.max_epochs is None else t.max_epochs,
+        accumulate_grad_batches=t.accumulate_grad_batches,
+        gradient_clip_val=t.gradient_clip_val,
+        num_sanity_val_steps=0,  # callbacks would count it as a validation
+        log_every_n_steps=t.log_every_n_steps,
+        deterministic=t.deterministic,
+        detect_anomaly=config.debug.name == "anomaly",
+        use_distributed_sampler=False,  # Lightning's pads with slices that count twice, and shuffles always
+        logger=list(loggers),
+        callbacks=[StepMetrics(), *callbacks],
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
+        enable_model_summary=False,
+        default_root_dir=folder,
+        profiler=_profiler(config, folder / "profile"),
+        **_validations(t),
+        **{name: value for name, value in t.extra.items() if name not in _BUILT and value is not None},
+    )
+
+
+def _validations(t: TrainerConfig) -> dict[str, Any]:
+    """When to validate, and on how many batches. Lightning counts batches between validations, not optimizer steps."""
+    if t.val_every_n_steps is None:
+        return {"check_val_every_n_epoch": 1, "limit_val_batches": t.limit_val_batches}
+    return {
+        "val_check_interval": t.val_every_n_steps * t.accumulate_grad_batches,
+        "check_val_every_n_epoch": None,
+        "limit_val_batches": t.limit_val_batches,
+    }
+
+
+_PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+
+
+def _profiler(config: Config, folder: Path) -> Profiler | None:
+    """Lightning's profiler that the config asks for, which writes its results into a folder."""
+    name, debug = config.trainer.extra.get("profiler"), config.debug
+    if isinstance(debug, ProfileConfig):
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to the terminal
+        recorded = schedule(skip_first=debug.warm_up - 1, wait=0, warmup=1, active=debug.steps, repeat=1)
+        return PyTorchProfiler(folder, "operators", schedule=recorded, record_shapes=True, acc_events=True)
+    return None if name is None else _PROFILERS[name](dirpath=folder, filename="lightning")
+
+
+# Training
+
+
+def train(
+    config: Config,
+    run: Run,
+    trainer: L.Trainer,
+    module: RunModule,
+    data: SliceDataModule,
+    checkpoint: Path | None,
+) -> None:
+    """Train from a checkpoint, or from the start. Does nothing for a network without parameters."""
+    print_start(config, module, data, trainer, run.console)
+    modes: dict[str, Callable[[], AbstractContextManager[None]]]
+    modes = {"anomaly": naming_nan_gradients, "memory": partial(memory_snapshot, run)}
+    debugging = modes.get(config.debug.name, nullcontext)()
+    with recording_training(run, trainer), out_of_memory_advice(config, module, trainer), debugging:
+        if any(p.requires_grad for p in module.parameters()):
+            with interrupts_as_raised():
+                trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    # The profile is written. torch's profiler refuses a validation alone, which may follow.
+    trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]  # Lightning's, untyped
 
 
 @contextmanager
@@ -255,25 +352,7 @@ def interrupts_as_raised() -> Iterator[None]:
         raise
 
 
-def train(
-    config: Config,
-    run: Run,
-    trainer: L.Trainer,
-    module: RunModule,
-    data: SliceDataModule,
-    checkpoint: Path | None,
-) -> None:
-    """Train from a checkpoint, or from the start. Does nothing for a network without parameters."""
-    print_start(config, module, data, trainer, run.console)
-    modes: dict[str, Callable[[], AbstractContextManager[None]]]
-    modes = {"anomaly": naming_nan_gradients, "memory": partial(memory_snapshot, run)}
-    debugging = modes.get(config.debug.name, nullcontext)()
-    with recording_training(run, trainer), out_of_memory_advice(config, module, trainer), debugging:
-        if any(p.requires_grad for p in module.parameters()):
-            with interrupts_as_raised():
-                trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-    # The profile is written. torch's profiler refuses a validation alone, which may follow.
-    trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]  # Lightning's, untyped
+# After training
 
 
 def validate_last_steps(
@@ -314,58 +393,25 @@ def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModul
     log_evaluation(trainer.loggers, evaluation, picture.parent, trainer.global_step, samples)
 
 
-_BUILT = ("enable_progress_bar", "limit_train_batches", "profiler")  # keys of trainer.extra that are converted first
-_PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Path, step: int, samples: int) -> None:
+    """Log the means of the evaluation. W&B also gets the table, picture and page from `folder`."""
+    means = {"samples": float(samples)} | {f"test/{name}": value for name, value in evaluation.metrics().items()}
+    for logger in loggers:
+        logger.log_metrics(means, step)
+        if isinstance(logger, WandbLogger):
+            _log_table(logger, evaluation, step)
+            logger.log_image("test/picture", [str(folder / PICTURE)], step)
+            for path in filter(Path.exists, (folder / PICTURE, folder / PAGE)):  # the page is an extra
+                logger.experiment.save(str(path), base_path=str(folder.parent), policy="now")
+        logger.save()  # Lightning will not call them again, and some loggers write at intervals only
 
 
-def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> L.Trainer:
-    """Build Lightning's Trainer for a run folder; the config must come from `resolve_devices`. Sets trainer.tf32."""
-    t = config.trainer
-    disable_signal_handling()
-    allow_tf32(t.tf32)
-    return L.Trainer(
-        accelerator=t.accelerator,
-        devices=t.devices or 1,
-        num_nodes=t.num_nodes,
-        strategy=build_strategy(config),
-        # Not precision=: Lightning turns fp16 into bf16 on a CPU, and refuses it with FSDP2.
-        plugins=[AtomicCheckpointIO(), build_precision(config, t.accelerator)],
-        max_steps=t.max_steps,
-        max_epochs=-1 if t.max_epochs is None else t.max_epochs,
-        accumulate_grad_batches=t.accumulate_grad_batches,
-        gradient_clip_val=t.gradient_clip_val,
-        num_sanity_val_steps=0,  # callbacks would count it as a validation
-        log_every_n_steps=t.log_every_n_steps,
-        deterministic=t.deterministic,
-        detect_anomaly=config.debug.name == "anomaly",
-        use_distributed_sampler=False,  # Lightning's pads with slices that count twice, and shuffles always
-        logger=list(loggers),
-        callbacks=[StepMetrics(), *callbacks],
-        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
-        enable_model_summary=False,
-        default_root_dir=folder,
-        profiler=_profiler(config, folder / "profile"),
-        **_validations(t),
-        **{name: value for name, value in t.extra.items() if name not in _BUILT and value is not None},
-    )
+def _log_table(logger: WandbLogger, evaluation: Evaluation, step: int) -> None:
+    """Log the table as a file of this run only. W&B's own way also makes an artifact, which names the home folder."""
+    import wandb
 
-
-def _validations(t: TrainerConfig) -> dict[str, Any]:
-    """When to validate, and on how many batches. Lightning counts batches between validations, not optimizer steps."""
-    if t.val_every_n_steps is None:
-        return {"check_val_every_n_epoch": 1, "limit_val_batches": t.limit_val_batches}
-    return {
-        "val_check_interval": t.val_every_n_steps * t.accumulate_grad_batches,
-        "check_val_every_n_epoch": None,
-        "limit_val_batches": t.limit_val_batches,
-    }
-
-
-def _profiler(config: Config, folder: Path) -> Profiler | None:
-    """Lightning's profiler that the config asks for, which writes its results into a folder."""
-    name, debug = config.trainer.extra.get("profiler"), config.debug
-    if isinstance(debug, ProfileConfig):
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to the terminal
-        recorded = schedule(skip_first=debug.warm_up - 1, wait=0, warmup=1, active=debug.steps, repeat=1)
-        return PyTorchProfiler(folder, "operators", schedule=recorded, record_shapes=True, acc_events=True)
-    return None if name is None else _PROFILERS[name](dirpath=folder, filename="lightning")
+    headings, rows = evaluation.numbers()
+    table = wandb.Table(columns=[*headings], data=rows)
+    table.bind_to_run(logger.experiment, "test/table", step)
+    logged: dict[str, Any] = {"test/table": table}
+    logger.log_metrics(logged, step)

@@ -1,5 +1,6 @@
-"""What a run prints: lines before and after training, one bar over all steps (lines in a log), no warnings of libraries
-about which a user can do nothing.
+"""What a run prints: lines before and after training, and one bar over all steps (lines in a log).
+
+Lines of libraries about which a user can do nothing are hidden.
 """
 
 import logging
@@ -28,32 +29,7 @@ from qnmixer.engine.reports.terminal import Bar, Console, Pace, in_digits, takes
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.run import Run
 
-_NOT_FOR_USERS = (
-    "The .*dataloader.* does not have many workers",
-    "The number of training batches .* is smaller than the logging interval",
-    "Checkpoint directory .* exists and is not empty",
-    "The dirpath has changed from",
-    "(?s)You're resuming from a checkpoint that ended before the epoch ended",  # the sampler knows where it was
-    "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
-    "It is recommended to use `self.log\\('(step|samples)', ..., sync_dist=True",  # every rank has the same
-    # The stride of a dimension of size 1 means nothing, as in weights of convolutions from one channel. The gradient
-    # has the memory layout of its bucket. Only torch's comparison of the numbers says otherwise.
-    "Grad strides do not match bucket view strides",
-)
-
-
-def quieten() -> None:
-    """Hide lines of libraries about which a user can do nothing."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for message in _NOT_FOR_USERS:
-        warnings.filterwarnings("ignore", message=message)
-    if rank() != 0:
-        warnings.simplefilter("ignore")  # rank 0 prints the same warnings
-    if is_rank():  # Python drops an exception in a finaliser; that a signal stopped the rank is not worth a traceback
-        sys.unraisablehook = lambda it: (
-            None if issubclass(it.exc_type, KeyboardInterrupt) else sys.__unraisablehook__(it)
-        )
+# Lines before and after training
 
 
 def print_start(config: Config, module: RunModule, data: SliceDataModule, trainer: L.Trainer, console: Console) -> None:
@@ -84,6 +60,13 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
         console.warn(doubt, style="bold red")
 
 
+def _steps_per_epoch(config: Config, n_slices: int) -> int:
+    """Optimizer steps of an epoch."""
+    limit = config.trainer.extra.get("limit_train_batches")
+    steps = limit // config.trainer.accumulate_grad_batches if isinstance(limit, int) else limit
+    return EpochSampler(n_slices, shuffle=False, batch_size=effective_batch(config), batches=steps).steps
+
+
 def _other_unit(module: RunModule, data: SliceDataModule) -> str | None:
     """A line if the first measured sinogram is in another unit than its image, as −log of transmission is."""
     sample = data.dataset("train")[0]
@@ -108,12 +91,7 @@ def print_end(config: Config, run: Run) -> None:
         run.console.print(f"{lines}\npicture: {picture}", soft_wrap=True, highlight=False)
 
 
-def _steps_per_epoch(config: Config, n_slices: int) -> int:
-    """Optimizer steps of an epoch."""
-    limit = config.trainer.extra.get("limit_train_batches")
-    steps = limit // config.trainer.accumulate_grad_batches if isinstance(limit, int) else limit
-    return EpochSampler(n_slices, shuffle=False, batch_size=effective_batch(config), batches=steps).steps
-
+# Progress
 
 _RECENT_LOSSES = 20  # their mean is shown
 
@@ -247,3 +225,33 @@ def _with_unit(name: str, value: float, module: RunModule) -> str:
     metric = module.config.metrics.get(name)
     title, _, unit = ((metric and metric.title) or name).partition(", ")
     return f"{title.partition(' ×')[0]} {in_digits(value)} {unit}".rstrip()
+
+
+# Lines of libraries
+
+_NOT_FOR_USERS = (
+    "The .*dataloader.* does not have many workers",
+    "The number of training batches .* is smaller than the logging interval",
+    "Checkpoint directory .* exists and is not empty",
+    "The dirpath has changed from",
+    "(?s)You're resuming from a checkpoint that ended before the epoch ended",  # the sampler knows where it was
+    "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+    "It is recommended to use `self.log\\('(step|samples)', ..., sync_dist=True",  # every rank has the same
+    # The stride of a dimension of size 1 means nothing, as in weights of convolutions from one channel. The gradient
+    # has the memory layout of its bucket. Only torch's comparison of the numbers says otherwise.
+    "Grad strides do not match bucket view strides",
+)
+
+
+def quieten() -> None:
+    """Hide lines of libraries about which a user can do nothing."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in _NOT_FOR_USERS:
+        warnings.filterwarnings("ignore", message=message)
+    if rank() != 0:
+        warnings.simplefilter("ignore")  # rank 0 prints the same warnings
+    if is_rank():  # Python drops an exception in a finaliser; that a signal stopped the rank is not worth a traceback
+        sys.unraisablehook = lambda it: (
+            None if issubclass(it.exc_type, KeyboardInterrupt) else sys.__unraisablehook__(it)
+        )
