@@ -65,7 +65,7 @@ def test_what_the_run_has_already_or_a_cpu_does_slowly_is_not_advised() -> None:
 
 def test_the_mildest_that_fit_are_advised_or_the_smallest(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each change is an override that makes a step smaller, with the same slices in an optimizer step."""
-    monkeypatch.setattr("qnmixer.engine.memory.plan._SECONDS", 600.0)  # the machine may be busy
+    monkeypatch.setattr("qnmixer.engine.memory.plan._SECONDS_TO_ADVISE", 600.0)  # the machine may be busy
     config = config_of("model=learn", "model.n_iterations=2", "trainer.accumulate_grad_batches=2")
     needed, peaks = planner.estimate(config).peak, {}
     for change in changes(config):
@@ -85,7 +85,7 @@ def test_the_mildest_that_fit_are_advised_or_the_smallest(planner: Planner, monk
 
 def test_a_slow_plan_still_finds_what_fits(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without time, only the strongest change is planned."""
-    monkeypatch.setattr("qnmixer.engine.memory.plan._SECONDS", -1.0)
+    monkeypatch.setattr("qnmixer.engine.memory.plan._SECONDS_TO_ADVISE", -1.0)
     config = config_of("model=learn", "model.n_iterations=2")
     *_, strongest = changes(config)
     peak = planner.estimate(override(config, strongest)).peak / MIB

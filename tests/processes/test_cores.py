@@ -57,8 +57,8 @@ def test_limits(
     n: float,
     memory: float,
 ) -> None:
-    monkeypatch.setattr(process, "_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(process, "_ROOT", tmp_path)
+    monkeypatch.setattr(process, "_OWN_GROUP", tmp_path / "groups")
+    monkeypatch.setattr(process, "_ALL_GROUPS", tmp_path)
     if groups is not None:
         (tmp_path / "groups").write_text(groups)
     for name, text in files.items():

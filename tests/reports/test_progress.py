@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from qnmixer.engine.reports import terminal as module
-from qnmixer.engine.reports.terminal import LONGEST, SHORTEST, Pace, progress
+from qnmixer.engine.reports.terminal import LONGEST_PAUSE, SHORTEST_PAUSE, Pace, progress
 
 from ..terminal import in_terminal
 
@@ -33,12 +33,12 @@ def test_lines_come_often_at_first_and_once_a_minute_later(clock: Callable[[floa
         if pace.due():
             times.append(second)
     gaps = [after - before for before, after in zip([0, *times], times, strict=False)]
-    assert gaps[:10] == [SHORTEST] * 10
+    assert gaps[:10] == [SHORTEST_PAUSE] * 10
     assert gaps == sorted(gaps)
-    assert gaps[-10:] == [LONGEST] * 10
-    clock(LONGEST - 1)
+    assert gaps[-10:] == [LONGEST_PAUSE] * 10
+    clock(LONGEST_PAUSE - 1)
     pace.printed()  # another line
-    clock(LONGEST - 1)
+    clock(LONGEST_PAUSE - 1)
     assert not pace.due()
 
 

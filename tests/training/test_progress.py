@@ -95,8 +95,8 @@ def lines(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., list[str]]:
     """lines(*overrides): those that a run prints of its steps, one being due after each of them."""
-    monkeypatch.setattr(terminal, "SHORTEST", 0.0)
-    monkeypatch.setattr(terminal, "LONGEST", 0.0)
+    monkeypatch.setattr(terminal, "SHORTEST_PAUSE", 0.0)
+    monkeypatch.setattr(terminal, "LONGEST_PAUSE", 0.0)
 
     def train(*overrides: str, resume: Path | None = None, plain: bool = True) -> list[str]:
         words = [*overrides, "~callbacks.pictures", "test_after_training=false"]

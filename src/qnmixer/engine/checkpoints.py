@@ -220,11 +220,11 @@ def split_of(path: Path) -> SplitRecord | None:
 
 # What a resumed run may not change
 
-_OF_RESULTS = ("model", "data", "geometry", "noise", "loss", "optimizer")
+_FIXED_SECTIONS = ("model", "data", "geometry", "noise", "loss", "optimizer")
 """Sections that a resumed run may not change."""
-_OF_LOADING = {"batch_size", "num_workers", "prefetch_factor", "pin_memory"}
+_KEYS_OF_LOADING = {"batch_size", "num_workers", "prefetch_factor", "pin_memory"}
 """Keys of slices that a resumed run may change."""
-_OF_PLACES = _OF_LOADING | {"cache_dir", "root"}
+_KEYS_OF_PLACES = _KEYS_OF_LOADING | {"cache_dir", "root"}
 """The same for our sources of files, whose slices are known by their pixels."""
 
 
@@ -256,7 +256,7 @@ def resumable(config: Config, run: Path) -> Path:
 
 def _changes(before: Config, now: Config) -> Iterator[str]:
     """The settings that a resumed run may not change, and that differ, as overrides."""
-    for section in _OF_RESULTS:
+    for section in _FIXED_SECTIONS:
         for key, (old, new) in _differing(before, now, section).items():
             if key == TARGET:
                 yield f"{section}={getattr(before, section).name}, not {getattr(now, section).name}"
@@ -281,15 +281,15 @@ def _settings(section: Any, now: Any) -> dict[str, Any]:
     keys = keys_of(section)
     if isinstance(section, DataConfig):
         ours = isinstance(section, FolderData | MixedData | PairData)
-        keys = _without(keys, _OF_PLACES if ours else _OF_LOADING)
+        keys = _without_keys(keys, _KEYS_OF_PLACES if ours else _KEYS_OF_LOADING)
     is_same = isinstance(now, Group) and section._target_ == now._target_
     return (replace(now, arguments={}).settings() if is_same else {}) | keys
 
 
-def _without(keys: dict[str, Any], some: Collection[str]) -> dict[str, Any]:
+def _without_keys(keys: dict[str, Any], some: Collection[str]) -> dict[str, Any]:
     """The keys of slices without some, also inside the sources of a mix."""
     found = {key: value for key, value in keys.items() if key not in some}
-    return {key: _without(value, some) if isinstance(value, dict) else value for key, value in found.items()}
+    return {key: _without_keys(value, some) if isinstance(value, dict) else value for key, value in found.items()}
 
 
 # Weights files
@@ -301,20 +301,20 @@ def encode(config: Config, state: dict[str, Tensor]) -> bytes:
     The same weights and config give the same bytes. The metadata also has a digest of both.
     """
     ours = {"format": 1, "config": to_plain(without_places(config))}
-    ours["digest"] = _digest(ours, state)
-    return _encode(state, {CHECKPOINT_KEY: json.dumps(ours)})  # one key: safetensors writes several in random order
+    ours["digest"] = _digest_of_file(ours, state)
+    return _packed(state, {CHECKPOINT_KEY: json.dumps(ours)})  # one key: safetensors writes several in random order
 
 
-def _digest(ours: dict[str, Any], state: dict[str, Tensor]) -> str:
+def _digest_of_file(ours: dict[str, Any], state: dict[str, Tensor]) -> str:
     return digest([ours["config"], digest_of_weights(state)])
 
 
 def digest_of_weights(state: dict[str, Tensor]) -> str:
     """SHA-256 of the weights only: the same for a checkpoint and for the weights file that was exported from it."""
-    return hashlib.sha256(_encode(state)).hexdigest()
+    return hashlib.sha256(_packed(state)).hexdigest()
 
 
-def _encode(state: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+def _packed(state: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
     # Copies, because safetensors refuses two names for one tensor. A module may count in whole numbers: they stay.
     half = torch.float16, torch.bfloat16
     full = {name: torch.float32 if tensor.dtype in half else tensor.dtype for name, tensor in state.items()}
@@ -330,6 +330,6 @@ def decode(path: Path) -> dict[str, Any]:
     with safetensors.safe_open(path, framework="pt") as file:
         ours = json.loads((file.metadata() or {}).get(CHECKPOINT_KEY, "null"))
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
-    if isinstance(ours, dict) and "config" in ours and ours.get("digest") != _digest(ours, state):
+    if isinstance(ours, dict) and "config" in ours and ours.get("digest") != _digest_of_file(ours, state):
         raise ValueError("its digest does not match")
     return {CHECKPOINT_KEY: ours, "state_dict": state}

@@ -46,7 +46,7 @@ from qnmixer.files import name_error, naming, private_files
 # Commands
 
 TRACEBACK = "HYDRA_FULL_ERROR"
-_SWEEP = {"-m", "--multirun"}
+_SWEEP_FLAGS = {"-m", "--multirun"}
 _SWEEP_MODE = "hydra.mode=MULTIRUN"
 Task = Callable[[DictConfig], object]
 Complete = Callable[[list[str]], list[str]]
@@ -71,7 +71,7 @@ def run(task: Task, check: Task, config_name: str, sweep: Sweep | None = None, c
         # Weights are made to be given away. Everything else may show patients.
         files = nullcontext() if config_name == "export" else private_files()
         with _raising_exceptions(), warnings_in_one_line(), files:
-            _run(task, check, config_name, sweep or (lambda *_: nullcontext(_SWEEP_MODE)), complete)
+            _compose_and_run(task, check, config_name, sweep or (lambda *_: nullcontext(_SWEEP_MODE)), complete)
     except KeyboardInterrupt as stop:
         print(str(stop) or "interrupted", file=sys.stderr)
         sys.exit(stop.code if isinstance(stop, Stopped) else 130)
@@ -85,7 +85,7 @@ def run(task: Task, check: Task, config_name: str, sweep: Sweep | None = None, c
         sys.exit(1)
 
 
-def _run(task: Task, check: Task, config_name: str, sweep: Sweep, complete: Complete) -> None:
+def _compose_and_run(task: Task, check: Task, config_name: str, sweep: Sweep, complete: Complete) -> None:
     if "--version" in sys.argv[1:]:
         print(f"qnmixer {version('qnmixer')}")
         return
@@ -100,7 +100,7 @@ def _run(task: Task, check: Task, config_name: str, sweep: Sweep, complete: Comp
     decorate = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)
     command = decorate(_storing_errors(task, failures))
     if is_sweep:
-        if further := sorted(flags - _SWEEP):
+        if further := sorted(flags - _SWEEP_FLAGS):
             raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(further)}")
         with sweep(overrides, compose_sweep(config_name, overrides)) as one_more:
             sys.argv.append(one_more)
@@ -125,7 +125,7 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
     if is_rank():
         arguments = _overrides_of_rank(arguments)
     # Hydra wants these flags first, and takes no override after another flag.
-    arguments = sorted(arguments, key=lambda word: (word not in _SWEEP, not is_override(word)))
+    arguments = sorted(arguments, key=lambda word: (word not in _SWEEP_FLAGS, not is_override(word)))
     parser = get_args_parser()
     parser.exit_on_error = False
     try:
@@ -138,7 +138,7 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
 
 
 def _is_sweep(arguments: list[str]) -> bool:
-    return not _SWEEP.isdisjoint(arguments) or _SWEEP_MODE in arguments
+    return not _SWEEP_FLAGS.isdisjoint(arguments) or _SWEEP_MODE in arguments
 
 
 def _in_hydras_form(arguments: list[str]) -> list[str]:
@@ -174,7 +174,7 @@ def _raising_exceptions() -> Iterator[None]:
 
 def _overrides_of_rank(overrides: list[str]) -> list[str]:
     """The overrides for Hydra in one of several processes. Raises ConfigError if each would make its own folder."""
-    if _SWEEP & {*overrides}:
+    if _SWEEP_FLAGS & {*overrides}:
         raise ConfigError("a sweep starts the processes of each job itself: run it without torchrun or srun")
     if not any(override.startswith("hydra.run.dir=") for override in overrides):
         raise ConfigError(
@@ -203,7 +203,7 @@ def _storing_errors(task: Task, failures: list[Exception]) -> Task:
 
 # Errors in one line
 
-_EXTRAS = {"optuna": "search", "submitit": "slurm", "ray": "ray"}
+_EXTRA_OF = {"optuna": "search", "submitit": "slurm", "ray": "ray"}
 """What to install for a plugin of Hydra."""
 _OF_WORKER = re.compile(r"(?s)Caught \w+ in DataLoader worker .*\n\w+: \[Errno (\d+)\] ([^\n]*?)(?:: '([^\n]*)')?\s*$")
 
@@ -287,7 +287,7 @@ def _explain_composition(error: Exception, config_name: str) -> str:
     if not text:  # of Hydra, for an option such as ${.}
         return f"an option cannot be read ({first_line(error.__cause__ or error)}): give its name, as in data=dicom"
     if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
-        return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{_EXTRAS[found[2]]}]"'
+        return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{_EXTRA_OF[found[2]]}]"'
     if isinstance(error, MissingMandatoryValue):  # while an experiment is fitted to another option
         return str(has_no_value(str(error.full_key)))
     if found := re.search(r"Error merging override (([^= ]+)\.[^.= ]+=.*)", text):
@@ -313,7 +313,7 @@ def _explain_composition(error: Exception, config_name: str) -> str:
 
 def _explain_key(key: str, config_name: str) -> str:
     """The line for a key that the command does not have."""
-    group, known = key.partition(".")[0], known_keys(config_name)
+    group, known = key.partition(".")[0], _known_keys(config_name)
     groups = [path.name for path in CONF.iterdir() if path.is_dir()]
     as_trained = (CONF / group / "as_trained.yaml").is_file() and group not in map(key_of, sys.argv)
     if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
@@ -333,7 +333,7 @@ def _explain_key(key: str, config_name: str) -> str:
     return f"{line}{'' if line.endswith('?') else '.'} An argument that is not in conf/ takes a plus: +{key}=…"
 
 
-def known_keys(config_name: str) -> list[str]:
+def _known_keys(config_name: str) -> list[str]:
     """Dotted names of all keys of a command, groups included."""
     values = OmegaConf.to_container(compose(config_name, []), resolve=False)
     assert isinstance(values, dict)
@@ -353,9 +353,9 @@ def warnings_in_one_line() -> Iterator[None]:
 
 # --help
 
-_HIDDEN = ("_", "as_trained")  # parts of other files; an option of evaluate only, which is its default
+_HIDDEN_OPTIONS = ("_", "as_trained")  # parts of other files; an option of evaluate only, which is its default
 _SENTENCE_END = re.compile(r"\.(?:\s+[A-Z]|$)")
-_COMMENT = re.compile(r"^ *(\w+):.*?\s# (.*)$", re.MULTILINE)
+_COMMENTED = re.compile(r"^ *(\w+):.*?\s# (.*)$", re.MULTILINE)
 
 
 def usage(cfg: DictConfig, config_name: str) -> str:
@@ -370,33 +370,35 @@ def usage(cfg: DictConfig, config_name: str) -> str:
         "Every setting is KEY=VALUE or GROUP=OPTION, in any order; a later one overrides an earlier one.",
         "",
         "GROUPS (* is the current choice)",
-        *_groups(choices),
+        *_group_lines(choices),
         "",
         "KEYS of the chosen options (for another option: --help data=dicom)",
-        *_keys({str(key): it for key, it in values.items() if key != "hydra"}, comments, choices),
+        *_key_lines({str(key): it for key, it in values.items() if key != "hydra"}, comments, choices),
         "",
         "-m KEY=A,B runs every combination · --cfg job prints the config only · --hydra-help lists Hydra's own flags",
     ]
     return "\n".join(lines)
 
 
-def _groups(choices: dict[str, str]) -> Iterator[str]:
+def _group_lines(choices: dict[str, str]) -> Iterator[str]:
     """A line for each option, with the first sentence of its file."""
     for group, chosen in sorted(choices.items()):
         for path in sorted((CONF / group).glob("*.yaml")):
-            if not path.stem.startswith(_HIDDEN) or path.stem == chosen:
+            if not path.stem.startswith(_HIDDEN_OPTIONS) or path.stem == chosen:
                 first = next(line for line in path.read_text(encoding="utf-8").splitlines() if "@package" not in line)
                 name = f"  {group}={path.stem}{' *' * (path.stem == chosen)}"
                 yield f"{name:<34} {_SENTENCE_END.split(first.lstrip('# '))[0]}"
 
 
-def _keys(values: dict[str, Any], comments: dict[str, str], choices: dict[str, str], at: str = "") -> Iterator[str]:
+def _key_lines(
+    values: dict[str, Any], comments: dict[str, str], choices: dict[str, str], at: str = ""
+) -> Iterator[str]:
     """A line for each key. What is chosen is shown with the group."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
             names = [choices[key], *value] if key in choices else []  # a logger's keys are in the file of its name
             files = [file for name in names for file in files_of(CONF / key / f"{name}.yaml", below=True)]
-            yield from _keys(value, _comments(files) if files else comments, {}, f"{at}{key}.")
+            yield from _key_lines(value, _comments(files) if files else comments, {}, f"{at}{key}.")
         elif key not in ("name", "_target_") or value == "???":
             text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
             yield f"  {f'{at}{key}={text}':<44} {comments.get(key, '')}".rstrip()
@@ -404,12 +406,12 @@ def _keys(values: dict[str, Any], comments: dict[str, str], choices: dict[str, s
 
 def _comments(paths: list[Path]) -> dict[str, str]:
     """The comment of each key; the last file overrides the others."""
-    return {key: comment for path in paths for key, comment in _COMMENT.findall(path.read_text(encoding="utf-8"))}
+    return {key: comment for path in paths for key, comment in _COMMENTED.findall(path.read_text(encoding="utf-8"))}
 
 
 # Standard output
 
-_GONE = (errno.EPIPE, errno.EIO)  # the other end of a pipe, as in `| head -1`; a terminal that was closed
+_READER_GONE = (errno.EPIPE, errno.EIO)  # the other end of a pipe, as in `| head -1`; a terminal that was closed
 
 
 class _Lasting(io.FileIO):
@@ -420,7 +422,7 @@ class _Lasting(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in _READER_GONE:
                 error.filename = "standard output"
                 raise
             nobody = os.open(os.devnull, os.O_WRONLY)

@@ -22,6 +22,7 @@ from typing import IO, Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from qnmixer.engine.cli import TRACEBACK
 from qnmixer.engine.config.compose import quoted
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import modes_of, parse_metrics
@@ -48,7 +49,7 @@ from qnmixer.files import atomic_file, check_unused, last_change, path_of, write
 
 # The sweep
 
-FOLDER = "hydra.sweep.dir"
+_FOLDER_KEY = "hydra.sweep.dir"
 
 
 @contextmanager
@@ -62,20 +63,20 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
     Yields the override that makes Hydra use the folder. At the end it raises SweepFailed, which names each failed job.
     Raises ConfigError if a search would optimise in the wrong direction.
     """
-    varying = _varying(overrides, config)
-    _check(overrides, config)
-    given = any(override.startswith(f"{FOLDER}=") for override in overrides)
-    folder = Path(config.hydra.sweep.dir) if given else Path("runs") / "sweeps" / _name(overrides, varying)
+    varying = _varying_keys(overrides, config)
+    _check_sweep(overrides, config)
+    given = any(override.startswith(f"{_FOLDER_KEY}=") for override in overrides)
+    folder = Path(config.hydra.sweep.dir) if given else RUNS / "sweeps" / _name_of_sweep(overrides, varying)
     described: Sweep = {"overrides": overrides, "varying": varying, "git_commit": git_commit(), "jobs": None}
     with run_lock(folder):
         # Results of something else would be counted as jobs of this sweep.
         if not (folder / SWEEP).is_file():
-            check_unused(FOLDER, folder)
+            check_unused(_FOLDER_KEY, folder)
         write_sweep(folder, described)
         print(f"sweep in {folder}", flush=True)
         error: Exception | None = None
         try:
-            yield f"{FOLDER}={quoted(folder.absolute())}"  # absolute: a job may start in another working directory
+            yield f"{_FOLDER_KEY}={quoted(folder.absolute())}"  # absolute: a job may start in another working directory
         except Exception as raised:  # for example, optuna raises if no job has a result
             error = raised
         except KeyboardInterrupt:
@@ -95,7 +96,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
             raise error
 
 
-def _check(overrides: list[str], config: DictConfig) -> None:
+def _check_sweep(overrides: list[str], config: DictConfig) -> None:
     if any(override.startswith("resume=") for override in overrides):
         raise ConfigError("resume= resumes one run, not a sweep: to resume a sweep, give its own command again")
     sweeper = config.hydra.sweeper
@@ -105,14 +106,14 @@ def _check(overrides: list[str], config: DictConfig) -> None:
         raise ConfigError(f"monitor={config.monitor} must be {wanted}d: set hydra.sweeper.direction={wanted}")
 
 
-def _varying(overrides: list[str], config: DictConfig) -> list[str]:
+def _varying_keys(overrides: list[str], config: DictConfig) -> list[str]:
     vary = {str(key): True for key in OmegaConf.select(config, "hydra.sweeper.params") or {}}
     for override in OverridesParser.create().parse_overrides(overrides):
         vary[override.get_key_element().lstrip("+")] = override.is_sweep_override()  # the last one counts, as in Hydra
     return [key for key, varies in vary.items() if varies]
 
 
-def _name(overrides: list[str], varying: list[str]) -> str:
+def _name_of_sweep(overrides: list[str], varying: list[str]) -> str:
     """Name of the sweep's folder: the same for the same sweep on any machine, and for a search with more trials."""
     # These do not change the results of a job.
     no_matter = ("hydra.launcher", "hydra/launcher", "hydra.sweeper.n_trials")
@@ -164,10 +165,10 @@ def find_sweep(text: str) -> Path:
 
 # Its jobs
 
-OUTPUT = "output.log"
+_OUTPUT = "output.log"
 
 # After a stop signal a job finishes its step and writes a checkpoint first.
-_SECONDS_TO_LEAVE = 60
+_SECONDS_TO_STOP_JOBS = 60
 
 
 @dataclass
@@ -303,14 +304,14 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
     job.folder.mkdir(parents=True, exist_ok=True)
     if read_results(job.folder):  # a resumed job must not show the end of its first part
         amend(job.folder, job.overrides, status="running", error=None)
-    environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}  # set by cli
+    environment = {name: value for name, value in os.environ.items() if name != TRACEBACK}  # set by cli
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if n_threads is not None:
         environment.setdefault(THREADS, str(n_threads))
     # A new process tree for each job. Hydra's own launcher is silently wrong with ddp: child ranks run the whole sweep
     # again, and a change of trainer.devices trains on a part of the data or hangs.
-    me, path = os.getpid(), job.folder / OUTPUT
+    me, path = os.getpid(), job.folder / _OUTPUT
     _say(f"{job.name} → {path}")
     with path.open("ab") as output:
         shown = path.open("rb")
@@ -331,7 +332,7 @@ def _conclude(job: Job, code: int) -> None:
     results = read_results(job.folder)
     if results.get("status") not in ("done", "failed", "interrupted") or (code and results.get("status") == "done"):
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        amend(job.folder, job.overrides, status="failed", error=f"the job {how}: see {OUTPUT}")
+        amend(job.folder, job.overrides, status="failed", error=f"the job {how}: see {_OUTPUT}")
     _say(f"{job.name}: {outcome(read_results(job.folder))}")
 
 
@@ -362,7 +363,7 @@ def _stop(running: list[_Running], number: int) -> None:
     """Send a signal to the jobs, and kill those that do not end in time."""
     for it in running:
         it.process.send_signal(number)
-    deadline = time.monotonic() + _SECONDS_TO_LEAVE
+    deadline = time.monotonic() + _SECONDS_TO_STOP_JOBS
     for it in running:
         with suppress(subprocess.TimeoutExpired):
             it.process.wait(max(0, deadline - time.monotonic()))
@@ -396,10 +397,10 @@ class JobRow:
 
 def jobs_of(sweep: Path) -> dict[Path, list[str]]:
     """The folders of a sweep's jobs with their overrides, in their order. Raises DataError for a damaged sweep.json."""
-    return _folders(sweep, read_sweep(sweep)["jobs"])
+    return _folders_of_jobs(sweep, read_sweep(sweep)["jobs"])
 
 
-def _folders(sweep: Path, jobs: Mapping[str, list[str]] | None) -> dict[Path, list[str]]:
+def _folders_of_jobs(sweep: Path, jobs: Mapping[str, list[str]] | None) -> dict[Path, list[str]]:
     """The same. `jobs`: overrides by folder; None: all folders with a results.json."""
     if jobs is not None:
         return {sweep / name: overrides for name, overrides in jobs.items()}
@@ -412,7 +413,7 @@ def _folders(sweep: Path, jobs: Mapping[str, list[str]] | None) -> dict[Path, li
 def rows_of(folder: Path, jobs: Mapping[str, list[str]] | None, varying: list[str]) -> list[JobRow]:
     """The jobs of a sweep in their order. `jobs`: overrides by folder; None: all folders with a results.json."""
     rows = []
-    for path, overrides in _folders(folder, jobs).items():
+    for path, overrides in _folders_of_jobs(folder, jobs).items():
         results, given = read_results(path), dict(o.lstrip("+").split("=", 1) for o in overrides if "=" in o)
         monitor, best = best_of(results)
         rows.append(
@@ -444,9 +445,9 @@ def write_report(folder: Path, rows: list[JobRow]) -> None:
     cells = []
     for row in rows:
         best = NOTHING if row.best is None else f"{row.best:.4g}"
-        time = NOTHING if row.seconds is None else duration(row.seconds)
+        lasted = NOTHING if row.seconds is None else duration(row.seconds)
         peak = NOTHING if row.peak_mib is None else f"{row.peak_mib:,.0f}"
-        cells.append([row.name, *map(readable, row.values.values()), row.status, best, time, peak])
+        cells.append([row.name, *map(readable, row.values.values()), row.status, best, lasted, peak])
     errors = [f"job {row.name}: {row.error}" for row in rows if row.error]
     listed = "\n".join(f"- {error}" for error in errors)
     write_text(folder / "sweep.md", f"{markdown_table(headings, cells)}\n\n{listed}".rstrip() + "\n")

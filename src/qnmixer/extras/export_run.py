@@ -8,7 +8,7 @@ from qnmixer.engine.reports.terminal import Console
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.extras.model_card import hub_card, model_card
 from qnmixer.files import atomic_file, path_of, write_text
-from qnmixer.weights import FILE, HUB, push
+from qnmixer.weights import HUB, HUB_FILE, push
 
 
 def export_run(config: ExportConfig) -> None:
@@ -35,7 +35,7 @@ def export_run(config: ExportConfig) -> None:
         write_text(card, text)
         lines += [f"weights: {output}", f"card: {card}"]
     if config.push is not None:
-        text = model_card(module, path, Path(FILE), len(content), sources, HUB + config.push)
+        text = model_card(module, path, Path(HUB_FILE), len(content), sources, HUB + config.push)
         push(config.push, content, hub_card(text, config.push, module, path.parent.parent))
         lines += [f"sent to {HUB}{config.push}. A new repository is private: its settings make it public."]
     lines += ["Weights and card have the run's settings: read the card before you share them."]

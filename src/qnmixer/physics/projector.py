@@ -209,7 +209,7 @@ def _square(x: Tensor) -> Tensor:
     return x.square().sum((1, 2, 3), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
 
 
-_BYTES = 80
+_BYTES_OF_MATRICES = 80
 """Bytes while the matrices are built, per (distinct view × pixel of a side × bin or pixel of a side).
 
 Measured: 73 to 78. Of these 24 stay.
@@ -221,7 +221,7 @@ _BYTES_OF_PIXEL = 250
 def _require_memory(geometry: FanBeamGeometry) -> None:
     """Raise GeometryError if this machine has too little memory for the matrices. Building them would take hours."""
     rays = geometry.n_distinct_views * len(geometry.distinct_bins)
-    needed = _BYTES * rays * geometry.image_size * (1 + geometry.image_size / geometry.n_detectors)
+    needed = _BYTES_OF_MATRICES * rays * geometry.image_size * (1 + geometry.image_size / geometry.n_detectors)
     needed += _BYTES_OF_PIXEL * geometry.image_size**2
     there = _memory()
     if needed > there:
@@ -241,7 +241,7 @@ def _memory() -> float:
 
 # The system matrix
 
-_CHUNK = 2**17
+_CROSSINGS_AT_A_TIME = 2**17
 """Ray–slab crossings computed at a time: few enough for the CPU's cache, and for little memory."""
 _ON_GRID = 1e-9
 """A crossing this near to a grid line, in pixels, counts as exactly on it."""
@@ -263,7 +263,7 @@ def _by_rays(geometry: FanBeamGeometry) -> Csr:
     layout = Numbering(geometry)
     numbers = layout.pixel_numbers()
     order = layout.turned_rays()[:, 0]
-    origin, direction = _rays(geometry)
+    origin, direction = _lines_of_rays(geometry)
 
     def part(first: int, last: int) -> Triples:
         rows = np.arange(first, last, dtype=np.int32)[order[first:last] >= 0]
@@ -271,11 +271,11 @@ def _by_rays(geometry: FanBeamGeometry) -> Csr:
         pixels, lengths, crossed = _intersect(origin[:, rays], direction[:, rays], geometry)
         return np.repeat(rows, crossed), numbers[pixels].astype(np.int32), lengths
 
-    triples = in_threads(part, len(order), max(1, _CHUNK // geometry.image_size))
+    triples = in_threads(part, len(order), max(1, _CROSSINGS_AT_A_TIME // geometry.image_size))
     return to_csr(triples, len(order), layout.quarters * layout.n_pixels)
 
 
-def _rays(geometry: FanBeamGeometry) -> tuple[np.ndarray, np.ndarray]:
+def _lines_of_rays(geometry: FanBeamGeometry) -> tuple[np.ndarray, np.ndarray]:
     """For each ray of the distinct views, the point nearest to the axis and the unit direction, as (column, row).
 
     In pixels, float64 [2, distinct views · D] each. Pixel (row i, column j) covers [j, j + 1] × [i, i + 1]; rows grow

@@ -193,9 +193,9 @@ FORMAT = 3
 """Raise it when the layout or the values of the matrices change."""
 WORTH_CACHING = 2**20
 """From this number of rays times pixels of a side on, a matrix is cached. It takes about 0.1 s to build, and 10 MB."""
-LONG = 2**25
+WORTH_A_LINE = 2**25
 """From this number on, building takes seconds, and a line on the terminal says so."""
-UNUSED = 30 * 24 * 3600
+SECONDS_UNUSED = 30 * 24 * 3600
 """Seconds after which a file that nobody used is removed, when another is written."""
 Arrays = Sequence[np.ndarray]
 
@@ -212,7 +212,7 @@ def cached(kind: str, geometry: FanBeamGeometry, build: Callable[[], Arrays]) ->
             with FileLock(path.parent / "lock"):
                 found = _read(path, key)  # another process may have built it while this one waited
                 if found is None:
-                    if _work(geometry) >= LONG and sys.stderr.isatty():
+                    if _work(geometry) >= WORTH_A_LINE and sys.stderr.isatty():
                         print(f"Building the {kind} of the scan, once …", file=sys.stderr)
                     found = build()
                     _write(path, key, found)
@@ -264,7 +264,7 @@ def _read(path: Path, key: str) -> Arrays | None:
 def _write(path: Path, key: str, arrays: Arrays) -> None:
     """Write a file. Only for the process that holds the lock, so that the name for the time being is nobody else's."""
     for other in path.parent.iterdir():
-        if other.name != "lock" and time.time() - other.stat().st_mtime > UNUSED:
+        if other.name != "lock" and time.time() - other.stat().st_mtime > SECONDS_UNUSED:
             other.unlink()
     temporary = path.with_suffix(".tmp")
     try:

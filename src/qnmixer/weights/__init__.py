@@ -58,7 +58,7 @@ def check_weights(key: str, given: str) -> None:
 
 # On a hub
 
-HUB, FILE = "hf://", "model.safetensors"
+HUB, HUB_FILE = "hf://", "model.safetensors"
 """What names weights on a hub (Hugging Face's, or the one that HF_ENDPOINT names), and their file there."""
 
 
@@ -85,11 +85,11 @@ def download(run: str) -> Path:
     check_repository(run, name := run.removeprefix(HUB))
     api = hub_library().HfApi()
     try:
-        return Path(api.hf_hub_download(name, FILE))
+        return Path(api.hf_hub_download(name, HUB_FILE))
     except Exception as error:  # of the network, of the disk, of the server
         raise CheckpointError(
-            f"{run} cannot be loaded ({_words(error)}): it needs a {FILE} of qnmixer.export; a private one needs the "
-            "token of `hf auth login`"
+            f"{run} cannot be loaded ({_words(error)}): it needs a {HUB_FILE} of qnmixer.export; a private one needs "
+            "the token of `hf auth login`"
         ) from error
 
 
@@ -99,7 +99,7 @@ def push(name: str, weights: bytes, card: str) -> None:
     Raises ConfigError if the hub does not take them, or if huggingface_hub is not installed.
     """
     api, part = hub_library().HfApi(), hub_library().CommitOperationAdd
-    files = [part(FILE, weights), part("README.md", card.encode(errors="replace"))]
+    files = [part(HUB_FILE, weights), part("README.md", card.encode(errors="replace"))]
     try:
         api.create_repo(name, private=True, exist_ok=True)
         api.create_commit(name, files, commit_message="Weights and model card of qnmixer.export")

@@ -98,11 +98,11 @@ def to_field(hu: FloatArray, spacing: tuple[float, float], size: int, field_of_v
         field_of_view: mm of a side of the field.
     """
     step = field_of_view / size
-    rows, columns = (_weights(n, mm, size, step) for n, mm in zip(hu.shape, spacing, strict=True))
+    rows, columns = (_resampling_weights(n, mm, size, step) for n, mm in zip(hu.shape, spacing, strict=True))
     return rows @ (hu - np.float32(AIR)) @ columns.T + np.float32(AIR)
 
 
-def _weights(n: int, mm: float, size: int, step: float) -> FloatArray:
+def _resampling_weights(n: int, mm: float, size: int, step: float) -> FloatArray:
     """The weight of each of n pixels of `mm` in each of `size` pixels of `step`, [size, n].
 
     Both rows of pixels are centred on 0.
@@ -180,10 +180,10 @@ class Grid:
 
 # The cache
 
-_FORMAT = 6
+_CACHE_FORMAT = 6
 """Raise it when caches get other slices or other values, or another layout."""
-_NUMBER = np.dtype("<f4")
-_INDEX = "index.json"
+_PIXEL = np.dtype("<f4")
+_INDEX_FILE = "index.json"
 
 
 class Reader(Protocol):
@@ -227,12 +227,12 @@ class SliceCache:
         if self._stream is None:  # in a worker
             self._stream = self._opened()
         # Read, not mapped: with a map, a file that gets shorter would end the process with SIGBUS.
-        length = self._size**2 * _NUMBER.itemsize
+        length = self._size**2 * _PIXEL.itemsize
         pixels = os.pread(self._stream.fileno(), length, self._rows[index] * length)
         if digest_of_bytes(pixels) != self.digests[index]:
-            self._file.with_name(_INDEX).unlink(missing_ok=True)
+            self._file.with_name(_INDEX_FILE).unlink(missing_ok=True)
             raise DataError(f"{self._file} has changed on the disk at {self.name(index)}: start again to rebuild it")
-        return np.frombuffer(bytearray(pixels), _NUMBER).reshape(self._size, self._size)
+        return np.frombuffer(bytearray(pixels), _PIXEL).reshape(self._size, self._size)
 
     def name(self, index: int) -> str:
         """The file (and frame) of the slice."""
@@ -299,7 +299,7 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     versions = [[path, its.st_size, its.st_mtime_ns, its.st_ctime_ns] for path, its in states]
     # Not in `what`: after a change of the code the old cache makes way for the new one.
     code = [digest_of_bytes(Path(inspect.getfile(type(reader))).read_bytes())] if own else []
-    pixels = folder / f"{digest([_FORMAT, what, versions, *code])}.f32"
+    pixels = folder / f"{digest([_CACHE_FORMAT, what, versions, *code])}.f32"
     try:
         make_own_folder(folder)
     except PermissionError as error:
@@ -309,13 +309,13 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     with FileLock(folder / "lock"):
         index = _read_index(pixels)
         if index is None:
-            index = _build(reader, root, chosen, Grid(image_size, field_of_view), pixels)
+            index = _build_cache(reader, root, chosen, Grid(image_size, field_of_view), pixels)
         return SliceCache(pixels, index)
 
 
 def _read_index(pixels: Path) -> dict[str, Any] | None:
     """The index of a complete cache, or None. The name of its file of pixels is a digest of its sources."""
-    file = pixels.with_name(_INDEX)
+    file = pixels.with_name(_INDEX_FILE)
     if not (file.is_file() and pixels.is_file()):  # opening a pipe may never end
         return None
     try:
@@ -323,18 +323,18 @@ def _read_index(pixels: Path) -> dict[str, Any] | None:
         is_whole = index.pop("digest") == digest(index) and index["pixels"] == pixels.name
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    size = len(index["infos"]) * index["image_size"] ** 2 * _NUMBER.itemsize
+    size = len(index["infos"]) * index["image_size"] ** 2 * _PIXEL.itemsize
     return index if is_whole and pixels.stat().st_size == size else None
 
 
-def _build(reader: Reader, root: Path, files: Sequence[str], grid: Grid, pixels: Path) -> dict[str, Any]:
+def _build_cache(reader: Reader, root: Path, files: Sequence[str], grid: Grid, pixels: Path) -> dict[str, Any]:
     """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
     # A killed process may have left these. The caller holds the lock, so nobody else writes here.
     for stale in filter(is_temporary, pixels.parent.iterdir()):
         stale.unlink()
     with atomic_file(pixels) as stream:
         index = _decode_all(reader, root, files, grid, stream) | {"pixels": pixels.name}
-    write_text(pixels.with_name(_INDEX), json.dumps(index | {"digest": digest(index)}))
+    write_text(pixels.with_name(_INDEX_FILE), json.dumps(index | {"digest": digest(index)}))
     # The version before this one stays: a run may read it, and open it again in workers that start later.
     older = [it for it in pixels.parent.glob("*.f32") if it != pixels]
     for file in sorted(older, key=lambda it: it.stat().st_mtime)[:-1]:
@@ -358,7 +358,7 @@ def _decode_all(reader: Reader, root: Path, files: Sequence[str], grid: Grid, st
                 except SkipFile as reason:
                     skipped.append((piece.info.name, str(reason)))
                     continue
-                pixels = image.astype(_NUMBER, copy=False).tobytes()
+                pixels = image.astype(_PIXEL, copy=False).tobytes()
                 stream.write(pixels)
                 digests.append(digest_of_bytes(pixels))
                 infos.append(piece.info)

@@ -25,7 +25,7 @@ from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import path_of
 from qnmixer.weights import SUFFIX, located
 
-_OF_TEST = "simulation_factor", "disc"
+_KEYS_OF_TEST = "simulation_factor", "disc"
 """Keys that turn the run's own slices into another test."""
 
 
@@ -122,7 +122,7 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
         for source in trained.data.by_section().values():
             if isinstance(source, FolderData) and _folder(data) == _folder(source):
                 # else the evaluation would use slices that the network was trained on
-                changed = [*_OF_TEST, *(key for key in ("pixel_size", *LOADING) if f"data.{key}" in given)]
+                changed = [*_KEYS_OF_TEST, *(key for key in ("pixel_size", *LOADING) if f"data.{key}" in given)]
                 own = replace(source, **{key: getattr(data, key) for key in changed})
                 for key, value in asked.items():
                     if f"data.{key}" in given and key != "root" and value != (its := keys_of(own).get(key)):

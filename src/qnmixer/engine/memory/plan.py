@@ -122,7 +122,7 @@ def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMat
         norms = _NormsInFull() if on_gpu and config.trainer.precision != "32" else nullcontext()
         with tracker, norms:
             for k in range(1 + accumulates):  # all later batches need the same memory as the second
-                batch = _batch(config, module.measurement)
+                batch = _measured_batch(config, module.measurement)
                 with autocast(config):
                     loss = module.training_step(batch, 0)
                 if k == 0:  # as in Lightning: the gradients of the step before exist until here
@@ -141,7 +141,7 @@ def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMat
         return footprint
 
 
-def _batch(config: Config, measurement: Measurement) -> Any:
+def _measured_batch(config: Config, measurement: Measurement) -> Any:
     """A batch with its sinograms. A run makes them one by one. All take the same, so the plan makes one."""
     scan, n, size = measurement.projector.geometry, config.data.batch_size, config.data.image_size
     image, fine = torch.rand(n, 1, size, size), None
@@ -339,16 +339,16 @@ def _plan_device(config: Config, costs: dict[range, StageCost], device: int) -> 
 
 # The last line of a run that is out of memory
 
-_SECONDS = 20.0
+_SECONDS_TO_ADVISE = 20.0
 
 
 def advice(planner: Planner, config: Config, available: float) -> str:
     """One line with the three mildest changes that fit into `available` MiB by the plan, or the closest ones.
 
-    Planning stops after `_SECONDS`, because other ranks are waiting for this rank. If nothing fits until then, the
-    strongest change is planned too.
+    Planning stops after `_SECONDS_TO_ADVISE`, because other ranks are waiting for this rank. If nothing fits until
+    then, the strongest change is planned too.
     """
-    end = time.monotonic() + _SECONDS
+    end = time.monotonic() + _SECONDS_TO_ADVISE
     needed = planner.estimate(config).peak / MIB
     peaks: dict[str, float] = {}
     fitting: list[str] = []

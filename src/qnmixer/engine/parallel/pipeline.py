@@ -85,7 +85,7 @@ def loss_of_part(module: Any, batch: Any, batch_idx: int, image: Tensor, first: 
     """
     part = {key: value[first : first + len(image)] for key, value in batch.items()}
     share = len(image) / len(batch["image"])
-    with _giving(module, part["sinogram"], image, partial(_add, logged, share)):
+    with _giving(module, part["sinogram"], image, partial(_add_logged, logged, share)):
         return module.training_step(part, batch_idx) * share
 
 
@@ -122,7 +122,7 @@ def _giving(module: Any, y: Tensor, image: Tensor, add: Callable[..., None]) -> 
                 del vars(it)[name]
 
 
-def _add(logged: Logged, share: float, name: str, value: Any, *args: Any, **options: Any) -> None:
+def _add_logged(logged: Logged, share: float, name: str, value: Any, *args: Any, **options: Any) -> None:
     if isinstance(value, nn.Module):
         raise ConfigError(f"strategy=pipeline: training_step logs {name} as a metric object: log a number")
     number = torch.as_tensor(value, dtype=torch.float32).detach().reshape(())

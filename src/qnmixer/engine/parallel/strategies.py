@@ -35,9 +35,9 @@ from qnmixer.models.unrolled import UnrolledNetwork
 _TIMEOUT = timedelta(minutes=30)
 
 # Else ddp sends the scan's matrices at every forward, 30 MB at the default size. Every process has built the same.
-_SYNC = "forward_sync_buffers"  # called broadcast_buffers before torch 2.13
+_BUFFER_OPTION = "forward_sync_buffers"  # called broadcast_buffers before torch 2.13
 _NO_BUFFERS: dict[str, Any] = {
-    _SYNC if _SYNC in signature(DistributedDataParallel).parameters else "broadcast_buffers": False
+    _BUFFER_OPTION if _BUFFER_OPTION in signature(DistributedDataParallel).parameters else "broadcast_buffers": False
 }
 
 
@@ -148,7 +148,9 @@ class ShardedStrategy(ModelParallelStrategy):
         """Load the shards of this rank from the full weights."""
         assert self.model is not None
         ours = self.model.state_dict()
-        self.model.load_state_dict({k: _as(ours.get(k), v) for k, v in checkpoint["state_dict"].items()}, strict=strict)
+        self.model.load_state_dict(
+            {k: _sharded(ours.get(k), v) for k, v in checkpoint["state_dict"].items()}, strict=strict
+        )
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the shards of this rank from the full optimizer state."""
@@ -157,7 +159,7 @@ class ShardedStrategy(ModelParallelStrategy):
             numbers = [number for group in state["param_groups"] for number in group["params"]]
             # torch numbers parameters in the order of the groups, so the state of one device fits by number.
             of = dict(zip(numbers, parameters, strict=True))
-            sharded = {n: {k: _as(of[n], v) for k, v in entry.items()} for n, entry in state["state"].items()}
+            sharded = {n: {k: _sharded(of[n], v) for k, v in entry.items()} for n, entry in state["state"].items()}
             optimizer.load_state_dict({**state, "state": sharded})
 
     def _units(self) -> list[FSDPModule]:
@@ -176,7 +178,7 @@ def _local(value: Any) -> Any:
     return value
 
 
-def _as(like: Any, value: Any) -> Any:
+def _sharded(like: Any, value: Any) -> Any:
     """A full tensor in the shards of `like`, if that has shards and the same shape."""
     if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

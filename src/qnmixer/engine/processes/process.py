@@ -69,9 +69,11 @@ _SECONDS_TO_HEAR = 3
 
 # Time for a rank that lost contact and already closes its loggers when SIGTERM arrives.
 _SECONDS_TO_LEAVE_BY_ITSELF = 2
-_stop_requested = threading.Event()
+
+_end_heard = threading.Event()
+"""Set once the thread that listens has heard SIGTERM, SIGINT or SIGHUP."""
 _another_failed = threading.Event()
-stops_in_order = threading.Event()
+_stops_in_order = threading.Event()
 """Set while the main thread finishes its step before it stops, and once it has heard a signal to stop."""
 
 # Errors of a rank whose partner has ended. The user should see the error of the partner.
@@ -116,7 +118,7 @@ def _end_when_signalled(listen: int, launched: bool) -> None:
     heard: set[int] = set()
     while not (ending := heard & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}):
         heard.update(os.read(listen, 1))
-    _stop_requested.set()
+    _end_heard.set()
     code = 128 + ending.pop()
     # A rank that lost contact may be closing its loggers already. A SIGUSR1 in this time means a stop, not a failure.
     end = time.monotonic() + _SECONDS_TO_LEAVE_BY_ITSELF
@@ -128,7 +130,7 @@ def _end_when_signalled(listen: int, launched: bool) -> None:
         # A thread cannot raise an exception in the main thread. The handler of a signal can.
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(_SECONDS_TO_LEAVE)
-    elif stops_in_order.wait(_SECONDS_TO_HEAR):
+    elif _stops_in_order.wait(_SECONDS_TO_HEAR):
         time.sleep(_SECONDS_TO_STOP)
     os._exit(code)
 
@@ -179,7 +181,7 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
     interrupted = record["stopped"] or (isinstance(error, Stopped) and error.number == signal.SIGINT)
     if record["secondary"] and not record["stopped"]:
         # The first failed rank must end first. If nobody ends this rank then, all ranks may have lost contact.
-        shows = not _stop_requested.wait(_SECONDS_TO_LEAVE_BY_ITSELF) and say and not stopped
+        shows = not _end_heard.wait(_SECONDS_TO_LEAVE_BY_ITSELF) and say and not stopped
     if shows:
         print(f"{record['traceback'] * record['bug']}error: rank {rank()}: {record['message']}", file=sys.stderr)
     elif say and interrupted and rank() == 0:
@@ -203,8 +205,9 @@ SIGNALS = [it for it in signal.Signals if it.name in ("SIGINT", "SIGTERM", "SIGH
 """SIGINT: Ctrl-C. SIGTERM: the end of a job. SIGHUP: the terminal or ssh closed. SIGUSR1, SIGUSR2: SLURM's warning
 before the time limit (#SBATCH --signal=USR1@120, which submitit also sets). Windows has the first two only."""
 _SECONDS_OF_ECHO = 2
-_requested: int | None = None
-_deferred = False
+
+_received: int | None = None  # the stop signal
+_defers_stop = False
 
 
 @contextmanager
@@ -215,22 +218,22 @@ def stop_signals() -> Iterator[None]:
     second signal raises at once. In a rank it does not, because the launcher sends a second signal too. Does nothing
     outside the main thread.
     """
-    global _requested
+    global _received
     owner, echo = os.getpid(), Echo()
 
     def stop(number: int, _: FrameType | None) -> None:
-        global _requested
+        global _received
         if os.getpid() != owner:  # a data worker: a fork inherits this handler
             return
-        stops_in_order.set()
+        _stops_in_order.set()
         # Ctrl-C comes twice: from the terminal, and from the launcher.
         if echo.of(number) and not another_rank_failed():
             return
-        again, _requested = _requested is not None, _requested or number
-        if not _deferred or another_rank_failed() or (again and not is_rank()):
-            raise Stopped(_requested)
+        again, _received = _received is not None, _received or number
+        if not _defers_stop or another_rank_failed() or (again and not is_rank()):
+            raise Stopped(_received)
 
-    _requested = None
+    _received = None
     with handle_signals(SIGNALS, stop):
         try:
             yield
@@ -240,14 +243,14 @@ def stop_signals() -> Iterator[None]:
 
 def stop_requested() -> int | None:
     """The stop signal that this process has received; None if there was none."""
-    return _requested
+    return _received
 
 
 def defer_stop(on: bool) -> None:
     """True: only record stop signals from now on, because `stop_requested` is asked soon. False: raise again."""
-    global _deferred
-    _deferred = on
-    (stops_in_order.set if on else stops_in_order.clear)()
+    global _defers_stop
+    _defers_stop = on
+    (_stops_in_order.set if on else _stops_in_order.clear)()
 
 
 @contextmanager
@@ -330,25 +333,25 @@ def threads_each(n_processes: int) -> int:
     return max(1, n_cores() // n_processes)
 
 
-_GROUPS, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_OWN_GROUP, _ALL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def cpu_limit() -> float:
     """The number of cores that may be busy at a time, as by `docker --cpus=2`; infinite without a limit."""
-    return min([math.inf, *(busy / period for busy, period in _numbers("cpu.max"))])
+    return min([math.inf, *(busy / period for busy, period in _limits("cpu.max"))])
 
 
 def memory_limit() -> float:
     """Bytes of memory, as by `docker --memory=8g` or SLURM's --mem, in control groups of version 2."""
-    return min([math.inf, *(found[0] for found in _numbers("memory.max"))])
+    return min([math.inf, *(found[0] for found in _limits("memory.max"))])
 
 
-def _numbers(name: str) -> Iterator[list[float]]:
+def _limits(name: str) -> Iterator[list[float]]:
     """The numbers in a file of this process's control group, and of the groups around it, whose limits hold too."""
     with suppress(OSError):  # no Linux
-        for line in _GROUPS.read_text(encoding="utf-8").splitlines():
+        for line in _OWN_GROUP.read_text(encoding="utf-8").splitlines():
             if line.startswith("0::"):
-                group = _ROOT / line.removeprefix("0::").strip("/")
+                group = _ALL_GROUPS / line.removeprefix("0::").strip("/")
                 for folder in (group, *group.parents):
                     with suppress(OSError, ValueError):  # no such file, or "max"
                         yield [float(word) for word in (folder / name).read_text(encoding="utf-8").split()]

@@ -137,7 +137,7 @@ def takes_a_bar(console: Console) -> bool:
     return console.is_interactive and console.file.isatty() and not console.quiet
 
 
-SHORTEST, LONGEST = 10.0, 60.0
+SHORTEST_PAUSE, LONGEST_PAUSE = 10.0, 60.0
 """Seconds between two lines of progress: at the start, and in a long run."""
 
 
@@ -150,7 +150,7 @@ class Pace:
     def due(self) -> bool:
         """Whether a line is due. If so, it counts as printed."""
         now = time.monotonic()
-        if now - self._last < min(LONGEST, max(SHORTEST, (now - self._start) / 10)):
+        if now - self._last < min(LONGEST_PAUSE, max(SHORTEST_PAUSE, (now - self._start) / 10)):
             return False
         self._last = now
         return True

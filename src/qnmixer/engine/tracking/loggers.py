@@ -61,13 +61,13 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
     for options in config.logger.values() if rank() == 0 else ():
         if isinstance(options, LoggerConfig):
             if options._target_ != METRICS_FILE:
-                loggers.append(_build(config, options, folder))
+                loggers.append(_build_logger(config, options, folder))
         elif options.mode != "disabled":
             loggers.append(_wandb_run(config, options, folder, overrides, file))
     return loggers
 
 
-def _build(config: Config, options: LoggerConfig, folder: Path) -> Logger:
+def _build_logger(config: Config, options: LoggerConfig, folder: Path) -> Logger:
     """Build a logger of Lightning or of the user, and log the config. It gets the run folder if it can take one."""
     given = {name: value for name, value in options.arguments.items() if value is not None}
     places = {
@@ -96,20 +96,20 @@ def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: 
         )
 
 
-_DATA_DIR = "WANDB_DATA_DIR"
+_WANDB_DATA_DIR = "WANDB_DATA_DIR"
 
 
 def log_checkpoint(loggers: list[Logger], checkpoint: Path) -> None:
     """Log a checkpoint as an artifact, if the W&B run asks for it. An offline run stores a copy for `wandb sync`."""
     for logger in loggers:
         if isinstance(logger, WandbRun) and logger.log_best:
-            is_chosen = _DATA_DIR in os.environ  # else W&B's copy would stay in the user's home
-            os.environ.setdefault(_DATA_DIR, str(Path(logger.experiment.dir).parent))
+            is_chosen = _WANDB_DATA_DIR in os.environ  # else W&B's copy would stay in the user's home
+            os.environ.setdefault(_WANDB_DATA_DIR, str(Path(logger.experiment.dir).parent))
             try:
                 logger.experiment.log_model(checkpoint, f"model-{logger.experiment.id}", aliases=["best"])
             finally:
                 if not is_chosen:
-                    del os.environ[_DATA_DIR]
+                    del os.environ[_WANDB_DATA_DIR]
 
 
 # metrics.csv
@@ -152,7 +152,7 @@ class MetricsFile(CSVLogger):
             self._rewrite(read_metrics(self.path), row)
         else:
             with naming(self.path), self.path.open("a", newline="", encoding="utf-8") as stream:
-                stream.write(_lines(self._columns, [row]))
+                stream.write(_csv_lines(self._columns, [row]))
 
     def save(self) -> None:
         """Do nothing: each row is on the disk already."""
@@ -172,10 +172,10 @@ class MetricsFile(CSVLogger):
         columns = dict.fromkeys([*(name for row in [*rows[:1], new] for name in row)])
         self._columns = sorted(columns, key=lambda name: name not in ("step", "samples"))
         header = dict(zip(self._columns, self._columns, strict=True))
-        write_text(self.path, _lines(self._columns, [header, *rows, new]))
+        write_text(self.path, _csv_lines(self._columns, [header, *rows, new]))
 
 
-def _lines(columns: list[str], rows: list[dict[str, Any]]) -> str:
+def _csv_lines(columns: list[str], rows: list[dict[str, Any]]) -> str:
     stream = io.StringIO()
     csv.DictWriter(stream, columns, lineterminator="\n").writerows(rows)
     return stream.getvalue()
@@ -186,7 +186,7 @@ def _lines(columns: list[str], rows: list[dict[str, Any]]) -> str:
 CODE_DIFF = "code.diff"
 RUN_ID = Path("wandb", "run_id")
 KNOWN_UNTIL = Path("wandb", "known_until")  # W&B has all steps before this one, also those that metrics.csv dropped
-_STEP = "trainer/global_step"  # as Lightning's logger calls it
+_STEP_KEY = "trainer/global_step"  # as Lightning's logger calls it
 
 # Only one kind of network has these. They get a curve, but no column in the table of runs.
 _CURVES_ONLY = ("train/lambda_*", "val/cosine_zs", "val/skipped_pairs")
@@ -219,22 +219,22 @@ class WandbRun(WandbLogger):
         assert step is not None
         # The test comes after training, which may have ended at a known step. W&B's steps only rise.
         if step >= self.known or any(name.startswith("test/") for name in metrics):
-            self.experiment.log({**metrics, _STEP: step}, step=max(step, self.known))
+            self.experiment.log({**metrics, _STEP_KEY: step}, step=max(step, self.known))
 
 
 def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: list[str], file: MetricsFile) -> WandbRun:
     """Start the W&B run of a folder. If it resumes, W&B goes on where it was."""
     resumes = file.resumed_at is not None and (folder / RUN_ID).is_file()
-    known = max(file.last_step(), _known(folder / KNOWN_UNTIL)) if resumes else 0
+    known = max(file.last_step(), _known_steps(folder / KNOWN_UNTIL)) if resumes else 0
     write_text(folder / KNOWN_UNTIL, str(known))  # a run may be killed and resumed several times
-    logger = WandbRun(_start(config, options, folder, overrides, resumes), known, options.log_checkpoint)
+    logger = WandbRun(_start_wandb(config, options, folder, overrides, resumes), known, options.log_checkpoint)
     for row in file.rows_before()[-1:] if resumes else ():  # a killed W&B lacks it, and training does not repeat it
         values = {name: it for name, text in row.items() if name != "step" and (it := as_number(text)) is not None}
         logger.log_metrics(values, int(row["step"]))
     return logger
 
 
-def _known(path: Path) -> int:
+def _known_steps(path: Path) -> int:
     """The number in wandb/known_until; 0 without it. Raises DataError if it is none."""
     text = read_text(path) if path.is_file() else "0"
     if not re.fullmatch(r"[0-9]{1,18}", text):
@@ -242,11 +242,11 @@ def _known(path: Path) -> int:
     return int(text)
 
 
-def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[str], resumes: bool) -> Any:
+def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: list[str], resumes: bool) -> Any:
     """Start a W&B run, or resume the one that wandb/run_id names. Raises DataError if W&B has no such ids."""
     import wandb
 
-    group, name = _place(config, folder, overrides)
+    group, name = _group_and_name(config, folder, overrides)
     place, id_file = os.environ.get("WANDB_DIR") or folder, folder / RUN_ID
     if not resumes:
         # `wandb agent` chooses the id of each run that it starts.
@@ -304,7 +304,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
     return run
 
 
-def _place(config: Config, folder: Path, overrides: list[str]) -> tuple[str | None, str]:
+def _group_and_name(config: Config, folder: Path, overrides: list[str]) -> tuple[str | None, str]:
     """Group and name of a run. In a sweep: the sweep, and the job's own overrides. Else: None, and the setting."""
     own = name_of_run(folder)
     if (found := sweep_of(folder)) is None:
@@ -351,10 +351,10 @@ def _anonymous(value: Any) -> Any:
 
 
 # A path that starts at a root or a home folder. Its last name is shown, unless that is a user's home.
-_NAME = r"[^\s/\\'\",;:<>]+"
+_PATH_NAME = r"[^\s/\\'\",;:<>]+"
 _FOLDERS = re.compile(
-    rf"(?<![\w.…<])(?:[A-Za-z]:)?(?:[/\\](?:home|Users)[/\\]{_NAME}[/\\]?|~[\w.-]*[/\\]|[/\\]{_NAME}[/\\]|[A-Za-z]:\\)"
-    rf"(?:{_NAME}[/\\])*"
+    rf"(?<![\w.…<])(?:[A-Za-z]:)?(?:[/\\](?:home|Users)[/\\]{_PATH_NAME}[/\\]?|~[\w.-]*[/\\]|[/\\]{_PATH_NAME}[/\\]|[A-Za-z]:\\)"
+    rf"(?:{_PATH_NAME}[/\\])*"
 )
 
 

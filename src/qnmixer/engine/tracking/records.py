@@ -34,7 +34,7 @@ from qnmixer.files import make_own_folder, private_files, write_text
 
 # results.json
 
-_KINDS = {
+_KINDS_OF_RESULTS = {
     "status": str, "error": str, "overrides": list[str], "started": str, "tags": list[str], "best": dict[str, Any],
     "steps": int, "seconds": float, "memory": dict[str, float | None],
     "git_commit": str | None, "device": str, "versions": dict[str, str], "evaluated": dict[str, Any],
@@ -88,7 +88,7 @@ def was_refused(before: dict[str, Any], record: dict[str, Any]) -> bool:
 def read_results(folder: Path) -> dict[str, Any]:
     """Read results.json of a run folder; {} if there is none. Raises DataError if it is damaged."""
     path = folder / "results.json"
-    return read_json(path, _KINDS) if path.is_file() else {}
+    return read_json(path, _KINDS_OF_RESULTS) if path.is_file() else {}
 
 
 def write_results(folder: Path, record: dict[str, Any]) -> None:
@@ -111,12 +111,12 @@ def amend(folder: Path, overrides: list[str], *, status: str, error: str | None)
     write_results(folder, {key: value for key, value in record.items() if value is not None})
 
 
-TIME = "%Y-%m-%dT%H:%M:%S%z"
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 
 
 def now() -> str:
     """The time, as results.json has it."""
-    return time.strftime(TIME)
+    return time.strftime(_TIME_FORMAT)
 
 
 def duration(seconds: float) -> str:
@@ -185,9 +185,9 @@ def as_number(text: str) -> float | None:
 
 # metrics.csv
 
-_NUMBERS = ("samples", "train/samples_per_second", "train/grad_norm_max", "val/psnr")
+_NUMBER_COLUMNS = ("samples", "train/samples_per_second", "train/grad_norm_max", "val/psnr")
 """Columns of metrics.csv that others than people read."""
-_MOST_ROWS = 2**28
+_MOST_BYTES_OF_METRICS = 2**28
 """Bytes of a metrics.csv. That of a long run has a tenth of them."""
 
 
@@ -197,12 +197,12 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
     Raises DataError for a row with other columns, without a step, or with a text for a number.
     """
     fix = "remove that line, or the file: only curves are lost"
-    text = read_text(path, _MOST_ROWS, fix) if path.is_file() else ""
+    text = read_text(path, _MOST_BYTES_OF_METRICS, fix) if path.is_file() else ""
     # A kill in the middle of a write leaves half a line.
     reader, rows = csv.reader(io.StringIO(text[: text.rfind("\n") + 1])), []
     try:
         columns = next(reader, ["step"])
-        numbers = [name for name in _NUMBERS if name in columns]
+        numbers = [name for name in _NUMBER_COLUMNS if name in columns]
         if "step" not in columns or len({*columns}) < len(columns):
             raise ValueError("names of columns")
         for cells in filter(None, reader):
@@ -219,7 +219,7 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
 
 # A record that may come from anybody
 
-_MOST = 2**23
+_MOST_BYTES = 2**23
 """Bytes of any other record."""
 _FIX = "give another folder, or write it again"
 
@@ -229,7 +229,7 @@ def damaged(path: Path, why: str, fix: str = _FIX) -> DataError:
     return DataError(f"{path} is damaged, or another program wrote it ({why}): {fix}")
 
 
-def read_text(path: Path, most: int = _MOST, fix: str = _FIX) -> str:
+def read_text(path: Path, most: int = _MOST_BYTES, fix: str = _FIX) -> str:
     """The text of a record. Raises DataError if it has more bytes than `most`, NUL bytes, or is not UTF-8."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # a pipe would never end
         content = stream.read(most + 1)
@@ -264,7 +264,7 @@ def read_json(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 # The sign of the user
 
-_LENGTH = 32
+_KEY_BYTES = 32
 
 
 def signed(overrides: list[str]) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def _signature(overrides: list[str]) -> str | None:
         home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"  # a cache may be deleted
         path = Path(home) / "qnmixer" / "key"
         make_own_folder(path.parent)
-        if not path.exists() or path.stat().st_size != _LENGTH:
+        if not path.exists() or path.stat().st_size != _KEY_BYTES:
             path.unlink(missing_ok=True)
             _write_key(path)
         return hmac.digest(path.read_bytes(), json.dumps(overrides).encode(), "sha256").hex()
@@ -299,7 +299,7 @@ def _write_key(path: Path) -> None:
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
         with private_files():
-            temporary.write_bytes(secrets.token_bytes(_LENGTH))
+            temporary.write_bytes(secrets.token_bytes(_KEY_BYTES))
         with suppress(FileExistsError):
             os.link(temporary, path)
     finally:  # the disk may be full, or have no hard links
@@ -316,8 +316,8 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
-_CODE = (".py", ".yaml", ".yml")
-_PRIVATE = re.compile(
+_CODE_SUFFIXES = (".py", ".yaml", ".yml")
+_PRIVATE_NAME = re.compile(
     r"(^|/)\.|(^|[/_.-])(local|private|secrets?|credentials?|passwords?|tokens?|keys?)([/_.-]|$)", re.IGNORECASE
 )
 
@@ -345,7 +345,7 @@ def git_diff() -> str:
             _git(root, "read-tree", "HEAD", **index)
             new = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *parts).split("\0")
             # Without this, git diff leaves out files that were never added.
-            if code := [name for name in new if Path(name).suffix in _CODE and not _PRIVATE.search(name)]:
+            if code := [name for name in new if Path(name).suffix in _CODE_SUFFIXES and not _PRIVATE_NAME.search(name)]:
                 _git(root, "add", "--intent-to-add", "--", *code, **index)
             return _git(root, "diff", "--no-ext-diff", "--no-color", "HEAD", "--", *parts, **index)
     except (OSError, subprocess.CalledProcessError):

@@ -261,7 +261,7 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     """
     if any(override.startswith("-") for override in overrides):  # --help, or a sweep, whose jobs get here alone
         return overrides
-    found = _resumed(_without(overrides, "trust"))  # other commands need `trust` for the user's own code
+    found = _resumed(_without_keys(overrides, "trust"))  # other commands need `trust` for the user's own code
     folder = folder_of(found)
     if folder and folder.is_dir() and rank() == 0:  # the other ranks may get here when rank 0 has the lock already
         with run_lock(folder):  # before Hydra writes there
@@ -275,14 +275,14 @@ def _resumed(overrides: list[str]) -> list[str]:
     run = None if path is None else run_of(path)
     if path is None or run is None:  # a new run; it may start from a checkpoint outside any run folder
         return _unless_begun(overrides)
-    given, folder = _without(overrides, "resume"), folder_of(overrides)
+    given, folder = _without_keys(overrides, "resume"), folder_of(overrides)
     is_last = path.suffix != ".ckpt" or path.name == "last.ckpt"
     in_place = resumes_in_place(folder, str(path)) if folder else is_last
     if in_place:
         _check_open(run, values_of(given))
         found = _in_place(run, path, given)
     else:
-        found = [*_merged(_without(overrides_of(run), *BEGINNING), given), f"resume={quoted(path)}"]
+        found = [*_merged(_without_keys(overrides_of(run), *BEGINNING), given), f"resume={quoted(path)}"]
     _check_plain(run, found, [*given, f"resume={quoted(path)}"])
     return found if in_place else _unless_begun(found)
 
@@ -307,7 +307,7 @@ def _in_place(run: Path, path: Path, given: list[str]) -> list[str]:
     # The checkpoint has the weights: those of finetune are not read again. A resume may still be refused, so Hydra
     # writes its files elsewhere.
     now = [f"resume={quoted(path)}", f"hydra.output_subdir={NEXT_HYDRA}"]
-    return [*_merged(_without(before, *BEGINNING), given), *now, *where]
+    return [*_merged(_without_keys(before, *BEGINNING), given), *now, *where]
 
 
 def _unless_begun(overrides: list[str]) -> list[str]:
@@ -335,7 +335,7 @@ def _unless_begun(overrides: list[str]) -> list[str]:
             how = f"with {before.get(differing, f'no {differing}')}, not {now.get(differing, 'without')}"
         resume = shlex.quote(f"resume={quoted(run)}") + (" trainer.max_steps=…" if is_done else "")
         raise ConfigError(f"{run} has a run {how}: resume it with {resume}, or give another hydra.run.dir=FOLDER")
-    return _in_place(run, run, _without(overrides, *BEGINNING))
+    return _in_place(run, run, _without_keys(overrides, *BEGINNING))
 
 
 def _check_open(run: Path, given: dict[str, str]) -> None:
@@ -349,13 +349,13 @@ def _check_open(run: Path, given: dict[str, str]) -> None:
         raise CheckpointError(f"{run} is done ({steps} steps): to train longer, raise trainer.max_steps")
 
 
-_OURS = ("hydra.run.dir", "hydra.output_subdir")
+_SET_HERE = ("hydra.run.dir", "hydra.output_subdir")
 """Keys that are set here. No record gives them: see `overrides_of`."""
 
 
 def _check_plain(run: Path, found: list[str], given: list[str]) -> None:
     """Raise ConfigError if somebody else started the run, and it has more than plain values that are not given now."""
-    theirs = [it for it in found if it not in given and key_of(it) not in _OURS and not _is_plain(it)]
+    theirs = [it for it in found if it not in given and key_of(it) not in _SET_HERE and not _is_plain(it)]
     if theirs and not is_signed(read_results(run)):
         raise ConfigError(
             f"{run} was not started by you here, and code, loggers, callbacks and folders are yours to name: repeat "
@@ -363,7 +363,7 @@ def _check_plain(run: Path, found: list[str], given: list[str]) -> None:
         )
 
 
-_ROOT_KEYS = ("seed", "monitor", "compile", "test_after_training", "tags")
+_PLAIN_ROOT_KEYS = ("seed", "monitor", "compile", "test_after_training", "tags")
 _NAMES_CODE_OR_WRITES = re.compile("_target_|regularizer|cache_dir")
 _LOOKS_ELSEWHERE = re.compile(r"[${}\\]|\.\.")
 """Interpolations, nested values, and files outside the config folders."""
@@ -378,7 +378,7 @@ def _is_plain(override: str) -> bool:
         return override == f"~{key}" or (key == group and words <= {*options(group)})
     if not re.fullmatch(r"[\w./]+", key) or _NAMES_CODE_OR_WRITES.search(key) or _LOOKS_ELSEWHERE.search(value):
         return False
-    return group in _ROOT_KEYS or (group not in ("hydra", "local") and (CONF / group).is_dir())
+    return group in _PLAIN_ROOT_KEYS or (group not in ("hydra", "local") and (CONF / group).is_dir())
 
 
 def _by_key(overrides: list[str]) -> dict[str, str]:
@@ -397,7 +397,7 @@ def _merged(before: list[str], given: list[str]) -> list[str]:
     return [*(it for it in before if key_of(it) not in now and not key_of(it).startswith(gone)), *given]
 
 
-def _without(overrides: list[str], *keys: str) -> list[str]:
+def _without_keys(overrides: list[str], *keys: str) -> list[str]:
     return [override for override in overrides if key_of(override) not in keys]
 
 

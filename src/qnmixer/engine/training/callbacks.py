@@ -270,7 +270,7 @@ def _shows_tensors(module: L.LightningModule) -> bool:
 
 # Those that a config names
 
-_REFUSED: dict[type[Callback], str] = {
+_REFUSED_CALLBACKS: dict[type[Callback], str] = {
     BatchSizeFinder: "set data.batch_size: python -m qnmixer.plan says what fits",
     GradientAccumulationScheduler: "set trainer.accumulate_grad_batches",
     LearningRateFinder: "set optimizer.lr, or try several: -m optimizer.lr=1e-4,3e-4,1e-3",
@@ -290,14 +290,14 @@ def build_callbacks(
     fixes.
     """
     for it in callbacks.values():
-        for kind, instead in _REFUSED.items():
+        for kind, instead in _REFUSED_CALLBACKS.items():
             if issubclass(it.load(), kind):
                 raise PluginError(f"{it.key}={it._target_} would change the run while it trains: {instead}")
     modes = modes_of(metrics or {})
-    return [it.build(offered=_mode(it, modes)) for it in callbacks.values()]
+    return [it.build(offered=_monitored_mode(it, modes)) for it in callbacks.values()]
 
 
-def _mode(callback: CallbackConfig, modes: Mapping[str, str]) -> dict[str, str]:
+def _monitored_mode(callback: CallbackConfig, modes: Mapping[str, str]) -> dict[str, str]:
     monitored = str(callback.arguments.get("monitor"))
     return {"mode": modes[monitored]} if monitored in modes else {}
 
@@ -369,7 +369,7 @@ class MeanWeights(Callback):
                 self.mean[name].copy_(before)
 
 
-_MOST_SHOWN = 15  # iterates in a picture
+_MOST_ITERATES = 15  # iterates in a picture
 
 
 class IteratePictures(Callback):
@@ -408,7 +408,7 @@ class IteratePictures(Callback):
 def _iterates(module: RunModule, batch: Batch) -> tuple[SliceImages, dict[str, Tensor]]:
     """Some x_t of a batch of one slice, and the health of H after the last one."""
     T = module.network.n_iterations
-    shown = sorted({round(k * T / (_MOST_SHOWN - 1)) for k in range(_MOST_SHOWN)})
+    shown = sorted({round(k * T / (_MOST_ITERATES - 1)) for k in range(_MOST_ITERATES)})
     state, iterates = module.network.trajectory(module.measure(batch, "val"), shown)
     row = SliceImages(f"slice {int(batch['sample'][0])}", to_hu(batch, batch["image"])[0, 0].cpu(), [])
     for t, image in zip(shown, iterates, strict=True):

@@ -186,7 +186,8 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataMo
 
 # The Trainer
 
-_BUILT = ("enable_progress_bar", "limit_train_batches", "profiler")  # keys of trainer.extra that are converted first
+# Keys of trainer.extra that are converted first.
+_CONVERTED_KEYS = ("enable_progress_bar", "limit_train_batches", "profiler")
 
 
 def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> L.Trainer:
@@ -217,7 +218,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         default_root_dir=folder,
         profiler=_profiler(config, folder / "profile"),
         **_validations(t),
-        **{name: value for name, value in t.extra.items() if name not in _BUILT and value is not None},
+        **{name: value for name, value in t.extra.items() if name not in _CONVERTED_KEYS and value is not None},
     )
 
 
