@@ -1,12 +1,17 @@
+"""The use of memory as the system tells it, errors for lack of it, and what counts as a leak."""
+
+import math
 import mmap
 import os
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.engine.memory.usage import read_usage, reset_peak
+from qnmixer.engine.memory.usage import LeakWatch, is_out_of_memory, read_usage, reset_peak
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -65,3 +70,72 @@ def test_cuda_counts_the_same_way() -> None:
     assert after.device_used >= after.reserved
     reset_peak(device)
     assert read_usage(device).peak == after.allocated
+
+
+# As they were seen in public threads (issues of pytorch, nccl, dgl, cupy and others); what differs per machine is left.
+SURE = """\
+CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has a total capacity of 23.65 GiB of which 11.06 MiB is free.
+CUDA error: out of memory
+CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`
+Unable to find a valid cuDNN algorithm to run convolution
+Could not create cudnn handle: CUDNN_STATUS_ALLOC_FAILED
+CUDA error: insufficient resources when calling cusparseSpGEMM_workEstimation( handle, opA, opB, &alpha, matA)
+CUSPARSE_STATUS_INSUFFICIENT_RESOURCES
+NCCL WARN Failed to CUDA calloc 6291456 bytes
+cuFFT error: CUFFT_ALLOC_FAILED
+""".splitlines()
+OTHERS = """\
+CUDA error: an illegal memory access was encountered
+cuFFT error: CUFFT_INTERNAL_ERROR
+ncclUnhandledCudaError: Call to CUDA function failed. Last error: Cuda failure 1 'invalid argument'
+""".splitlines()
+
+
+def test_every_library_that_lacks_memory_is_understood() -> None:
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**60)
+    assert is_out_of_memory(refused.value)
+    assert is_out_of_memory(MemoryError())
+    assert [words for words in SURE if not is_out_of_memory(RuntimeError(words))] == []
+    assert [words for words in OTHERS if is_out_of_memory(RuntimeError(words))] == []
+
+
+LEVEL = 400.0  # MiB
+N_STEPS = 2000
+Series = Callable[[int], float]
+
+
+def noise(step: int) -> float:
+    return random.Random(step).uniform(0, 4)
+
+
+HEALTHY: dict[str, Series] = {
+    "noise": lambda step: LEVEL + noise(step),
+    "sawtooth of 33 steps": lambda step: LEVEL + 10 * (step % 33),
+    "one jump, then up to a level": lambda step: LEVEL + (step > 130) * (500 - 50 * math.exp((130 - step) / 30)),
+    "a dip": lambda step: LEVEL - max(0, 300 - abs(step - 500)),
+}
+
+LEAKING: dict[str, tuple[Series, int]] = {
+    "under a sawtooth": (lambda step: LEVEL + step + 30 * (step % 7), 150),
+    "in chunks of 16 MiB": (lambda step: LEVEL + 16 * (step // 16), 190),
+    "across a jump": (lambda step: LEVEL + step + 500 * (step > 60), 250),
+    "from step 1000 on": (lambda step: LEVEL + max(0, step - 1000), 1150),
+}
+
+
+def leaks_found(watch: LeakWatch, series: Series) -> list[tuple[int, float]]:
+    """Step, and MiB a step, of each leak that is reported."""
+    leaks = ((step, watch.update(int(series(step) * MIB))) for step in range(1, N_STEPS + 1))
+    return [(step, leak.bytes_per_step / MIB) for step, leak in leaks if leak]
+
+
+def test_a_healthy_run_is_no_leak() -> None:
+    assert [name for name, series in HEALTHY.items() if leaks_found(LeakWatch(), series)] == []
+
+
+def test_a_leak_is_found_once() -> None:
+    for name, (held, limit) in LEAKING.items():
+        ((step, mib_per_step),) = leaks_found(LeakWatch(), held)
+        assert step <= limit, name
+        assert mib_per_step == pytest.approx(1, rel=0.2), name

@@ -19,6 +19,7 @@ from qnmixer.engine.tracking.loggers import (
     build_loggers,
     close_loggers,
     log_checkpoint,
+    without_folders,
 )
 from qnmixer.engine.tracking.records import PACKAGES, SWEEP, git_commit, read_metrics
 from qnmixer.errors import ConfigError
@@ -219,3 +220,22 @@ def test_a_missing_key_is_an_error_that_says_how_to_fix_it(
     with pytest.raises(ConfigError, match=r"`wandb login` once, or work offline with logger"):
         build_loggers(online(), tmp_path, [])
     assert wandb.run is None
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("root: /home/anna/scans/mayo", "root: …/mayo"),
+        ("data.root=/data/ct/a.dcm, x", "data.root=…/a.dcm, x"),
+        ("['data.root=/mnt/ct/mayo']", "['data.root=…/mayo']"),
+        ("/home/anna", "…/"),
+        ("~anna/ct/mayo", "…/mayo"),
+        ("C:\\Users\\anna\\ct\\mayo", "…/mayo"),
+        ("file:///home/anna/mayo", "file://…/mayo"),
+        ("34.13 dB / 91.9", "34.13 dB / 91.9"),
+        ("and/or/not a/b/c.dcm 1/2", "and/or/not a/b/c.dcm 1/2"),
+        ("</script><b>", "</script><b>"),
+    ],
+)
+def test_paths_lose_their_folders(text: str, shown: str) -> None:
+    assert without_folders(text) == shown

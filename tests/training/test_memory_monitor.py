@@ -1,8 +1,6 @@
 import csv
 import ctypes
 import io
-import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,54 +14,12 @@ from torch import Tensor
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.memory.plan import Planner
-from qnmixer.engine.memory.usage import LeakWatch
+from qnmixer.engine.memory.usage import MIB, LeakWatch
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.training.callbacks import MeanWeights, MemoryMonitor
 from qnmixer.module import ReconstructionModule
 
-MIB = 2**20
-LEVEL = 400.0  # MiB
-N_STEPS = 2000
-
-
-Series = Callable[[int], float]
 TinyModule = Callable[..., ReconstructionModule]
-
-
-def noise(step: int) -> float:
-    return random.Random(step).uniform(0, 4)
-
-
-HEALTHY: dict[str, Series] = {
-    "noise": lambda step: LEVEL + noise(step),
-    "sawtooth of 33 steps": lambda step: LEVEL + 10 * (step % 33),
-    "one jump, then up to a level": lambda step: LEVEL + (step > 130) * (500 - 50 * math.exp((130 - step) / 30)),
-    "a dip": lambda step: LEVEL - max(0, 300 - abs(step - 500)),
-}
-
-LEAKING: dict[str, tuple[Series, int]] = {
-    "under a sawtooth": (lambda step: LEVEL + step + 30 * (step % 7), 150),
-    "in chunks of 16 MiB": (lambda step: LEVEL + 16 * (step // 16), 190),
-    "across a jump": (lambda step: LEVEL + step + 500 * (step > 60), 250),
-    "from step 1000 on": (lambda step: LEVEL + max(0, step - 1000), 1150),
-}
-
-
-def leaks_found(watch: LeakWatch, series: Series) -> list[tuple[int, float]]:
-    """Step, and MiB a step, of each leak that is reported."""
-    leaks = ((step, watch.update(int(series(step) * MIB))) for step in range(1, N_STEPS + 1))
-    return [(step, leak.bytes_per_step / MIB) for step, leak in leaks if leak]
-
-
-def test_a_healthy_run_is_no_leak() -> None:
-    assert [name for name, series in HEALTHY.items() if leaks_found(LeakWatch(), series)] == []
-
-
-def test_a_leak_is_found_once() -> None:
-    for name, (held, limit) in LEAKING.items():
-        ((step, mib_per_step),) = leaks_found(LeakWatch(), held)
-        assert step <= limit, name
-        assert mib_per_step == pytest.approx(1, rel=0.2), name
 
 
 class KeepsLosses(ReconstructionModule):

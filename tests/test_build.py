@@ -1,3 +1,5 @@
+"""Groups of an optimizer, curves of schedules, and losses, as the options of conf/ build them."""
+
 from collections.abc import Callable
 from itertools import pairwise
 

@@ -1,3 +1,5 @@
+"""The parts of a pipeline in one process; with several: `test_gradients_of_one_process`."""
+
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -15,7 +15,7 @@ from qnmixer.engine.config.run import parse
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.extras.model_card import model_card
 
-from ..conftest import TINY
+from .conftest import TINY
 
 RECORD = {
     "status": "done", "overrides": [], "git_commit": "abc123", "versions": {"python": "3.11.7", "torch": "2.13.0"},
