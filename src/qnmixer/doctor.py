@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
@@ -19,8 +20,6 @@ from qnmixer.engine.config.commands import parse_doctor
 
 def doctor(cfg: DictConfig) -> None:
     """Run all checks, print each one when it is done, and exit with 1 if one failed."""
-    from hydra.core.hydra_config import HydraConfig
-
     from qnmixer.engine.checkup.checks import checkup
 
     config = parse_doctor(cfg)

@@ -6,6 +6,7 @@ python -m qnmixer.evaluate run=runs/DIR data=dicom data.root=/path/to/ct # on sl
 
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
@@ -19,8 +20,6 @@ from qnmixer.weights import check_weights
 def evaluate(cfg: DictConfig) -> None:
     """Print the table of one evaluation, and write table, picture and scores per image into a folder."""
     print(f"evaluating {cfg.run} (loading PyTorch …)", flush=True)
-    from hydra.core.hydra_config import HydraConfig
-
     from qnmixer.engine.evaluation.run import evaluate_run
 
     hydra_config = HydraConfig.get()

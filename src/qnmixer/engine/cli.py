@@ -37,7 +37,16 @@ from qnmixer.engine.config.compose import (
     with_length,
     with_search_path,
 )
-from qnmixer.engine.config.options import TARGET, answer, files_of, flat_keys, has_no_value, owners, unknown_key
+from qnmixer.engine.config.options import (
+    TARGET,
+    answer,
+    as_typed,
+    files_of,
+    flat_keys,
+    has_no_value,
+    owners,
+    unknown_key,
+)
 from qnmixer.engine.config.sections import PassedOn
 from qnmixer.engine.processes.process import is_rank, rank, wait_briefly, world_size
 from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, suggest, visible
@@ -400,8 +409,7 @@ def _key_lines(
             files = [file for name in names for file in files_of(CONF / key / f"{name}.yaml", below=True)]
             yield from _key_lines(value, _comments(files) if files else comments, {}, f"{at}{key}.")
         elif key not in ("name", "_target_") or value == "???":
-            text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-            yield f"  {f'{at}{key}={text}':<44} {comments.get(key, '')}".rstrip()
+            yield f"  {f'{at}{key}={as_typed(value)}':<44} {comments.get(key, '')}".rstrip()
 
 
 def _comments(paths: list[Path]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The settings of every command: a file for each folder of conf/, with the same name, and what all of them share.
+"""The settings of every command: how conf/ is composed, every key with its bounds, and rules between keys.
 
 No torch here, so that help and completion are there in a moment. It is loaded with the classes that a config names.
 """

@@ -218,20 +218,20 @@ def converted(key: str, value: Any, hint: Any) -> Any:
         for part in first["loc"]:
             if isinstance(value, Mapping) and part in value:
                 key, value = f"{key}.{part}", value[part]
-        if way := answer(f"{key}={_as_typed(first['input'])}"):
+        if way := answer(f"{key}={_shortened(first['input'])}"):
             raise ConfigError(way) from error
         says = _OWN_WORDS.get(first["type"], first["msg"])  # "Input should be …"
         says = says.removeprefix("Input") if says.startswith("Input ") else f": {says[0].lower()}{says[1:]}"
         if first["type"] in ("list_type", "tuple_type"):
             says = f"{says}: write {key}=[…]"
-        raise ConfigError(f"{key}={_as_typed(first['input'])}{says}") from error
+        raise ConfigError(f"{key}={_shortened(first['input'])}{says}") from error
     except (PydanticUserError, NameError):
         return value
     for given, taken in zip(_items(value), _items(found), strict=False):
         if isinstance(given, bool) and isinstance(taken, int | float) and not isinstance(taken, bool):
-            raise ConfigError(f"{key}={_as_typed(value)} should be a number")  # pydantic takes true as 1
+            raise ConfigError(f"{key}={_shortened(value)} should be a number")  # pydantic takes true as 1
         if isinstance(taken, float) and isfinite(taken) and taken and not _SMALLEST < abs(taken) < _LARGEST:
-            raise ConfigError(f"{key}={_as_typed(value)} should be a 32-bit float: 0, or between 1e-37 and 3e38")
+            raise ConfigError(f"{key}={_shortened(value)} should be a 32-bit float: 0, or between 1e-37 and 3e38")
     return found
 
 
@@ -240,9 +240,14 @@ def _items(value: Any) -> list[Any]:
     return [*value] if isinstance(value, list | tuple) else [value]
 
 
-def _as_typed(value: Any) -> str:
-    """A value as on the command line, shortened."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def as_typed(value: Any) -> str:
+    """A value as on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shortened(value: Any) -> str:
+    """A value as on the command line, but not all of a long one."""
+    text = as_typed(value)
     return text if len(text) < 200 else f"{text[:60]}…"
 
 

@@ -1,1 +1,1 @@
-"""Evaluate methods slice by slice: a run against FBP, and all runs of a sweep against each other."""
+"""Evaluate a network slice by slice, beside FBP and total variation."""

@@ -1,1 +1,1 @@
-"""Ranks, stop signals, and one process for each device."""
+"""Ranks, stop signals, cores, and one process for each device."""

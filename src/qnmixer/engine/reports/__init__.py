@@ -1,1 +1,1 @@
-"""Pages and pictures of runs, evaluations and comparisons."""
+"""What people read: tables, progress and pictures."""

@@ -1,1 +1,1 @@
-"""What a run writes: its folder, results.json, and its loggers."""
+"""What a run writes and how it resumes: its folder, results.json, and its loggers."""

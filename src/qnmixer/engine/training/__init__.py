@@ -1,1 +1,1 @@
-"""Training with Lightning: the module, the Trainer, its callbacks, and a run from start to results."""
+"""Training with Lightning: the Trainer, its callbacks, and the steps of a run from start to results."""
