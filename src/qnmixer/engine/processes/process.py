@@ -84,9 +84,9 @@ def end_with_the_others(parent: int | None = None) -> None:
     """End this rank and its child processes within seconds of SIGTERM or of the parent's death.
 
     This works even inside a collective that hangs. From our launcher SIGTERM means that another rank has failed.
-    Together with SIGUSR1 it means that the run shall stop. From other launchers it can mean both. First
-    the main thread reacts, by an exception or after its step. If it does not in time, the rank is killed. Call this in
-    the main thread.
+    Together with SIGUSR1 it means that the run shall stop. From other launchers it can mean both. First the main thread
+    reacts, by an exception or after its step. If it does not end in time, the rank is killed. Call this in the main
+    thread.
 
     Args:
         parent: as in `die_with_parent`, for a rank of our launcher.
