@@ -40,12 +40,13 @@ def sweep(folder: Path, jobs: list[list[str]]) -> Path:
     ("jobs", "names"),
     [
         ([["model=qn_mixer", "seed=1"], ["model=qn_mixer", "seed=2"], ["model=learn"]], ["QN-Mixer", "LEARN"]),
+        ([["seed=1"], ["seed=2", "test_after_training=false", "tags=[a]"], ["model=learn"]], ["QN-Mixer", "LEARN"]),
         ([["model.hessian=bfgs"], ["model.hessian=identity"]], ["hessian=bfgs", "hessian=identity"]),
         ([["model=qn_mixer", "noise=none"], ["model=qn_mixer", "noise=field"], ["model=tv", "noise=none"]],
          ["QN-Mixer noise=none", "QN-Mixer noise=field", "TV"]),
     ],
 )  # fmt: skip
-def test_methods_are_jobs_that_differ_in_more_than_their_seed(
+def test_methods_are_jobs_that_differ_in_more_than_their_seed_and_their_tags(
     tmp_path: Path, jobs: list[list[str]], names: list[str]
 ) -> None:
     found = methods_of([sweep(tmp_path, jobs)])

@@ -18,7 +18,8 @@ from qnmixer.engine.tracking.records import read_results
 from qnmixer.errors import UserError, first_line
 from qnmixer.extras.comparison.statistics import Scores, Seeds, Statistic, difference, spread
 
-_SEEDS = ("seed", "data.seed")
+_OF_NO_METHOD = ("seed", "data.seed", "tags", "test_after_training")
+"""Keys that change no method. Jobs that differ in these only are one method."""
 
 
 @dataclass
@@ -117,7 +118,7 @@ def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collecti
     """
     jobs = {folder: its for sweep in sweeps for folder, its in jobs_of(sweep).items()}
     given = [dict(o.lstrip("+").partition("=")[::2] for o in its if not of_hydra(o)) for its in jobs.values()]
-    keys = dict.fromkeys(key for its in given for key in its if key not in _SEEDS)
+    keys = dict.fromkeys(key for its in given for key in its if key not in _OF_NO_METHOD)
     varying = [key for key in keys if len({its.get(key) for its in given}) > 1]
     groups: dict[tuple[str, ...], list[ComparedJob]] = {}
     for folder, its in zip(jobs, given, strict=True):
