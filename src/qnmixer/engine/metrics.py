@@ -110,7 +110,10 @@ def _trying(said: str, image: Tensor) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise PluginError(f"{said} fails for images {[*image.shape]} ({first_line(error)})") from error
+        raise PluginError(
+            f"{said} fails for images {[*image.shape]} ({first_line(error)}): it must take image and truth, both "
+            "[B, 1, H, W], and give [B]"
+        ) from error
 
 
 def _built(config: MetricConfig, own_range: bool) -> ImageMetric:
