@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints import CHECKPOINT_KEY
 from qnmixer.engine.config.run import to_plain
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.memory.usage import MIB
 from qnmixer.module import ReconstructionModule
+from qnmixer.weights import CHECKPOINT_KEY
 
 from ..memory.test_advice import TINY
 from ..memory.test_plan import SMALL

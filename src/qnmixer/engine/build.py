@@ -25,7 +25,7 @@ def build_module(config: Config, projector: FanBeamProjector | None = None) -> R
     Raises PluginError for a part that does not fit, such as a loss that fails for two images.
     """
     measurement, loss = Measurement(config, projector), build_loss(config.loss)
-    try_loss(f"{config.loss.key}={config.loss._target_}", loss, config.data.image_size)
+    try_loss(config.loss.said, loss, config.data.image_size)
     module: RunModule = config.module.build(
         network=build_network(config, measurement.projector),
         loss=loss,
@@ -59,7 +59,7 @@ def build_loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
     def of_each(image: Tensor, truth: Tensor) -> Tensor:
         value = (loss.to(image.device) if isinstance(loss, nn.Module) else loss)(image, truth)
-        return one_for_each(f"loss._target_={config._target_}", value, image)
+        return one_for_each(config.said, value, image)
 
     return of_each
 

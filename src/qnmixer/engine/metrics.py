@@ -122,7 +122,7 @@ def _built(config: MetricConfig, own_range: bool) -> ImageMetric:
     if isinstance(function, nn.Module):
         function.requires_grad_(False).eval()
     one_by_one = isinstance(function, Metric) or config._target_.startswith("torchmetrics.")
-    return ImageMetric(f"{config.key}={config._target_}", function, config.in_hu, one_by_one)
+    return ImageMetric(config.said, function, config.in_hu, one_by_one)
 
 
 def one_for_each(said: str, value: Any, image: Tensor) -> Tensor:

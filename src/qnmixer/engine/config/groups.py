@@ -133,6 +133,11 @@ class Group:
         """The key of its target."""
         return f"{self.section}.{TARGET}"
 
+    @property
+    def said(self) -> str:
+        """Its target as on the command line, for messages."""
+        return f"{self.key}={self._target_}"
+
     def choice(self) -> list[str]:
         """The overrides that choose this target."""
         if self.name != self._target_:
@@ -193,7 +198,7 @@ class Group:
         try:
             return target(*args)
         except (TypeError, ValueError) as error:
-            raise PluginError(f"{self.key}={self._target_} refuses its arguments ({first_line(error)})") from error
+            raise PluginError(f"{self.said} refuses its arguments ({first_line(error)})") from error
 
     def bound(self, offered: Mapping[str, Any] | None = None, **ours: Any) -> Any:
         """The target with all but its positional arguments. It gets `offered` ones that it has a parameter for."""

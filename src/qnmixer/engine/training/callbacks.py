@@ -292,7 +292,7 @@ def build_callbacks(
     for it in callbacks.values():
         for kind, instead in _REFUSED_CALLBACKS.items():
             if issubclass(it.load(), kind):
-                raise PluginError(f"{it.key}={it._target_} would change the run while it trains: {instead}")
+                raise PluginError(f"{it.said} would change the run while it trains: {instead}")
     modes = modes_of(metrics or {})
     return [it.build(offered=_monitored_mode(it, modes)) for it in callbacks.values()]
 
