@@ -67,7 +67,7 @@ def build_loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
 def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> Optimizer:
     """Build the optimizer that `optimizer` names. Raises PluginError for a target that does not fit.
 
-    Weights have weight decay. The scalars λ_t, β_t and τ_t, biases and norms have none. The learning rate of those
+    Weights have weight decay. Biases, norms and the network's `step_scalars` have none. The learning rate of these
     scalars is lr · step_size_lr_factor. An optimizer class with `takes_hidden_weights`, such as Muon, gets the
     network's `hidden_weights` as a group of their own, with lr. Then adamw_lr takes its place for all others.
     """
@@ -75,14 +75,14 @@ def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> O
     hidden = network.hidden_weights() if getattr(config.load(), "takes_hidden_weights", False) else []
     if any(parameter.ndim < 2 for parameter in hidden):
         raise ConfigError(f"optimizer=muon takes no vectors: let {type(network).__name__}.hidden_weights() return none")
-    ours = set(map(id, hidden))
+    ours, scalars = set(map(id, hidden)), set(map(id, network.step_scalars()))
     step_sizes: list[nn.Parameter] = []
     decaying: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for name, parameter in network.named_parameters():
+    for parameter in network.parameters():
         if id(parameter) in ours:
             continue
-        if name.startswith(("step_sizes.", "momenta.", "trust.")):
+        if id(parameter) in scalars:
             step_sizes.append(parameter)
         else:
             (decaying if parameter.ndim > 1 else plain).append(parameter)

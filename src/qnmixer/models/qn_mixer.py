@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class QNState(NamedTuple):
-    """Before iteration t: x_t, the pairs of H, and the last step and code, from which the next pair comes."""
+    """Before iteration t: x_t, the pairs of H_{t−1}, and s_{t−1} and r_{t−1}, from which the next pair comes."""
 
     x: Tensor  # [B, 1, H, W]
     pairs: tuple[Pair, ...] = ()
     s: Tensor | None = None  # s_{t−1} [B, L] divided by its scale; None before the first iteration
-    scale: Tensor | None = None  # [B, 1]
-    r: Tensor | None = None  # r_{t−1} [B, L], with hessian="bfgs"
+    scale: Tensor | None = None  # largest entry of s_{t−1} [B, 1]
+    r: Tensor | None = None  # r_{t−1} [B, L]; only with hessian="bfgs"
 
 
 class QNMixer(UnrolledNetwork[QNState]):
@@ -120,15 +120,12 @@ class QNMixer(UnrolledNetwork[QNState]):
         learned_trust: bool = True,
         regularizer: Callable[[int, int], nn.Module] | nn.Module | None = None,
     ) -> None:
+        self.rules(locals())
         super().__init__(n_iterations)
         check_choice("data_term", data_term, DATA_TERMS)
         check_choice("codec", codec, ("orthonormal", "strided"))
         check_choice("hessian", hessian, ("bfgs", "identity", "momentum"))
         check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
-        self.rules({
-            "codec": codec, "latent_factor": latent_factor, "latent_channels": latent_channels,
-            "detail_channels": detail_channels, "regularizer": regularizer,
-        })  # fmt: skip
         image_size = projector.geometry.image_size  # the mixer has weights for each row and column of patches
         self.projector = projector
         self.data_term = data_term
@@ -177,43 +174,53 @@ class QNMixer(UnrolledNetwork[QNState]):
         return nonnegative(state.x) if self.nonnegative and state.s is not None else state.x
 
     def step(self, t: int, y: Tensor, state: QNState) -> QNState:
-        """Iteration t: the gradient, its code r_t, the newest pair, the step s_t, the image."""
-        x, pairs, s, scale, before = state
-        code = self.codec.encode(self.objective_gradient(t, x, y))  # r_t, of a shape that D reads
+        """r_t = E(∇J_t(x_t)), s_t = −H_t r_t, x_{t+1} = x_t + D(s_t)."""
+        code = self.codec.encode(self.objective_gradient(t, state.x, y))  # r_t, of a shape that D reads
         # H needs full precision, and half precision would round late, small steps of x away.
-        with torch.autocast(x.device.type, enabled=False):
-            r = code.flatten(1).to(x.dtype)
-            step = -r  # H₀ = I
-            if s is not None and scale is not None:  # t > 0
-                if self.hessian == "momentum":
-                    step = step + self.momenta[t - 1] * scale * s
-                elif before is not None:
-                    z = (r - before) / scale  # as s is: H depends on their ratio only
-                    if self.hessian_gradient == "detach":
-                        s, z = s.detach(), z.detach()
-                    pairs = *pairs, make_pair(s, z)
-                    step = self._quasi_newton_step(t, r, pairs)
-            x = x + self.codec.decode(step.view(code.shape))
-            return QNState(x, pairs, *split_scale(step), r if self.hessian == "bfgs" else None)
+        with torch.autocast(code.device.type, enabled=False):
+            r = code.flatten(1).to(state.x.dtype)
+            s, pairs = self.direction(t, r, state)
+            x = state.x + self.codec.decode(s.view(code.shape))
+            return QNState(x, pairs, *split_scale(s), r if self.hessian == "bfgs" else None)
 
-    def _quasi_newton_step(self, t: int, r: Tensor, pairs: tuple[Pair, ...]) -> Tensor:
-        """−H_t r, or with τ_t: −((1 − τ_t) I + τ_t H_t) r."""
+    def direction(self, t: int, r: Tensor, state: QNState) -> tuple[Tensor, tuple[Pair, ...]]:
+        """s_t = −H_t r_t [B, L], and the pairs of H_t. Another method than BFGS goes here, in a subclass."""
+        s, scale = state.s, state.scale  # of the step before, which is scale · s
+        if s is None or scale is None or self.hessian == "identity":
+            return -r, ()  # H₀ = I
+        if self.hessian == "momentum":
+            return -r + self.momenta[t - 1] * scale * s, ()
+        assert state.r is not None
+        z = (r - state.r) / scale  # as s is: H depends on their ratio only
+        if self.hessian_gradient == "detach":
+            s, z = s.detach(), z.detach()
+        pairs = *state.pairs, make_pair(s, z)
         Hr = apply_inverse_hessian(r, pairs)
-        return -(r + self.trust[t - 1] * (Hr - r)) if self.trust else -Hr
+        if self.trust:
+            Hr = r + self.trust[t - 1] * (Hr - r)  # (1 − τ_t) I + τ_t H_t in place of H_t
+        return -Hr, pairs
 
     def objective_gradient(self, t: int, x: Tensor, y: Tensor) -> Tensor:
-        """∇J_t(x) = λ_t A†(A x − y) + G_t(x), [B, 1, H, W]; shared λ and G are the same for every t."""
-        u = x  # moves along the data term alone; x − u is the sum of its steps
+        """∇J_t(x) = λ_t A†(A x − y) + G_t(x), [B, 1, H, W]. Shared λ and G are the same for every t.
+
+        With data_steps > 1 the data term is the sum of so many steps x → u, each with a λ of its own.
+        """
+        u = x
         for step_size in self.step_sizes[t % len(self.step_sizes)]:
             u = u - step_size * data_gradient(self.projector, self.data_term, u, y)
-        G = self.regularizers[t % len(self.regularizers)](x)  # at x_t too, as the formula has it: not at u
-        if self.details:  # then G is the mixer's features so far
+        # At x_t too, as the formula has it: not at u. With details it gives features of x, from which they make G(x).
+        G = self.regularizers[t % len(self.regularizers)](x)
+        if self.details:
             G = self.details[t](torch.cat([x, x - u], 1) if self.detail_data_step else x, G)
         return G + (x - u)
 
     def blocks(self) -> list[nn.Module]:
         """The regularisers."""
         return [*self.regularizers, *self.details]
+
+    def step_scalars(self) -> list[nn.Parameter]:
+        """λ_t, β_t and τ_t."""
+        return [*self.step_sizes, *self.momenta, *self.trust]
 
     def hidden_weights(self) -> list[nn.Parameter]:
         """Those of the regularisers that name some. The codec, λ and τ have none."""

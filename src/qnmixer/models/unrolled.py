@@ -45,8 +45,9 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         super().__init__()
         self.n_iterations = n_iterations
         self.step_sizes = nn.ParameterList()
-        """λ_t, if the network has them. They have their own learning rate, and are logged."""
+        """λ_t, if the network has them. They are logged."""
         self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = UnrolledNetwork.run
+        """Runs some iterations. `engine/memory/modes.py` puts one that recomputes or offloads in its place."""
 
     @classmethod
     def rules(cls, arguments: Mapping[str, Any]) -> None:
@@ -76,6 +77,10 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     def blocks(self) -> list[nn.Module]:
         """The parts with most weights, each called as a whole. fsdp gathers, and torch compiles, one at a time."""
         return []
+
+    def step_scalars(self) -> list[nn.Parameter]:
+        """The few scalars that size a step. Their learning rate is `optimizer.lr` · `optimizer.step_size_lr_factor`."""
+        return [*self.step_sizes]
 
     def hidden_weights(self) -> list[nn.Parameter]:
         """Matrices and kernels for the orthogonal steps of `optimizer=muon`; AdamW changes all others.
@@ -115,7 +120,10 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         return state, images
 
     def iterates(self, y: Tensor) -> list[Tensor]:
-        """x₀ … x_T, T + 1 images of [B, 1, H, W]."""
+        """The `image` of each state, from x₀ to x_T: T + 1 images [B, 1, H, W].
+
+        An image may be max(0, x_t), as QN-Mixer's. x_t itself is in `states`.
+        """
         return self.trajectory(y)[1]
 
 
