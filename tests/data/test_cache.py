@@ -137,19 +137,16 @@ def test_folders_of_no_use_say_so(root: Path, option: str, files: dict[str, Any]
 
 
 @pytest.mark.parametrize("field_of_view", [None, 40.0])
-def test_every_size_keeps_the_same_slices(
-    make_ct: Any, body_hu: Any, tmp_path: Path, field_of_view: float | None
-) -> None:
+def test_every_size_keeps_the_same_slices(make_ct: Any, tmp_path: Path, field_of_view: float | None) -> None:
     """A simulation on a finer grid takes slices by their number, so all sizes must have the same."""
     line, beside = np.full((64, 64), -1000), np.full((64, 64), -1000)
     line[30:32] = -450  # on a coarse grid it is thinner than air: below −500 HU
     beside[:, :8] = 40  # outside a field of 40 mm
-    for name, hu in {"a": body_hu(64, 64), "b": line, "c": beside, "d": body_hu(64, 64)}.items():
-        make_ct(tmp_path / "root" / name, hu, PatientID=name, PixelSpacing=[1, 1])
-    kept = ["a", "b", "d"] if field_of_view else ["a", "b", "c", "d"]
+    for name, hu in {"line": line, "beside": beside}.items():
+        make_ct(tmp_path / "root" / name, hu, PixelSpacing=[1, 1])
     for size in (16, 128):
         cache = opened(tmp_path / "root", size, "dicom", field_of_view)
-        assert [info.path for info in cache.infos] == kept
+        assert [info.path for info in cache.infos] == ["beside", "line"]
 
 
 def build_elsewhere(root: Path, seconds: float, largest_file: int = resource.RLIM_INFINITY) -> Any:

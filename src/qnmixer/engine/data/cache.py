@@ -118,20 +118,6 @@ def _resampling_weights(n: int, mm: float, size: int, step: float) -> FloatArray
     return found
 
 
-def inside(hu: FloatArray, spacing: tuple[float, float] | None, field_of_view: float | None) -> FloatArray:
-    """The pixels of a slice [H, W] whose centres lie in the field; those in its middle if the field is narrower.
-
-    All of them if the spacing is unknown, or if the slice fills the whole field (None).
-    """
-    if field_of_view is None or spacing is None:
-        return hu
-    rows, columns = (
-        np.abs(np.arange(n) - (n - 1) / 2) * mm <= max(field_of_view, mm) / 2
-        for n, mm in zip(hu.shape, spacing, strict=True)
-    )
-    return hu[rows][:, columns]
-
-
 TISSUE = -300.0
 """HU. Denser pixels count as tissue."""
 
@@ -180,7 +166,7 @@ class Grid:
 
 # The cache
 
-_CACHE_FORMAT = 6
+_CACHE_FORMAT = 7
 """Raise it when caches get other slices or other values, or another layout."""
 _PIXEL = np.dtype("<f4")
 _INDEX_FILE = "index.json"
@@ -392,7 +378,4 @@ def _placed(piece: Slice, grid: Grid) -> tuple[FloatArray, FloatArray]:
     require_content(hu)
     if grid.field_of_view is not None and piece.spacing is None:
         raise SkipFile(f"{NO_SPACING}, which data.pixel_size=header needs")
-    image = grid.place(hu, piece.spacing)
-    # All of it may lie outside the field. Not by the image: every size must keep the same slices.
-    require_content(inside(hu, piece.spacing, grid.field_of_view))
-    return hu, image
+    return hu, grid.place(hu, piece.spacing)
