@@ -129,10 +129,10 @@ Y = np.zeros((1, 1000, 513), np.float32)
     ("name", "datasets", "says"),
     [
         ("observation_train_000", {"data": ZEROS}, r"values \[3, 1000, 512\] in `data`, not \[n, 1000, 513\]"),
-        ("observation_train_000", {"other": ZEROS}, r"has no dataset `data`"),
-        ("observation_train_000", None, r"cannot be read as HDF5 .*: unzip it again"),
+        ("observation_train_000", {"other": ZEROS}, r"no whole HDF5 file of LoDoPaB-CT .*: unzip it again"),
+        ("observation_train_000", None, r"no whole HDF5 file of LoDoPaB-CT .*: unzip it again"),
         ("ground_truth_validation_000", {"data": ZEROS[:2, :362, :362]}, r"has 2 images for 3 observations"),
-        ("observation_test_000", {"data": Y * np.nan}, r"row 0 of .*test_000\.hdf5 has NaN"),
+        ("observation_test_000", {"data": Y * np.nan}, r"test_000\.hdf5 .*NaN or infinite values in row 0"),
     ],
 )
 def test_bad_files_are_named(root: Path, name: str, datasets: dict[str, Any] | None, says: str) -> None:
