@@ -136,10 +136,3 @@ def test_how_much_of_a_scan_tells_all(
 ) -> None:
     geometry = replace(PAPER, beam=beam, n_views=views, angle_span=span, detector_offset=offset)
     assert (geometry.n_distinct_views, len(geometry.distinct_bins)) == distinct
-
-
-def test_paper_with_no_views_is_refused_too() -> None:
-    with pytest.raises(GeometryError, match="n_views=0"):
-        FanBeamGeometry.paper(0)
-    with pytest.raises(GeometryError, match="image_size=0"):
-        FanBeamGeometry.paper(32, image_size=0)

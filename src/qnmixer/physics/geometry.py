@@ -72,16 +72,13 @@ class FanBeamGeometry:
     view_angles: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "n_views", "n_detectors"):
-            self._require_count(name)
+        self._require("image_size", "n_views", "n_detectors", whole=True)
         if self.beam not in BEAMS:
             raise GeometryError(f"beam={self.beam!r} is not known: choose {', '.join(BEAMS)}")
-        for name in ("pixel_size", "detector_pitch"):
-            self._require(name, positive=True)
+        self._require("pixel_size", "detector_pitch")
         if self.view_angles is not None:
             self._take_view_angles()
-        for name in ("first_angle", "angle_span", "detector_offset"):
-            self._require(name, positive=False)
+        self._require("first_angle", "angle_span", "detector_offset", positive=False)
         for name, least in (("angle_span", _ANGLE_TOLERANCE), ("first_angle", 0.0)):
             if not least <= abs(value := getattr(self, name)) <= FULL_TURN + _ANGLE_TOLERANCE:
                 raise GeometryError(
@@ -103,13 +100,13 @@ class FanBeamGeometry:
         """
         return cls(
             image_size=image_size,
-            pixel_size=PAPER_FIELD_OF_VIEW / max(image_size, 1),
+            pixel_size=PAPER_FIELD_OF_VIEW / image_size,
             n_views=n_views,
             n_detectors=512,
             detector_pitch=1.875,
             source_to_axis=600.0,
             axis_to_detector=290.0,
-            first_angle=math.pi / max(n_views, 1),
+            first_angle=math.pi / n_views,
         )
 
     @property
@@ -252,24 +249,19 @@ class FanBeamGeometry:
         object.__setattr__(self, "first_angle", float(angles[order[0]] % FULL_TURN))
         object.__setattr__(self, "angle_span", rest * self.n_views / (self.n_views - 1) if partial else FULL_TURN)
 
-    def _require_count(self, name: str) -> None:
-        """Raise GeometryError for a value that is not a whole number of at least one."""
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise GeometryError(f"{name}={value!r} must be a whole number of at least 1")
-
-    def _require(self, name: str, positive: bool) -> None:
-        """Raise GeometryError for a value that is no number, too large to compute with, or not positive if asked."""
-        value = getattr(self, name)
-        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        number = number and abs(float(value)) <= _LARGEST
-        if not number or (positive and value <= 0):
-            kind = "positive, finite" if positive else "finite"
-            raise GeometryError(f"{name}={value!r} must be a {kind} number of at most {_LARGEST:g}")
+    def _require(self, *names: str, positive: bool = True, whole: bool = False) -> None:
+        """Raise GeometryError for a value that is no number, too large to compute with, or not positive."""
+        for name in names:
+            value = getattr(self, name)
+            kind = (int, np.integer) if whole else (int, float, np.number)
+            number = isinstance(value, kind) and not isinstance(value, bool) and abs(float(value)) <= _LARGEST
+            if not number or (positive and value <= 0):
+                words = "whole, " * whole + "positive, " * positive + "finite"
+                raise GeometryError(f"{name}={value!r} must be a {words} number of at most {_LARGEST:g}")
 
     def _require_source(self) -> None:
         """Raise GeometryError for distances of a fan beam at which the source or the detector cannot be."""
-        self._require("source_to_axis", positive=True)
+        self._require("source_to_axis")
         self._require("axis_to_detector", positive=False)
         if self.source_to_detector <= 0:
             raise GeometryError(
