@@ -94,6 +94,7 @@ def test_noise_of_the_set_has_its_largest_value() -> None:
         (["geometry=paper"], r"geometry\.beam=fan_flat is not that of data=lodopab.*geometry=lodopab"),
         (["geometry.n_detectors=512"], r"geometry\.n_detectors=512 .* 513"),
         (["data.simulation_factor=2"], r"data\.simulation_factor=2 changes images"),
+        (["data.augment=true"], r"data\.augment=True changes images"),
         (["data.hu_max=2000"], r"data\.hu_max=2000.0 is not that of data=lodopab: give 3071"),
         (
             ["data.scaling=minmax", "data.sinograms=simulated"],
