@@ -156,19 +156,3 @@ def test_without_h5py_or_files(written: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(DataError, match=r'data=lodopab is read by h5py.*pip install "qnmixer\[lodopab\]"'):
         module(written).setup()
-
-
-def test_files_that_astra_projected(tmp_path: Path) -> None:
-    """The set's own sinograms come from ASTRA: parallel, its angles a quarter turn before ODL's."""
-    astra = pytest.importorskip("astra")
-    write_lodopab(tmp_path, scan(), {"train": 1, "validation": 1, "test": 1})
-    with h5py.File(tmp_path / "ground_truth_test_000.hdf5") as stream:
-        image = stream["data"][0]
-    volume = astra.create_vol_geom(362, 362, -0.13, 0.13, -0.13, 0.13)
-    odl = (np.arange(1000) + 0.5)[:: 1000 // VIEWS] * np.pi / 1000
-    detector = astra.create_proj_geom("parallel", 0.716755e-3, 513, odl - np.pi / 2)
-    projector = astra.create_projector("line", detector, volume)
-    _, y = astra.create_sino(image, projector)
-    with h5py.File(tmp_path / "observation_test_000.hdf5", "r+") as stream:
-        stream["data"][0, :: 1000 // VIEWS] = y
-    assert misfit(module(tmp_path).dataset("test")[0]) < 0.005

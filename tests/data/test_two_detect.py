@@ -156,22 +156,3 @@ def test_counts_that_reach_nothing_stay_finite() -> None:
 def test_a_folder_without_slices(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no folder slice00001"):
         module(tmp_path).setup()
-
-
-def test_counts_that_astra_projected(root: Path) -> None:
-    """The set's own angles and bins are those of ASTRA's fanflat."""
-    astra = pytest.importorskip("astra")
-    folder, reference = (root / name / "slice03931" / "mode2" for name in ("slices", "slices_RecSeg"))
-    image = tifffile.imread(reference / "reconstruction.tif")[1:, 1:] / 0.113797
-    image = np.pad(image, ((0, 1), (0, 1)))
-    volume = astra.create_vol_geom(1024, 1024, -58.264, 58.264, -58.264, 58.264)
-    detector = astra.create_proj_geom("fanflat", 0.1496, 956, 2 * np.pi * np.arange(12) / 12, 431.019989, 97.980499)
-    _, p = astra.create_sino(image.astype(np.float32), astra.create_projector("line_fanflat", detector, volume))
-    counts = np.full((3601, 956), 200.0)
-    counts[:3600:300] += np.exp(-p) * 50000
-    light = np.full((1, 956), 50200.0)
-    for name, values in {"sinogram": counts, "dark": light - 50000, "flat1": light, "flat2": light}.items():
-        (folder / f"{name}.tif").unlink()
-        tifffile.imwrite(folder / f"{name}.tif", np.repeat(values, 2, axis=1).round().astype(np.uint16))
-    sample = module(root, image_size=512).dataset("val")[0]
-    assert misfit(sample["image"], sample["sinogram"], scan(size=512)) < 0.005
