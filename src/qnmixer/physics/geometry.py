@@ -145,21 +145,22 @@ class FanBeamGeometry:
         return abs(self.angle_span) == FULL_TURN
 
     @property
-    def is_parallel_half_turn(self) -> bool:
-        """Whether a parallel beam turns by π. Then each line is seen once."""
-        return not self.is_fan and abs(self.angle_span) == FULL_TURN / 2
+    def has_half_turn_symmetry(self) -> bool:
+        """Whether a parallel beam over π goes on with its own views, seen from the other side.
+
+        Then half of the views are enough, and half of the bins: bin D − 1 − i sees the same lines as bin i.
+        """
+        symmetric = self.view_angles is None and self.n_views % 2 == 0 and self.detector_offset == 0
+        return symmetric and not self.is_fan and abs(self.angle_span) == FULL_TURN / 2
 
     @property
     def has_quarter_turn_symmetry(self) -> bool:
         """Whether turning the image by 90° maps the views onto each other. Then some of them are enough.
 
-        In a full turn a quarter of the views is enough. A parallel beam over π continues with its own views, seen from
-        the other side: half of the views are enough, and half of the bins if these lie symmetrically around the axis.
-        Listed angles are taken as they are.
+        In a full turn a quarter of the views is enough. Listed angles are taken as they are.
         """
-        if self.view_angles is not None:
-            return False
-        return (self.is_full_turn and self.n_views % 4 == 0) or (self.is_parallel_half_turn and self.n_views % 2 == 0)
+        full = self.view_angles is None and self.is_full_turn and self.n_views % 4 == 0
+        return full or self.has_half_turn_symmetry
 
     @property
     def n_distinct_views(self) -> int:
@@ -169,20 +170,9 @@ class FanBeamGeometry:
         return self.n_views // (4 if self.is_full_turn else 2)
 
     @property
-    def mirrored_bins(self) -> np.ndarray:
-        """For each bin at u, the bin at −u, which sees the same lines in a symmetric half turn; −1: none. int64 [D]."""
-        bins = np.arange(self.n_detectors)
-        twice = 2 * self.detector_offset
-        if self.is_full_turn or not self.has_quarter_turn_symmetry or twice != round(twice):
-            return np.full_like(bins, -1)
-        mirrored = self.n_detectors - 1 - round(twice) - bins
-        return np.where((mirrored >= 0) & (mirrored < self.n_detectors), mirrored, -1)
-
-    @property
-    def distinct_bins(self) -> np.ndarray:
-        """The bins that give all others by quarter turns of the image: the first of each mirrored pair."""
-        bins, mirrored = np.arange(self.n_detectors), self.mirrored_bins
-        return bins[(mirrored < 0) | (mirrored >= bins)]
+    def n_distinct_bins(self) -> int:
+        """How many of the first bins give all others by quarter turns of the image."""
+        return (self.n_detectors + 1) // 2 if self.has_half_turn_symmetry else self.n_detectors
 
     def angles(self) -> np.ndarray:
         """Angle β of each view in radians, float64 [V]."""

@@ -26,8 +26,8 @@ class Numbering:
     corner q + k. Without the symmetry Q is 1, and the only corner is the image.
 
     In a full turn, ray (view j, bin i) turned by k is (j + k·V/4, i). A parallel beam over π has views for one turn:
-    the orbit is (j, i), then (j + V/2, i), then the same two lines from the other side, in the mirrored bins. If the
-    detector does not have these bins, the orbit has two rays and two gaps.
+    the orbit is (j, i), then (j + V/2, i), then the same two lines from the other side, in the mirrored bin. The middle
+    one of an odd number of bins is its own mirror image, so its orbit has two rays and two gaps.
 
     Pixels are numbered row by row in a corner. Rays are numbered fan by fan: `_FAN` bins of each view, then the next
     bins.
@@ -42,10 +42,9 @@ class Numbering:
         self.quarters = 4 if geometry.has_quarter_turn_symmetry else 1
         self._turn = -1 if geometry.angle_span > 0 else 1
         self._size, self._n_detectors = geometry.image_size, geometry.n_detectors
-        self._n_views, self._half_turn = geometry.n_distinct_views, geometry.is_parallel_half_turn
-        self._bins, self._mirrored = geometry.distinct_bins, geometry.mirrored_bins
-        self._fans = -(-len(self._bins) // _FAN)
-        self.n_rays = self._fans * self._n_views * _FAN
+        self._n_views, self._half_turn = geometry.n_distinct_views, geometry.has_half_turn_symmetry
+        self._n_bins = geometry.n_distinct_bins
+        self.n_rays = -(-self._n_bins // _FAN) * self._n_views * _FAN
         height, width = self._corner_shape()
         self.n_pixels = height * (width + _PADDING) + self.sums_middle
 
@@ -66,16 +65,16 @@ class Numbering:
 
     def ray_numbers(self) -> np.ndarray:
         """The number of each ray of the distinct views, −1 if another ray has that of its orbit: int64 [views, D]."""
-        place = np.arange(len(self._bins))
+        bins = np.arange(self._n_bins)
         numbers = np.full((self._n_views, self._n_detectors), -1)
         first = np.arange(self._n_views)[:, None] * _FAN
-        numbers[:, self._bins] = place // _FAN * (self._n_views * _FAN) + first + place % _FAN
+        numbers[:, : self._n_bins] = bins // _FAN * (self._n_views * _FAN) + first + bins % _FAN
         return numbers
 
     def turned_rays(self) -> np.ndarray:
         """The row-major index in the sinogram of each orbit's ray at each turn, −1 for none: int64 [R, Q].
 
-        No ray occurs twice: a ray through the axis is its own mirror image, so its orbit has gaps.
+        No ray occurs twice.
         """
         rays = np.full((self.n_rays, self.quarters), -1)
         numbers = self.ray_numbers()
@@ -83,7 +82,8 @@ class Numbering:
         for k in range(self.quarters):  # a turn by k quarters is one by n_distinct_views · k views
             view, bin_ = views + k * self._n_views, bins
             if self._half_turn and k >= 2:
-                view, bin_ = view - 2 * self._n_views, np.where(self._mirrored[bins] == bins, -1, self._mirrored[bins])
+                mirrored = self._n_detectors - 1 - bins
+                view, bin_ = view - 2 * self._n_views, np.where(mirrored == bins, -1, mirrored)
             rays[numbers[views, bins], k] = np.where(bin_ < 0, -1, view * self._n_detectors + bin_)
         return rays
 
