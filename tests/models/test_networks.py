@@ -155,7 +155,6 @@ def test_sizes_are_the_published_ones(projector: FanBeamProjector) -> None:
         (QNMixer, {"hessian": "bgfs"}, "choose bfgs or identity or momentum"),
         (QNMixer, {"codec": "vq"}, "choose orthonormal or strided"),
         (QNMixer, {"regularizer": nn.Identity}, "set detail_channels=0"),
-        (QNMixer, {"channels": 10}, "multiple of 4"),
     ],
 )
 def test_options_that_cannot_be_are_refused(
