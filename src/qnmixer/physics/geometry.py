@@ -150,16 +150,17 @@ class FanBeamGeometry:
 
         Then half of the views are enough, and half of the bins: bin D − 1 − i sees the same lines as bin i.
         """
-        symmetric = self.view_angles is None and self.n_views % 2 == 0 and self.detector_offset == 0
-        return symmetric and not self.is_fan and abs(self.angle_span) == FULL_TURN / 2
+        half = not self.is_fan and abs(self.angle_span) == FULL_TURN / 2 and self.detector_offset == 0
+        return half and self.view_angles is None and self.n_views % 2 == 0 and self.image_size % 2 == 0
 
     @property
     def has_quarter_turn_symmetry(self) -> bool:
         """Whether turning the image by 90° maps the views onto each other. Then some of them are enough.
 
-        In a full turn a quarter of the views is enough. Listed angles are taken as they are.
+        In a full turn a quarter of the views is enough. Listed angles, and images with a pixel in the middle, are
+        taken as they are.
         """
-        full = self.view_angles is None and self.is_full_turn and self.n_views % 4 == 0
+        full = self.is_full_turn and self.view_angles is None and self.n_views % 4 == 0 and self.image_size % 2 == 0
         return full or self.has_half_turn_symmetry
 
     @property

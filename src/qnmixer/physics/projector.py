@@ -39,9 +39,10 @@ class FanBeamProjector(FullPrecisionModule):
     float32, whatever the autocast or the input's dtype; in float64 if the module (`.double()`) and the input are.
     Nothing of it is in `state_dict`: the matrices follow from the geometry.
 
-    If the number of views of a full turn is a multiple of four, the matrices hold a quarter of the views. The image,
-    turned by 0, 90, 180 and 270 degrees, is then four columns. This takes a quarter of the memory, and is at least
-    twice as fast. A parallel beam over π with an even number of views and no detector offset gains the same.
+    If the number of views of a full turn is a multiple of four, and the image has an even number of rows, the matrices
+    hold a quarter of the views. The image, turned by 0, 90, 180 and 270 degrees, is then four columns. This takes a
+    quarter of the memory, and is at least twice as fast. A parallel beam over π with an even number of views and no
+    detector offset gains the same.
 
     Args:
         geometry: the scan.

@@ -45,23 +45,19 @@ class Numbering:
         self._n_views, self._half_turn = geometry.n_distinct_views, geometry.has_half_turn_symmetry
         self._n_bins = geometry.n_distinct_bins
         self.n_rays = -(-self._n_bins // _FAN) * self._n_views * _FAN
-        height, width = self._corner_shape()
-        self.n_pixels = height * (width + _PADDING) + self.sums_middle
+        self._side = self._size if self.quarters == 1 else self._size // 2  # of a corner
+        self.n_pixels = self._side * (self._side + _PADDING)
 
     def pixel_numbers(self) -> np.ndarray:
-        """q·P + p of each pixel in row-major order, int64 [H·W]; the middle of an odd image has that of corner 0."""
+        """q·P + p of each pixel in row-major order, int64 [H·W]."""
         return _flat_places(self.corner_pixels().T)
 
     def corner_pixels(self) -> np.ndarray:
         """The row-major index of pixel p of each corner, −1 for padding: int64 [P, Q]."""
         image = np.arange(self._size**2).reshape(self._size, -1)
-        pixels = np.full((self.n_pixels, self.quarters), -1)
-        for q, corner in enumerate(self._corners()):
-            padded = np.pad(np.rot90(image[corner], self._turn * q), ((0, 0), (0, _PADDING)), constant_values=-1)
-            pixels[: padded.size, q] = padded.ravel()
-        if self.sums_middle:
-            pixels[-1] = image[self._size // 2, self._size // 2]
-        return pixels
+        corners = (np.rot90(image[corner], self._turn * q) for q, corner in enumerate(self._corners()))
+        padded = (np.pad(corner, ((0, 0), (0, _PADDING)), constant_values=-1) for corner in corners)
+        return np.stack([corner.ravel() for corner in padded], axis=1)
 
     def ray_numbers(self) -> np.ndarray:
         """The number of each ray of the distinct views, −1 if another ray has that of its orbit: int64 [views, D]."""
@@ -86,11 +82,6 @@ class Numbering:
                 view, bin_ = view - 2 * self._n_views, np.where(mirrored == bins, -1, mirrored)
             rays[numbers[views, bins], k] = np.where(bin_ < 0, -1, view * self._n_detectors + bin_)
         return rays
-
-    @property
-    def sums_middle(self) -> bool:
-        """Whether the corners share a middle pixel, whose value is a sum over them."""
-        return self.quarters == 4 and self._size % 2 == 1
 
     def gathers(self) -> dict[str, Tensor]:
         """The indices of the gathers before and after a product, int32, by name.
@@ -117,19 +108,12 @@ class Numbering:
             return None
         return torch.from_numpy(_all_turns(rays, -1) >= 0).float()[:, None]
 
-    def _corner_shape(self) -> tuple[int, int]:
-        """Height and width of each corner, turned to the top left; the middle pixel of an odd image is in none."""
-        size, height = self._size, self._size // 2
-        return (size, size) if self.quarters == 1 else (height, size - height)
-
     def _corners(self) -> list[tuple[slice, slice]]:
         """Rows and columns of each corner."""
-        size, (height, width) = self._size, self._corner_shape()
+        first, last = slice(self._side), slice(self._size - self._side, self._size)
         if self.quarters == 1:
-            return [(slice(size), slice(size))]
-        first, last = slice(height), slice(size - height, size)
-        long_first, long_last = slice(width), slice(height, size)
-        around = [(first, long_first), (long_last, first), (last, long_last), (long_first, last)]
+            return [(first, first)]
+        around = [(first, first), (last, first), (last, last), (first, last)]
         return around if self._turn < 0 else [around[-q % 4] for q in range(4)]
 
 
@@ -165,7 +149,7 @@ class ScanMatrix(FullPrecisionModule):
     def __init__(self, geometry: FanBeamGeometry, arrays: Sequence[np.ndarray]) -> None:
         super().__init__()
         layout = Numbering(geometry)
-        self._quarters, self._sums_middle = layout.quarters, layout.sums_middle
+        self._quarters = layout.quarters
         self._image_shape = (1, geometry.image_size, geometry.image_size)
         self._sinogram_shape = (1, geometry.n_views, geometry.n_detectors)
         names = ("starts", "pixels", "values", "starts_t", "rays", "values_t")
@@ -191,9 +175,6 @@ class ScanMatrix(FullPrecisionModule):
         if self.gaps is not None:
             turned.view(len(self.gaps), -1).mul_(self.gaps)
         product = self._product((self.starts_t, self.rays, self.values_t), turned)
-        if self._sums_middle:  # the four corners of an odd image share the middle pixel
-            middle = product[-self._quarters :]
-            middle[0] = middle.sum(0)
         return _samples(product.index_select(0, self.image_order), self._image_shape)
 
     def _product(self, matrix: tuple[Tensor, Tensor, Tensor], turned: Tensor) -> Tensor:
