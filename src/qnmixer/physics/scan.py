@@ -55,7 +55,7 @@ class Numbering:
     def corner_pixels(self) -> np.ndarray:
         """The row-major index of pixel p of each corner, −1 for padding: int64 [P, Q]."""
         image = np.arange(self._size**2).reshape(self._size, -1)
-        corners = (np.rot90(image[corner], self._turn * q) for q, corner in enumerate(self._corners()))
+        corners = (np.rot90(image, self._turn * q)[: self._side, : self._side] for q in range(self.quarters))
         padded = (np.pad(corner, ((0, 0), (0, _PADDING)), constant_values=-1) for corner in corners)
         return np.stack([corner.ravel() for corner in padded], axis=1)
 
@@ -107,14 +107,6 @@ class Numbering:
         if not ((rays < 0) & (rays[:, :1] >= 0)).any():
             return None
         return torch.from_numpy(_all_turns(rays, -1) >= 0).float()[:, None]
-
-    def _corners(self) -> list[tuple[slice, slice]]:
-        """Rows and columns of each corner."""
-        first, last = slice(self._side), slice(self._size - self._side, self._size)
-        if self.quarters == 1:
-            return [(first, first)]
-        around = [(first, first), (last, first), (last, last), (first, last)]
-        return around if self._turn < 0 else [around[-q % 4] for q in range(4)]
 
 
 class ScanMatrix(FullPrecisionModule):
