@@ -60,7 +60,7 @@ def test_a_turn_that_is_typed_with_six_decimals_is_the_exact_one(
         ({"beam": "cone"}, "beam='cone' is not known: choose fan_flat, fan_curved, parallel"),
         ({"detector_offset": 1.7e308}, "detector_offset=1.7e\\+308"),
         ({"beam": "fan_curved", "source_to_axis": 1e200}, "source_to_axis=1e\\+200"),
-        ({"detector_offset": -256.0}, "to one side of the axis"),
+        ({"detector_offset": -256.0}, "detector_offset=-256.0 cannot see the object"),
         ({"beam": "fan_curved", "detector_pitch": 6.0}, "curved detector of 99°"),
         ({"view_angles": (0.0, 1.0)}, "view_angles has 2 angles for n_views=32: give one for each view"),
         ({"view_angles": 1.0}, "view_angles has no list of numbers for n_views=32"),

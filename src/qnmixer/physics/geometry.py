@@ -272,17 +272,12 @@ class FanBeamGeometry:
             )
 
     def _require_sight(self) -> None:
-        """Raise GeometryError for a beam that is narrower than a pixel, or whose rays miss the image or the axis."""
-        width = self.n_detectors * self.pitch_at_axis
-        if abs(self.detector_offset) >= self.n_detectors / 2:
+        """Raise GeometryError for a beam on one side of the axis, narrower than a pixel, or beside the image."""
+        width, nearest_ray = self.n_detectors * self.pitch_at_axis, np.abs(self.ray_distances()).min()
+        sees_axis = abs(self.detector_offset) < self.n_detectors / 2
+        if not sees_axis or width < self.pixel_size or nearest_ray > self.field_of_view / 2:
             raise GeometryError(
-                f"detector_offset={self.detector_offset} bins moves all n_detectors={self.n_detectors} to one side of "
-                f"the axis, and no ray sees the middle of the image: give less than {self.n_detectors / 2:g}"
-            )
-        nearest_ray = np.abs(self.ray_distances()).min()
-        if width < self.pixel_size or nearest_ray > self.image_size * self.pixel_size / 2:
-            raise GeometryError(
-                f"detector_pitch={self.detector_pitch} mm and n_detectors={self.n_detectors} cannot see the object: "
-                f"they span {width:.3g} mm at the axis, nearest ray {nearest_ray:.3g} mm from it, for an image of "
-                f"{self.image_size * self.pixel_size:.6g} mm: change one of them"
+                f"detector_pitch={self.detector_pitch} mm, n_detectors={self.n_detectors} and detector_offset="
+                f"{self.detector_offset} cannot see the object: the beam is {width:.3g} mm wide at the axis, its "
+                f"nearest ray {nearest_ray:.3g} mm from it, the image {self.field_of_view:.6g} mm wide: change one of them"
             )
