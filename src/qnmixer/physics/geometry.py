@@ -279,5 +279,5 @@ class FanBeamGeometry:
             raise GeometryError(
                 f"detector_pitch={self.detector_pitch} mm, n_detectors={self.n_detectors} and detector_offset="
                 f"{self.detector_offset} cannot see the object: the beam is {width:.3g} mm wide at the axis, its "
-                f"nearest ray {nearest_ray:.3g} mm from it, the image {self.field_of_view:.6g} mm wide: change one of them"
+                f"nearest ray {nearest_ray:.3g} mm from it, the image {self.field_of_view:.6g} mm wide: change one"
             )
