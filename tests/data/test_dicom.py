@@ -1,5 +1,3 @@
-import tracemalloc
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -150,19 +148,13 @@ def test_zeros_at_the_end_of_a_file_take_no_time(make_ct: Any, body_hu: Any, tmp
         np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, body_hu())
 
 
-def test_a_deflated_file_that_unpacks_to_much_more_is_not_unpacked(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
-    dataset = make_ct(good := tmp_path / "good", body_hu())
+def test_a_deflated_file_is_not_unpacked(make_ct: Any, tmp_path: Path) -> None:
+    """It may be of any size then."""
+    dataset = make_ct(tmp_path / "a")
     dataset.file_meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
-    dataset.save_as(good, enforce_file_format=True)
-    np.testing.assert_array_equal(read(good)[0].hu, body_hu())
-    packer = zlib.compressobj(1, wbits=-zlib.MAX_WBITS)
-    head = good.read_bytes()[: 144 + dcmread(good).file_meta.FileMetaInformationGroupLength]
-    (tmp_path / "bomb").write_bytes(head + packer.compress(bytes(2**27)) + packer.flush())
-    tracemalloc.start()
-    with pytest.raises(SkipFile, match=r"unpacks to more than \d\d MiB"):
-        read(tmp_path / "bomb")
-    assert tracemalloc.get_traced_memory()[1] < 2**26
-    tracemalloc.stop()
+    dataset.save_as(tmp_path / "a", enforce_file_format=True)
+    with pytest.raises(SkipFile, match="deflated"):
+        read(tmp_path / "a")
 
 
 @pytest.mark.parametrize(

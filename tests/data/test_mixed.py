@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hydra.errors import HydraException
 
 from qnmixer.engine.checkpoints import encode, read_checkpoint
-from qnmixer.engine.cli import explain
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import AsTrained, FolderData, MixedData, check_data
 from qnmixer.engine.config.run import Config, parse, section, to_plain
@@ -140,30 +138,14 @@ def test_what_is_measured_on(root: Path, evaluate_on: str, its: str, kind: str) 
     assert {source_of(name) for name in names} == {"phantoms"}
 
 
-def test_the_same_samples_however_they_are_shared_out(root: Path) -> None:
-    """Workers change no bit of them; turns follow (seed, sample), and so do those of the finer grid."""
+def test_workers_change_no_sample(root: Path) -> None:
+    """Nor those of the finer grid."""
     keys: dict[str, Any] = {"augment": True, "simulation_factor": 2, "batch_size": 4}
-    alone, again, helped = mixed(root, **keys), mixed(root, **keys), mixed(root, **keys | {"num_workers": 2})
-    plain = mixed(root, **keys | {"augment": False})
-    turned = 0
-    for one, other, straight in zip(epoch(alone, 2), epoch(helped, 2), epoch(plain, 2), strict=True):
-        assert one["name"] == other["name"] == straight["name"]
-        for key in ("image", "fine", "sample"):
-            assert torch.equal(one[key], other[key])
+    alone, helped = mixed(root, **keys), mixed(root, **keys | {"num_workers": 2})
+    for one, other in zip(epoch(alone, 2), epoch(helped, 2), strict=True):
+        assert one["name"] == other["name"]
+        assert all(torch.equal(one[key], other[key]) for key in ("image", "fine", "sample"))
         assert one["fine"].shape == (4, 1, 32, 32)
-        for i, n in enumerate(one["sample"].tolist()):
-            assert torch.equal(again.dataset("train")[n]["image"], one["image"][i])
-            pairs = zip(symmetries(straight["image"][i]), symmetries(straight["fine"][i]), strict=True)
-            assert any(torch.equal(a, one["image"][i]) and torch.equal(b, one["fine"][i]) for a, b in pairs)
-            turned += not torch.equal(straight["image"][i], one["image"][i])
-    assert turned > 4
-    val = [next(iter(data.val_dataloader()))["image"] for data in (alone, plain)]
-    assert torch.equal(*val)
-
-
-def symmetries(image: torch.Tensor) -> list[torch.Tensor]:
-    turned = [torch.rot90(image, k, dims=(-2, -1)) for k in range(4)]
-    return turned + [it.flip(-1) for it in turned]
 
 
 BAD: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
@@ -195,12 +177,6 @@ def test_one_folder_is_not_split_twice(root: Path) -> None:
     for folder in (root / "a", root):
         with pytest.raises(ConfigError, match=r"data.sources.more.root=.* has slices of data.sources.slices too"):
             mixed(root, {"more": {"root": str(folder)}})
-
-
-def test_a_misspelt_key_of_a_source() -> None:
-    with pytest.raises(HydraException) as raised:
-        compose("train", ["data=mixed", "data.sources.slices.splt=all"])
-    assert "did you mean data.sources.slices.split?" in str(explain(raised.value, "train"))
 
 
 def test_an_own_source_is_found_and_trusted_by_its_key(root: Path, tmp_path: Path) -> None:

@@ -140,15 +140,6 @@ def descend(codes: list[Tensor], trust: Tensor) -> Tensor:
     return way
 
 
-def test_first_and_second_derivative_of_a_descent() -> None:
-    generator = torch.Generator().manual_seed(6)
-    first, *noise = torch.randn(4, 2, 6, generator=generator, dtype=torch.float64)
-    codes = [(first * 0.7**k + 0.3 * its).requires_grad_() for k, its in enumerate(noise)]
-    trust = torch.tensor([0.4], dtype=torch.float64, requires_grad=True)
-    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(lambda trust, *codes: descend(list(codes), trust), (trust, *codes))
-
-
 @pytest.mark.parametrize("spread", [1.3, 3.0])
 def test_float32_holds_where_the_iterations_converge(spread: float) -> None:
     """Late gradient codes are a millionth of the first: their change must not drown in what was."""

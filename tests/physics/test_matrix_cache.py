@@ -133,19 +133,16 @@ def test_no_damaged_file_is_taken_for_a_matrix_or_a_norm(folder: Path, built: li
     assert as_expected(FanBeamProjector(GEOMETRY))
 
 
-@pytest.mark.parametrize("trouble", ["no folder", "full disk", "no home"])
+@pytest.mark.parametrize("trouble", ["no folder", "full disk"])
 def test_a_disk_that_takes_nothing_costs_only_the_caching(
     trouble: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if trouble == "full disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    elif trouble == "no folder":
+    else:
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    else:
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "home", lambda: Path("~nobody-at-all").expanduser())
     try:
         with pytest.warns(UserWarning, match="no cache on disk .*builds the matrices of the scan again$") as caught:
             assert as_expected(FanBeamProjector(GEOMETRY))

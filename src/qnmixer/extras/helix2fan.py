@@ -15,7 +15,6 @@ import numpy.typing as npt
 from qnmixer.engine.data.fan_tiff import TIFF, FanTiff, open_fan
 from qnmixer.engine.data.slices import FloatArray, SkipFile, summarise_skipped, usable
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.extras.pairs import optional
 from qnmixer.files import path_of
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.fbp import fbp_of_slices
@@ -62,7 +61,6 @@ class Helix2FanSource:
     own_range = False
 
     def __init__(self, part: str, image_size: int, geometry: FanBeamGeometry, hu_max: float, *, root: str) -> None:
-        optional("tifffile", "helix2fan")
         folder = path_of(root)
         if not any((folder / it).is_dir() for it in _PARTS):
             raise DataError(

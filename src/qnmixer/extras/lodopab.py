@@ -7,9 +7,9 @@ import numpy as np
 
 from qnmixer.engine.data.cache import to_square
 from qnmixer.engine.data.dataset import FixedScaling
-from qnmixer.engine.data.slices import FloatArray
-from qnmixer.errors import DataError, first_line
-from qnmixer.extras.pairs import optional, views_of
+from qnmixer.engine.data.slices import FloatArray, SkipFile, optional, reading, usable
+from qnmixer.errors import DataError
+from qnmixer.extras.pairs import views_of
 from qnmixer.files import path_of
 from qnmixer.physics import FanBeamGeometry
 
@@ -21,6 +21,7 @@ _WATER, _AIR, _LARGEST = 20.0, 0.02, 81.35858
 _PER_HU = (_WATER - _AIR) / 1000
 _MM = 1000.0
 """Millimetres in a metre: observations are line integrals of x over metres."""
+_FIX = "unzip it again"
 
 
 class LodopabSource:
@@ -107,24 +108,19 @@ class LodopabSource:
     def _row(self, kind: str, index: int) -> FloatArray:
         end, row = self._places[index]
         path = self.root / f"{kind}{end}"
-        try:
-            with optional("h5py", "lodopab").File(path, "r") as stream:
-                values = np.asarray(stream["data"][row], np.float32)
-        except (OSError, KeyError, ValueError) as error:
-            raise DataError(f"row {row} of {path} cannot be read ({first_line(error)}): unzip it again") from error
-        if not np.isfinite(values).all():
-            raise DataError(f"row {row} of {path} has NaN or infinite values: unzip it again")
+        h5py = optional("h5py", "lodopab")
+        with usable(path, _FIX), reading(f"row {row} is damaged"), h5py.File(path, "r") as stream:
+            values = np.asarray(stream["data"][row], np.float32)
+            if not np.isfinite(values).all():
+                raise SkipFile(f"NaN or infinite values in row {row}")
         return values
 
 
 def _rows(path: Path, shape: tuple[int, int]) -> int:
     """The number of arrays of this shape in a file. Raises DataError for another layout."""
-    try:
-        with optional("h5py", "lodopab").File(path, "r") as stream:
-            its = getattr(stream.get("data"), "shape", None)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read as HDF5 ({first_line(error)}): unzip it again") from error
-    if its is None or len(its) != 3 or its[1:] != shape:
-        has = "no dataset `data`" if its is None else f"values {[*its]} in `data`"
-        raise DataError(f"{path} has {has}, not [n, {shape[0]}, {shape[1]}]: is it a file of LoDoPaB-CT?")
-    return int(its[0])
+    h5py = optional("h5py", "lodopab")
+    with usable(path, _FIX), reading("no whole HDF5 file of LoDoPaB-CT"), h5py.File(path, "r") as stream:
+        its = stream["data"].shape
+        if len(its) != 3 or its[1:] != shape:
+            raise SkipFile(f"values {[*its]} in `data`, not [n, {shape[0]}, {shape[1]}]")
+        return int(its[0])

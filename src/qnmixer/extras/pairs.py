@@ -1,25 +1,12 @@
-"""Shared code of readers of measured sinograms: optional libraries, and views chosen from a denser scan."""
-
-import importlib
-from typing import Any
+"""Shared code of readers of measured sinograms: views chosen from a denser scan."""
 
 import numpy as np
 
-from qnmixer.errors import ConfigError, DataError
+from qnmixer.errors import ConfigError
 from qnmixer.physics import FanBeamGeometry
 
 _SAME = 1e-3
 """Share of a step between views that counts as equal."""
-
-
-def optional(module: str, extra: str) -> Any:
-    """Import a library that only one data set needs. Raises DataError, which says how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(
-            f'data={extra} is read by {module}, which is not installed: pip install "qnmixer[{extra}]"'
-        ) from error
 
 
 def views_of(geometry: FanBeamGeometry, first: float, step: float, count: int, extra: str) -> list[int]:

@@ -3,8 +3,7 @@
 Sinograms are converted to line integrals like in the authors' script, which made their reference images.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -13,9 +12,9 @@ from annotated_types import Ge, Gt, Le
 
 from qnmixer.engine.data.cache import to_square
 from qnmixer.engine.data.dataset import FixedScaling
-from qnmixer.engine.data.slices import FloatArray, SkipFile, reading, summarise_skipped
+from qnmixer.engine.data.slices import FloatArray, SkipFile, optional, reading, summarise_skipped, usable
 from qnmixer.errors import DataError
-from qnmixer.extras.pairs import optional, views_of
+from qnmixer.extras.pairs import views_of
 from qnmixer.files import path_of
 from qnmixer.physics import FanBeamGeometry
 
@@ -26,6 +25,7 @@ _MOVED = range(1, 2831), range(5521, 5871)
 _VIEWS, _RAW_BINS, _SIZE = 3600, 1912, 1024
 _RAW = "sinogram.tif", "dark.tif", "flat1.tif", "flat2.tif"
 _REFERENCE = "reconstruction.tif"
+_FIX = "copy it again, or move it away"
 _PIXEL = 0.113797
 """Millimetres of the references, whose values are attenuation per pixel."""
 _DEAD = 1e-3
@@ -101,29 +101,22 @@ class TwoDetectSource:
 
     def load(self, index: int) -> FloatArray:
         """Reference [S, S] with HU = −1000 + (hu_max + 1000)·x. Raises DataError if it cannot be used."""
-        with self._usable(index) as files:
-            attenuation = to_square(_reference(_read(files[_REFERENCE])), self.image_size)
+        file = self._files[self._numbers[index]][_REFERENCE]
+        with usable(file, _FIX):
+            attenuation = to_square(_reference(_read(file)), self.image_size)
         return np.float32(self.scaling.offset) + attenuation * np.float32(self.scaling.scale / self.max_attenuation)
 
     def sinogram(self, index: int) -> FloatArray:
         """Sinogram [V, 956], value × mm. Raises DataError if it cannot be used."""
         moved = any(self._numbers[index] in its for its in _MOVED)
-        with self._usable(index) as files:
+        files = self._files[self._numbers[index]]
+        with usable(files[_RAW[0]].parent, _FIX):
             sinogram, dark, *flats = (_read(files[name]) for name in _RAW)
             return line_integrals(sinogram, dark, flats, self._views, moved=moved) / np.float32(self.max_attenuation)
 
     def name(self, index: int) -> str:
         """The folder of the slice, as slice00001."""
         return f"slice{self._numbers[index]:05d}"
-
-    @contextmanager
-    def _usable(self, index: int) -> Iterator[dict[str, Path]]:
-        """The files of a slice, by name. A SkipFile of the block becomes a DataError that names their folder."""
-        files = self._files[self._numbers[index]]
-        try:
-            yield files
-        except SkipFile as reason:
-            raise DataError(f"{files[_RAW[0]].parent} has {reason}: copy it again, or move it away") from None
 
 
 def _folders(root: Path) -> dict[int, list[Path]]:

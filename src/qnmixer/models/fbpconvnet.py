@@ -1,7 +1,7 @@
 """FBPConvNet (Jin, McCann, Froustey & Unser, IEEE Transactions on Image Processing 2017): a residual U-Net on FBP."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +15,17 @@ if TYPE_CHECKING:
     from qnmixer.physics import FanBeamProjector
 
 
+_GROUPS = 8
+"""Of channels in a norm."""
+
+
 class FBPConvNet(UnrolledNetwork[Tensor]):
     """x₀ = FBP(y), x₁ = x₀ + U-Net(x₀): one iteration, which does not use y.
+
+    The U-Net is that of the authors' public code except for the norm. The first level has three convolutions.
+    Transposed 3×3 convolutions of stride 2, with norm and ReLU, lead up. Weights start from N(0, 0.01²). The authors
+    use batch norm and train with one image at a time. Its statistics depend on the batch of a device, so each strategy
+    and micro-batch size would train another network. Here the norm is over eight groups of channels of one image.
 
     Args:
         projector: FBP of the scan.
@@ -39,7 +48,9 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
     ) -> None:
         super().__init__(n_iterations=1)
         self.projector = projector
-        self.unet = _unet(channels, depth)
+        self.unet = UNet(1, channels, depth, _GROUPS, _enlarge, n_first=3)
+        for kernel in self.unet.hidden_weights():
+            nn.init.normal_(kernel, std=0.01)
 
     def start(self, y: Tensor) -> Tensor:
         """x₀ = FBP(y)."""
@@ -58,24 +69,37 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
         return self.unet.hidden_weights()
 
 
+def _enlarge(width: int) -> nn.Sequential:
+    convolution = nn.ConvTranspose2d(2 * width, width, 3, stride=2, padding=1, output_padding=1, bias=False)
+    return nn.Sequential(convolution, *_norm_and_relu(convolution, _GROUPS))
+
+
 class UNet(nn.Module):
-    """A U-Net of given parts: features of equal size are joined, and max-pooling leads down.
+    """A U-Net, [B, n, H, W] → [B, n, H, W]: features of equal size are joined, and max-pooling leads down.
 
     The last convolution starts at zero, so that the change of an image starts at zero (ours).
 
     Args:
-        down: the levels down, each at half the size of the one before.
-        enlarge: from the size of a level to that of the level above, last level first.
-        up: the levels up, each after its part of `enlarge`, on twice as many features.
-        last: 1×1.
+        n_images: n.
+        channels: features at full resolution, doubled at each level down.
+        depth: levels down.
+        groups: most groups of channels in a norm.
+        enlarge: the layer from 2m features to m, at twice the size, by m.
+        n_first: convolutions of the first level; every other level has two.
     """
 
-    def __init__(self, down: list[nn.Module], enlarge: list[nn.Module], up: list[nn.Module], last: nn.Conv2d) -> None:
+    def __init__(
+        self, n_images: int, channels: int, depth: int, groups: int, enlarge: Callable[[int], nn.Module], n_first: int
+    ) -> None:
         super().__init__()
-        self.down, self.enlarge, self.up = nn.ModuleList(down), nn.ModuleList(enlarge), nn.ModuleList(up)
-        self.last = last
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)  # type: ignore[arg-type]  # it has one
+        widths = [channels * 2**level for level in range(depth + 1)]
+        first = _level(groups, n_images, *[channels] * n_first)
+        self.down = nn.ModuleList([first, *(_level(groups, above, m, m) for above, m in pairwise(widths))])
+        self.enlarge = nn.ModuleList(enlarge(m) for m in reversed(widths[:-1]))
+        self.up = nn.ModuleList(_level(groups, 2 * m, m, m) for m in reversed(widths[:-1]))
+        self.last = nn.Conv2d(channels, n_images, 1)
+        for parameter in self.last.parameters():
+            nn.init.zeros_(parameter)
 
     def levels(self) -> list[nn.Module]:
         """The convolutions between two changes of resolution."""
@@ -86,7 +110,7 @@ class UNet(nn.Module):
         return [p for name, p in self.named_parameters() if p.ndim > 1 and not name.startswith("last")]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The change of x, from features [B, n, H, W]."""
+        """The change of x."""
         features = [self.down[0](x)]
         for level in list(self.down)[1:]:
             features.append(level(nn.functional.max_pool2d(features[-1], 2)))
@@ -96,38 +120,13 @@ class UNet(nn.Module):
         return self.last(merged)
 
 
-def _unet(channels: int, depth: int) -> UNet:
-    """[B, 1, H, W] → [B, 1, H, W], as in the authors' public code except for the norm.
-
-    The first level has three convolutions, every other level two: 3×3, zero-padded, each with norm and ReLU.
-    Transposed 3×3 convolutions of stride 2, with norm and ReLU, lead up. Weights start from N(0, 0.01²). The authors
-    use batch norm and train with one image at a time. Its statistics depend on the batch of a device, so each strategy
-    and micro-batch size would train another network. Here the norm is over eight groups of channels of one image.
-    """
-    widths = [channels * 2**level for level in range(depth + 1)]
-    down: list[nn.Module] = [_level(1, channels, channels, channels)]
-    down += [_level(above, width, width) for above, width in pairwise(widths)]
-    enlarge: list[nn.Module] = [_enlarge(2 * width, width) for width in reversed(widths[:-1])]
-    up: list[nn.Module] = [_level(2 * width, width, width) for width in reversed(widths[:-1])]
-    last = nn.Conv2d(channels, 1, 1)
-    for part in (*down, *enlarge, *up):
-        for parameter in part.parameters():
-            if parameter.ndim == 4:
-                nn.init.normal_(parameter, std=0.01)
-    return UNet(down, enlarge, up, last)
-
-
-def _level(*widths: int) -> nn.Sequential:
-    """Convolutions from each width to the next."""
+def _level(groups: int, *widths: int) -> nn.Sequential:
+    """3×3 convolutions from each width to the next, zero-padded, each with norm and ReLU."""
     convolutions = (nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in pairwise(widths))
-    return nn.Sequential(*(layer for convolution in convolutions for layer in (convolution, *_norm(convolution))))
+    return nn.Sequential(*(layer for its in convolutions for layer in (its, *_norm_and_relu(its, groups))))
 
 
-def _enlarge(n_in: int, n_out: int) -> nn.Sequential:
-    convolution = nn.ConvTranspose2d(n_in, n_out, 3, stride=2, padding=1, output_padding=1, bias=False)
-    return nn.Sequential(convolution, *_norm(convolution))
-
-
-def _norm(convolution: nn.Conv2d | nn.ConvTranspose2d) -> tuple[nn.Module, nn.Module]:
+def _norm_and_relu(convolution: nn.Conv2d | nn.ConvTranspose2d, groups: int) -> tuple[nn.Module, nn.Module]:
+    """Its features normalised in groups, at most so many, and cut at 0."""
     width = convolution.out_channels
-    return nn.GroupNorm(math.gcd(8, width), width), nn.ReLU(inplace=True)
+    return nn.GroupNorm(math.gcd(groups, width), width), nn.ReLU(inplace=True)

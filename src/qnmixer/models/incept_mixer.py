@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import recomputed
 
 
@@ -16,14 +15,11 @@ class InceptMixer(nn.Module):
 
     Args:
         image_size: H = W.
-        channels: C.
+        channels: C, a multiple of 4.
         patch_size: P.
         n_layers, mlp_ratio: depth of the mixer, and hidden width of its MLPs as a multiple of the mixed axis.
         inception: False: the patches are cut from the image itself (ablation).
         features: the number of features that it returns for `DetailConvolutions`; 0: it returns G(x).
-
-    Raises:
-        ConfigError: channels is not a multiple of 4.
     """
 
     def __init__(
@@ -37,8 +33,6 @@ class InceptMixer(nn.Module):
         features: int,
     ) -> None:
         super().__init__()
-        if channels < 4 or channels % 4:  # else the branches would have fewer features together
-            raise ConfigError(f"channels={channels} is not a multiple of 4: the inception has four branches")
         self.embedding = (Inception if inception else Patches)(channels, patch_size)
         self.mixer = nn.Sequential(
             *(MixerLayer(image_size // patch_size, channels, mlp_ratio) for _ in range(n_layers))

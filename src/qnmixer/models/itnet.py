@@ -1,8 +1,6 @@
 """ItNet (Genzel, Gühring, Macdonald & März, ICML 2022): U-Nets with data consistency; won AAPM's challenge of 2021."""
 
-import math
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
@@ -15,6 +13,10 @@ from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork
 
 if TYPE_CHECKING:
     from qnmixer.physics import FanBeamProjector
+
+
+_GROUPS = 32
+"""Of channels in a norm."""
 
 
 class ItNetState(NamedTuple):
@@ -30,11 +32,12 @@ class ItNet(UnrolledNetwork[ItNetState]):
     All iterations share one U-Net U, and the data step comes last, as in the paper and the authors' public code
     (`IterativeNet`, `DCLsqFPB`). U has weights of its own in each iteration only after their last fine-tuning, which
     also added a fifth iteration. That, a start from a trained U-Net and the mean of ten networks won the challenge;
-    they are not here.
+    they are not here. Transposed 2×2 convolutions of stride 2, without norm and ReLU, lead up (`GroupUNet`).
 
     Ours: A† is filtered back-projection by the exact transpose, because FBP∘A has no safe step on some grids. λ_t
     starts at a safe step: the authors' 1.12, 1.36, 1.43 and 0.08 come from earlier runs on their scan. The last
-    convolution of U starts at zero.
+    convolution of U starts at zero. It has no bias before a norm. Where a group is one channel its gradient would be
+    zero but for rounding, which AdamW would follow.
 
     Args:
         projector: A, Aᵀ and FBP of the scan.
@@ -62,7 +65,7 @@ class ItNet(UnrolledNetwork[ItNetState]):
         super().__init__(n_iterations)
         self.projector = projector
         self.n_memory = n_memory
-        self.unet = _unet(1 + n_memory, channels, depth)
+        self.unet = UNet(1 + n_memory, channels, depth, _GROUPS, _enlarge, n_first=2)
         self.step_sizes = nn.ParameterList(
             torch.full((1,), safe_step_size(projector, "fbp")) for _ in range(n_iterations)
         )
@@ -87,25 +90,5 @@ class ItNet(UnrolledNetwork[ItNetState]):
         return self.unet.hidden_weights()
 
 
-def _unet(n_in: int, channels: int, depth: int) -> UNet:
-    """[B, n_in, H, W] → [B, n_in, H, W], as in the authors' public code (`GroupUNet`).
-
-    Each level has two convolutions: 3×3, zero-padded, each with a norm over 32 groups of channels and ReLU. Transposed
-    2×2 convolutions of stride 2, without norm and ReLU, lead up. Ours: no bias before a norm. Where a group is one
-    channel its gradient would be zero but for rounding, which AdamW would follow.
-    """
-    widths = [channels * 2**level for level in range(depth + 1)]
-    return UNet(
-        [_level(above, width) for above, width in pairwise([n_in, *widths])],
-        [nn.ConvTranspose2d(2 * width, width, 2, stride=2) for width in reversed(widths[:-1])],
-        [_level(2 * width, width) for width in reversed(widths[:-1])],
-        nn.Conv2d(channels, n_in, 1),
-    )
-
-
-def _level(n_in: int, n_out: int) -> nn.Sequential:
-    layers = (
-        (nn.Conv2d(n, n_out, 3, padding=1, bias=False), nn.GroupNorm(math.gcd(32, n_out), n_out), nn.ReLU(inplace=True))
-        for n in (n_in, n_out)
-    )
-    return nn.Sequential(*(layer for three in layers for layer in three))
+def _enlarge(width: int) -> nn.ConvTranspose2d:
+    return nn.ConvTranspose2d(2 * width, width, 2, stride=2)

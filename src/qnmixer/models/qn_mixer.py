@@ -48,7 +48,7 @@ class QNMixer(UnrolledNetwork[QNState]):
     Args:
         projector: A, Aᵀ and FBP of the scan; its geometry sets the image size.
         n_iterations: T (figure: 14).
-        channels: C, features of the regulariser (field: 96).
+        channels: C, features of the regulariser, a multiple of 4 (field: 96).
         patch_size: P (figure: 4).
         n_mixer_layers, mlp_ratio: depth and hidden width of the mixer (ours: 2, 2).
         inception: False cuts the patches from the image itself (ablation).
@@ -70,7 +70,7 @@ class QNMixer(UnrolledNetwork[QNState]):
             function (image_size, channels) → such a module. It needs detail_channels=0.
 
     Raises:
-        ConfigError: a word is not known, channels is not a multiple of 4, or a rule of `rules` is broken.
+        ConfigError: a word is not known, or a rule of `rules` is broken.
     """
 
     title = "QN-Mixer"

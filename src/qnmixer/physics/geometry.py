@@ -72,16 +72,13 @@ class FanBeamGeometry:
     view_angles: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "n_views", "n_detectors"):
-            self._require_count(name)
+        self._require("image_size", "n_views", "n_detectors", whole=True)
         if self.beam not in BEAMS:
             raise GeometryError(f"beam={self.beam!r} is not known: choose {', '.join(BEAMS)}")
-        for name in ("pixel_size", "detector_pitch"):
-            self._require(name, positive=True)
+        self._require("pixel_size", "detector_pitch")
         if self.view_angles is not None:
             self._take_view_angles()
-        for name in ("first_angle", "angle_span", "detector_offset"):
-            self._require(name, positive=False)
+        self._require("first_angle", "angle_span", "detector_offset", positive=False)
         for name, least in (("angle_span", _ANGLE_TOLERANCE), ("first_angle", 0.0)):
             if not least <= abs(value := getattr(self, name)) <= FULL_TURN + _ANGLE_TOLERANCE:
                 raise GeometryError(
@@ -103,13 +100,13 @@ class FanBeamGeometry:
         """
         return cls(
             image_size=image_size,
-            pixel_size=PAPER_FIELD_OF_VIEW / max(image_size, 1),
+            pixel_size=PAPER_FIELD_OF_VIEW / image_size,
             n_views=n_views,
             n_detectors=512,
             detector_pitch=1.875,
             source_to_axis=600.0,
             axis_to_detector=290.0,
-            first_angle=math.pi / max(n_views, 1),
+            first_angle=math.pi / n_views,
         )
 
     @property
@@ -148,21 +145,23 @@ class FanBeamGeometry:
         return abs(self.angle_span) == FULL_TURN
 
     @property
-    def is_parallel_half_turn(self) -> bool:
-        """Whether a parallel beam turns by π. Then each line is seen once."""
-        return not self.is_fan and abs(self.angle_span) == FULL_TURN / 2
+    def has_half_turn_symmetry(self) -> bool:
+        """Whether a parallel beam over π goes on with its own views, seen from the other side.
+
+        Then half of the views are enough, and half of the bins: bin D − 1 − i sees the same lines as bin i.
+        """
+        half = not self.is_fan and abs(self.angle_span) == FULL_TURN / 2 and self.detector_offset == 0
+        return half and self.view_angles is None and self.n_views % 2 == 0 and self.image_size % 2 == 0
 
     @property
     def has_quarter_turn_symmetry(self) -> bool:
         """Whether turning the image by 90° maps the views onto each other. Then some of them are enough.
 
-        In a full turn a quarter of the views is enough. A parallel beam over π continues with its own views, seen from
-        the other side: half of the views are enough, and half of the bins if these lie symmetrically around the axis.
-        Listed angles are taken as they are.
+        In a full turn a quarter of the views is enough. Listed angles, and images with a pixel in the middle, are
+        taken as they are.
         """
-        if self.view_angles is not None:
-            return False
-        return (self.is_full_turn and self.n_views % 4 == 0) or (self.is_parallel_half_turn and self.n_views % 2 == 0)
+        full = self.is_full_turn and self.view_angles is None and self.n_views % 4 == 0 and self.image_size % 2 == 0
+        return full or self.has_half_turn_symmetry
 
     @property
     def n_distinct_views(self) -> int:
@@ -172,20 +171,9 @@ class FanBeamGeometry:
         return self.n_views // (4 if self.is_full_turn else 2)
 
     @property
-    def mirrored_bins(self) -> np.ndarray:
-        """For each bin at u, the bin at −u, which sees the same lines in a symmetric half turn; −1: none. int64 [D]."""
-        bins = np.arange(self.n_detectors)
-        twice = 2 * self.detector_offset
-        if self.is_full_turn or not self.has_quarter_turn_symmetry or twice != round(twice):
-            return np.full_like(bins, -1)
-        mirrored = self.n_detectors - 1 - round(twice) - bins
-        return np.where((mirrored >= 0) & (mirrored < self.n_detectors), mirrored, -1)
-
-    @property
-    def distinct_bins(self) -> np.ndarray:
-        """The bins that give all others by quarter turns of the image: the first of each mirrored pair."""
-        bins, mirrored = np.arange(self.n_detectors), self.mirrored_bins
-        return bins[(mirrored < 0) | (mirrored >= bins)]
+    def n_distinct_bins(self) -> int:
+        """How many of the first bins give all others by quarter turns of the image."""
+        return (self.n_detectors + 1) // 2 if self.has_half_turn_symmetry else self.n_detectors
 
     def angles(self) -> np.ndarray:
         """Angle β of each view in radians, float64 [V]."""
@@ -252,24 +240,19 @@ class FanBeamGeometry:
         object.__setattr__(self, "first_angle", float(angles[order[0]] % FULL_TURN))
         object.__setattr__(self, "angle_span", rest * self.n_views / (self.n_views - 1) if partial else FULL_TURN)
 
-    def _require_count(self, name: str) -> None:
-        """Raise GeometryError for a value that is not a whole number of at least one."""
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise GeometryError(f"{name}={value!r} must be a whole number of at least 1")
-
-    def _require(self, name: str, positive: bool) -> None:
-        """Raise GeometryError for a value that is no number, too large to compute with, or not positive if asked."""
-        value = getattr(self, name)
-        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        number = number and abs(float(value)) <= _LARGEST
-        if not number or (positive and value <= 0):
-            kind = "positive, finite" if positive else "finite"
-            raise GeometryError(f"{name}={value!r} must be a {kind} number of at most {_LARGEST:g}")
+    def _require(self, *names: str, positive: bool = True, whole: bool = False) -> None:
+        """Raise GeometryError for a value that is no number, too large to compute with, or not positive."""
+        for name in names:
+            value = getattr(self, name)
+            kind = (int, np.integer) if whole else (int, float, np.number)
+            number = isinstance(value, kind) and not isinstance(value, bool) and abs(float(value)) <= _LARGEST
+            if not number or (positive and value <= 0):
+                words = "whole, " * whole + "positive, " * positive + "finite"
+                raise GeometryError(f"{name}={value!r} must be a {words} number of at most {_LARGEST:g}")
 
     def _require_source(self) -> None:
         """Raise GeometryError for distances of a fan beam at which the source or the detector cannot be."""
-        self._require("source_to_axis", positive=True)
+        self._require("source_to_axis")
         self._require("axis_to_detector", positive=False)
         if self.source_to_detector <= 0:
             raise GeometryError(
@@ -289,17 +272,12 @@ class FanBeamGeometry:
             )
 
     def _require_sight(self) -> None:
-        """Raise GeometryError for a beam that is narrower than a pixel, or whose rays miss the image or the axis."""
-        width = self.n_detectors * self.pitch_at_axis
-        if abs(self.detector_offset) >= self.n_detectors / 2:
+        """Raise GeometryError for a beam on one side of the axis, narrower than a pixel, or beside the image."""
+        width, nearest_ray = self.n_detectors * self.pitch_at_axis, np.abs(self.ray_distances()).min()
+        sees_axis = abs(self.detector_offset) < self.n_detectors / 2
+        if not sees_axis or width < self.pixel_size or nearest_ray > self.field_of_view / 2:
             raise GeometryError(
-                f"detector_offset={self.detector_offset} bins moves all n_detectors={self.n_detectors} to one side of "
-                f"the axis, and no ray sees the middle of the image: give less than {self.n_detectors / 2:g}"
-            )
-        nearest_ray = np.abs(self.ray_distances()).min()
-        if width < self.pixel_size or nearest_ray > self.image_size * self.pixel_size / 2:
-            raise GeometryError(
-                f"detector_pitch={self.detector_pitch} mm and n_detectors={self.n_detectors} cannot see the object: "
-                f"they span {width:.3g} mm at the axis, nearest ray {nearest_ray:.3g} mm from it, for an image of "
-                f"{self.image_size * self.pixel_size:.6g} mm: change one of them"
+                f"detector_pitch={self.detector_pitch} mm, n_detectors={self.n_detectors} and detector_offset="
+                f"{self.detector_offset} cannot see the object: the beam is {width:.3g} mm wide at the axis, its "
+                f"nearest ray {nearest_ray:.3g} mm from it, the image {self.field_of_view:.6g} mm wide: change one"
             )

@@ -26,8 +26,8 @@ class Numbering:
     corner q + k. Without the symmetry Q is 1, and the only corner is the image.
 
     In a full turn, ray (view j, bin i) turned by k is (j + k·V/4, i). A parallel beam over π has views for one turn:
-    the orbit is (j, i), then (j + V/2, i), then the same two lines from the other side, in the mirrored bins. If the
-    detector does not have these bins, the orbit has two rays and two gaps.
+    the orbit is (j, i), then (j + V/2, i), then the same two lines from the other side, in the mirrored bin. The middle
+    one of an odd number of bins is its own mirror image, so its orbit has two rays and two gaps.
 
     Pixels are numbered row by row in a corner. Rays are numbered fan by fan: `_FAN` bins of each view, then the next
     bins.
@@ -42,40 +42,35 @@ class Numbering:
         self.quarters = 4 if geometry.has_quarter_turn_symmetry else 1
         self._turn = -1 if geometry.angle_span > 0 else 1
         self._size, self._n_detectors = geometry.image_size, geometry.n_detectors
-        self._n_views, self._half_turn = geometry.n_distinct_views, geometry.is_parallel_half_turn
-        self._bins, self._mirrored = geometry.distinct_bins, geometry.mirrored_bins
-        self._fans = -(-len(self._bins) // _FAN)
-        self.n_rays = self._fans * self._n_views * _FAN
-        height, width = self._corner_shape()
-        self.n_pixels = height * (width + _PADDING) + self.sums_middle
+        self._n_views, self._half_turn = geometry.n_distinct_views, geometry.has_half_turn_symmetry
+        self._n_bins = geometry.n_distinct_bins
+        self.n_rays = -(-self._n_bins // _FAN) * self._n_views * _FAN
+        self._side = self._size if self.quarters == 1 else self._size // 2  # of a corner
+        self.n_pixels = self._side * (self._side + _PADDING)
 
     def pixel_numbers(self) -> np.ndarray:
-        """q·P + p of each pixel in row-major order, int64 [H·W]; the middle of an odd image has that of corner 0."""
+        """q·P + p of each pixel in row-major order, int64 [H·W]."""
         return _flat_places(self.corner_pixels().T)
 
     def corner_pixels(self) -> np.ndarray:
         """The row-major index of pixel p of each corner, −1 for padding: int64 [P, Q]."""
         image = np.arange(self._size**2).reshape(self._size, -1)
-        pixels = np.full((self.n_pixels, self.quarters), -1)
-        for q, corner in enumerate(self._corners()):
-            padded = np.pad(np.rot90(image[corner], self._turn * q), ((0, 0), (0, _PADDING)), constant_values=-1)
-            pixels[: padded.size, q] = padded.ravel()
-        if self.sums_middle:
-            pixels[-1] = image[self._size // 2, self._size // 2]
-        return pixels
+        corners = (np.rot90(image, self._turn * q)[: self._side, : self._side] for q in range(self.quarters))
+        padded = (np.pad(corner, ((0, 0), (0, _PADDING)), constant_values=-1) for corner in corners)
+        return np.stack([corner.ravel() for corner in padded], axis=1)
 
     def ray_numbers(self) -> np.ndarray:
         """The number of each ray of the distinct views, −1 if another ray has that of its orbit: int64 [views, D]."""
-        place = np.arange(len(self._bins))
+        bins = np.arange(self._n_bins)
         numbers = np.full((self._n_views, self._n_detectors), -1)
         first = np.arange(self._n_views)[:, None] * _FAN
-        numbers[:, self._bins] = place // _FAN * (self._n_views * _FAN) + first + place % _FAN
+        numbers[:, : self._n_bins] = bins // _FAN * (self._n_views * _FAN) + first + bins % _FAN
         return numbers
 
     def turned_rays(self) -> np.ndarray:
         """The row-major index in the sinogram of each orbit's ray at each turn, −1 for none: int64 [R, Q].
 
-        No ray occurs twice: a ray through the axis is its own mirror image, so its orbit has gaps.
+        No ray occurs twice.
         """
         rays = np.full((self.n_rays, self.quarters), -1)
         numbers = self.ray_numbers()
@@ -83,14 +78,10 @@ class Numbering:
         for k in range(self.quarters):  # a turn by k quarters is one by n_distinct_views · k views
             view, bin_ = views + k * self._n_views, bins
             if self._half_turn and k >= 2:
-                view, bin_ = view - 2 * self._n_views, np.where(self._mirrored[bins] == bins, -1, self._mirrored[bins])
+                mirrored = self._n_detectors - 1 - bins
+                view, bin_ = view - 2 * self._n_views, np.where(mirrored == bins, -1, mirrored)
             rays[numbers[views, bins], k] = np.where(bin_ < 0, -1, view * self._n_detectors + bin_)
         return rays
-
-    @property
-    def sums_middle(self) -> bool:
-        """Whether the corners share a middle pixel, whose value is a sum over them."""
-        return self.quarters == 4 and self._size % 2 == 1
 
     def gathers(self) -> dict[str, Tensor]:
         """The indices of the gathers before and after a product, int32, by name.
@@ -116,21 +107,6 @@ class Numbering:
         if not ((rays < 0) & (rays[:, :1] >= 0)).any():
             return None
         return torch.from_numpy(_all_turns(rays, -1) >= 0).float()[:, None]
-
-    def _corner_shape(self) -> tuple[int, int]:
-        """Height and width of each corner, turned to the top left; the middle pixel of an odd image is in none."""
-        size, height = self._size, self._size // 2
-        return (size, size) if self.quarters == 1 else (height, size - height)
-
-    def _corners(self) -> list[tuple[slice, slice]]:
-        """Rows and columns of each corner."""
-        size, (height, width) = self._size, self._corner_shape()
-        if self.quarters == 1:
-            return [(slice(size), slice(size))]
-        first, last = slice(height), slice(size - height, size)
-        long_first, long_last = slice(width), slice(height, size)
-        around = [(first, long_first), (long_last, first), (last, long_last), (long_first, last)]
-        return around if self._turn < 0 else [around[-q % 4] for q in range(4)]
 
 
 class ScanMatrix(FullPrecisionModule):
@@ -165,7 +141,7 @@ class ScanMatrix(FullPrecisionModule):
     def __init__(self, geometry: FanBeamGeometry, arrays: Sequence[np.ndarray]) -> None:
         super().__init__()
         layout = Numbering(geometry)
-        self._quarters, self._sums_middle = layout.quarters, layout.sums_middle
+        self._quarters = layout.quarters
         self._image_shape = (1, geometry.image_size, geometry.image_size)
         self._sinogram_shape = (1, geometry.n_views, geometry.n_detectors)
         names = ("starts", "pixels", "values", "starts_t", "rays", "values_t")
@@ -191,9 +167,6 @@ class ScanMatrix(FullPrecisionModule):
         if self.gaps is not None:
             turned.view(len(self.gaps), -1).mul_(self.gaps)
         product = self._product((self.starts_t, self.rays, self.values_t), turned)
-        if self._sums_middle:  # the four corners of an odd image share the middle pixel
-            middle = product[-self._quarters :]
-            middle[0] = middle.sum(0)
         return _samples(product.index_select(0, self.image_order), self._image_shape)
 
     def _product(self, matrix: tuple[Tensor, Tensor, Tensor], turned: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """How a slice gets the size of the network, and the cache of slices that have it.
 
 A cache is a folder with one file of float32 pixels [N, S, S] in HU, and an index. The index is written last, by an
-atomic rename. A cache is built again if it has no index, or if its sources, format or size, or the code of the user's
-own reader, differ from its index. One process builds it under a lock file. The others wait and then read.
+atomic rename. A cache is built again if it has no index, or if its sources, format or size, or the file of its reader,
+differ from its index. One process builds it under a lock file. The others wait and then read.
 
 The index has a digest of itself and a digest of each slice. The latter is checked when the slice is read, in 0.3 ms for
 256 × 256 pixels. A check of all slices at the start would read the whole file.
@@ -118,20 +118,6 @@ def _resampling_weights(n: int, mm: float, size: int, step: float) -> FloatArray
     return found
 
 
-def inside(hu: FloatArray, spacing: tuple[float, float] | None, field_of_view: float | None) -> FloatArray:
-    """The pixels of a slice [H, W] whose centres lie in the field; those in its middle if the field is narrower.
-
-    All of them if the spacing is unknown, or if the slice fills the whole field (None).
-    """
-    if field_of_view is None or spacing is None:
-        return hu
-    rows, columns = (
-        np.abs(np.arange(n) - (n - 1) / 2) * mm <= max(field_of_view, mm) / 2
-        for n, mm in zip(hu.shape, spacing, strict=True)
-    )
-    return hu[rows][:, columns]
-
-
 TISSUE = -300.0
 """HU. Denser pixels count as tissue."""
 
@@ -180,7 +166,7 @@ class Grid:
 
 # The cache
 
-_CACHE_FORMAT = 6
+_CACHE_FORMAT = 7
 """Raise it when caches get other slices or other values, or another layout."""
 _PIXEL = np.dtype("<f4")
 _INDEX_FILE = "index.json"
@@ -291,15 +277,15 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     chosen = [path for path in files if fnmatch(path, config.include)]
     if not chosen:
         raise DataError(f"data.include={config.include} matches none of {len(files)} files below {root}: {files[0]}, …")
-    own = [] if config._target_.startswith("qnmixer.") else [config._target_, sorted(config.arguments.items())]
-    what = [reader.kind, str(root.resolve()), config.include, image_size, field_of_view, *own]
+    its_reader = [config._target_, sorted(config.arguments.items())]
+    what = [*its_reader, str(root.resolve()), config.include, image_size, field_of_view]
     folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{digest(what)}"
     # A program can set the time of the last change, as `cp -p` does, but not ctime, which every change updates.
     states = ((path, os.stat(root / path)) for path in chosen)
     versions = [[path, its.st_size, its.st_mtime_ns, its.st_ctime_ns] for path, its in states]
     # Not in `what`: after a change of the code the old cache makes way for the new one.
-    code = [digest_of_bytes(Path(inspect.getfile(type(reader))).read_bytes())] if own else []
-    pixels = folder / f"{digest([_CACHE_FORMAT, what, versions, *code])}.f32"
+    code = digest_of_bytes(Path(inspect.getfile(type(reader))).read_bytes())
+    pixels = folder / f"{digest([_CACHE_FORMAT, what, versions, code])}.f32"
     try:
         make_own_folder(folder)
     except PermissionError as error:
@@ -392,7 +378,4 @@ def _placed(piece: Slice, grid: Grid) -> tuple[FloatArray, FloatArray]:
     require_content(hu)
     if grid.field_of_view is not None and piece.spacing is None:
         raise SkipFile(f"{NO_SPACING}, which data.pixel_size=header needs")
-    image = grid.place(hu, piece.spacing)
-    # All of it may lie outside the field. Not by the image: every size must keep the same slices.
-    require_content(inside(hu, piece.spacing, grid.field_of_view))
-    return hu, image
+    return hu, grid.place(hu, piece.spacing)

@@ -14,7 +14,6 @@ Inferred: values are −log of transmission, and hu_factor is the attenuation of
 not run on a file of a scanner: tests write files like these.
 """
 
-import importlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qnmixer.engine.data.slices import FloatArray, SkipFile, reading, require_size
+from qnmixer.engine.data.slices import FloatArray, SkipFile, optional, reading, require_size
 from qnmixer.errors import DataError, GeometryError
 from qnmixer.physics import FanBeamGeometry
 
@@ -47,7 +46,7 @@ class FanTiff:
     def values(self) -> np.ndarray[Any, Any]:
         """−log of transmission [V, D, Z], mapped, in the order of bins of this package. Raises SkipFile."""
         with reading("a truncated or compressed TIFF"):
-            values = importlib.import_module("tifffile").memmap(self.path, mode="r")
+            values = optional("tifffile", "helix2fan").memmap(self.path, mode="r")
             return values.reshape(len(self.angles), self.n_detectors, self.n_slices)[:, ::-1]
 
     def rows(self, index: int, views: npt.NDArray[np.intp]) -> FloatArray:
@@ -77,10 +76,7 @@ class FanTiff:
 
 def open_fan(path: Path) -> FanTiff:
     """The scan in a file. Raises SkipFile for another file, and DataError if tifffile is not installed."""
-    try:
-        tifffile = importlib.import_module("tifffile")
-    except ImportError as error:
-        raise DataError(f"{path} is read by tifffile, which is not installed: pip install tifffile") from error
+    tifffile = optional("tifffile", "helix2fan")
     with reading("unreadable or truncated TIFF"), tifffile.TiffFile(path) as file:
         description, shape, dtype = file.pages[0].description, file.series[0].shape, file.series[0].dtype
     with reading("no geometry of helix2fan in its description"):

@@ -1,12 +1,13 @@
 """Decoded slices with the data to sort and split them, and skipped files."""
 
+import importlib
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,16 @@ def usable(path: Path, fix: str) -> Iterator[None]:
         yield
     except SkipFile as reason:
         raise DataError(f"{path} cannot be used ({reason}): {fix}") from reason
+
+
+def optional(module: str, extra: str) -> Any:
+    """Import a library that only one kind of file needs. Raises DataError, which says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(
+            f'data={extra} is read by {module}, which is not installed: pip install "qnmixer[{extra}]"'
+        ) from error
 
 
 def require_size(rows: int, columns: int, least: int = _LEAST) -> None:

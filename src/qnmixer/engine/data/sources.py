@@ -198,12 +198,6 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
     }
 
 
-_CONSEQUENCE = dict.fromkeys(("random", "explicit"), "scores will be too good") | {
-    "all": "intervals will be too narrow"
-}
-"""What happens if files of one patient count as several, by split."""
-
-
 def _doubts(
     config: FolderData, cache: SliceCache, field_of_view: float | None, patients: list[str], joined: list[str]
 ) -> Iterator[str]:
@@ -220,10 +214,10 @@ def _doubts(
     if joined:
         yield f"{root}: files of one study or series name several patients, who count as one: {few(joined)}"
     files = files_as_patients(cache.infos, patients)
-    if len(files) > 1 and config.split in _CONSEQUENCE:
+    if len(files) > 1 and config.split in ("random", "explicit", "all"):
         yield (
-            f"{root}: each of {len(files)} files with one slice counts as a patient ({few(files)}): if several "
-            f"are of one patient, make a folder for each patient, or {_CONSEQUENCE[config.split]}"
+            f"{root}: each of {len(files)} files with one slice counts as a patient ({few(files)}): if several are of "
+            "one patient, make a folder for each patient, or scores will be too good and intervals too narrow"
         )
 
 
