@@ -62,7 +62,7 @@ def test_it_says_what_it_was_trained_on_and_for_how_long(network: Build, tmp_pat
     assert "n_train 8" in found["data"]
     assert "tf32 True" in found["trainer"]
     assert "simulated with noise field: photons 1e+06" in text
-    assert "It has seen no patient" in text
+    assert "trained on slices of phantoms" in text
     assert "16 × 16 pixels of 25 mm" in text
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from qnmixer.engine.config.data import DataConfig, FolderData, MixedData, PairData
+from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.groups import Group
 from qnmixer.engine.config.options import TARGET, keys_of
 from qnmixer.engine.config.run import Config, checked, effective_batch, parse_file, targets_of, to_plain, without_places
@@ -217,10 +217,8 @@ def split_of(path: Path) -> SplitRecord | None:
 
 _FIXED_SECTIONS = ("model", "data", "geometry", "noise", "loss", "optimizer")
 """Sections that a resumed run may not change."""
-_KEYS_OF_LOADING = {"batch_size", "num_workers", "prefetch_factor", "pin_memory"}
-"""Keys of slices that a resumed run may change."""
-_KEYS_OF_PLACES = _KEYS_OF_LOADING | {"cache_dir", "root"}
-"""The same for our sources of files, whose slices are known by their pixels."""
+_FREE_KEYS = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir", "root"}
+"""Keys of slices that a resumed run may change. A folder may move: its slices are known by their pixels."""
 
 
 def resumable(config: Config, run: Path) -> Path:
@@ -272,8 +270,7 @@ def _settings(section: Any, now: Any) -> dict[str, Any]:
     """
     keys = keys_of(section)
     if isinstance(section, DataConfig):
-        ours = isinstance(section, FolderData | MixedData | PairData)
-        keys = _without_keys(keys, _KEYS_OF_PLACES if ours else _KEYS_OF_LOADING)
+        keys = _without_keys(keys, _FREE_KEYS)
     is_same = isinstance(now, Group) and section._target_ == now._target_
     return (replace(now, arguments={}).settings() if is_same else {}) | keys
 

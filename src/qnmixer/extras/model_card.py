@@ -10,7 +10,6 @@ from typing import Any
 
 from qnmixer.engine.checkpoints import built_from, digest_of_weights, steps_of
 from qnmixer.engine.config.compose import quoted, values_of
-from qnmixer.engine.config.data import PhantomData
 from qnmixer.engine.config.options import TARGET, keys_of
 from qnmixer.engine.config.run import Config, effective_batch, without_places
 from qnmixer.engine.plugins import trust_words
@@ -55,7 +54,8 @@ settings above to `qnmixer.train`.
 
 - Like any learned reconstruction, it can remove small details, or invent details that look right. The tables are \
 means over slices. They say nothing about a single lesion.
-- {slices}
+- It was trained on slices of {slices}. With other scanners, protocols and anatomy its results can be worse: evaluate \
+it on such slices. It does not know its training slices: in a folder that has them, they count as test slices.
 - {sinograms} On other scans its results may be worse than in every table here.
 - It is for one scan and one grid: {n_views} views, {n_detectors} bins, {size} × {size} pixels of {pixel:.4g} mm. \
 Slices are resampled to that grid. Scans with other rays are interpolated to its rays, and no table here measures such \
@@ -103,7 +103,7 @@ def model_card(
         evaluations="\n\n".join(tables) or "None of these weights was found in the run's folder.",
         run=shlex.join([f"run={name}", *trust_words(built_from(config).values())]),
         name=name,
-        slices=_slices(config),
+        slices=", ".join(source.name for source in config.data.by_section().values()),
         sinograms=_sinograms(config, record),
         seed=config.seed,
     )
@@ -160,18 +160,6 @@ def hub_card(text: str) -> str:
     tags = ["computed-tomography", "sparse-view", "image-reconstruction"]
     header = hub_library().ModelCardData(library_name="qnmixer", tags=tags)
     return f"---\n{header.to_yaml()}\n---\n\n{text}"
-
-
-def _slices(config: Config) -> str:
-    """A limit: the slices of its training."""
-    if isinstance(config.data, PhantomData):
-        return "It has seen no patient: it was trained on drawn phantoms only."
-    names = ", ".join(source.name for source in config.data.by_section().values())
-    return (
-        f"It was trained on slices of {names}. With other scanners, protocols and anatomy its results can be worse: "
-        "evaluate it on such slices. It does not know its training slices. If you evaluate a folder that has them, "
-        "they count as test slices."
-    )
 
 
 def _sinograms(config: Config, record: dict[str, Any]) -> str:
