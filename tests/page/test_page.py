@@ -367,13 +367,3 @@ def test_a_thumbnail_opens_its_slice(viewer: Viewer, sorted_page: Path) -> None:
     assert not viewer["hint"].is_displayed()
     viewer.open(sorted_page, "#slice=2&iterate=1")
     viewer.becomes(lambda: viewer["hint"].text[:52], "x₁ of QN-Mixer is worse than FBP (RMSE 30.0 and 10.0")
-
-
-def test_no_path_reaches_the_page(viewer: Viewer, tmp_path: Path) -> None:
-    path = "/home/anna/ct/mayo"
-    table = Table(path, [path], [[path]], path)
-    slices = [SliceImages(path, TRUTH, [MethodImages(path, [FBP])])] * 2
-    write_page(tmp_path / "page.html", path, [table, table], slices, {path: path}, subtitle=path, order=path)
-    assert "anna" not in (tmp_path / "page.html").read_text()
-    viewer.open(tmp_path / "page.html")
-    viewer.becomes(lambda: viewer.texts("figure .name"), ["truth", "…/mayo"])
