@@ -26,7 +26,7 @@ from qnmixer.engine.data.splits import SplitRecord, is_split_record
 from qnmixer.engine.parallel.shards import load_checked, merge_shards
 from qnmixer.engine.plugins import check_trusted, is_trusted
 from qnmixer.engine.reconstructor import Reconstructor, build_geometry, build_network
-from qnmixer.errors import CheckpointError, ConfigError, first_line
+from qnmixer.errors import CheckpointError, first_line
 from qnmixer.files import digest, newest_complete
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, checkpoint_in, located
@@ -86,10 +86,10 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         if all(is_trusted(target, ()) for target in built_from(config).values()):
             config = checked(config, "model", "noise")
         return config, state
-    except ConfigError as error:
-        raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
     except Exception as error:  # a section may contain anything
-        raise CheckpointError(f"{path} has a config that cannot be read ({first_line(error)})") from error
+        raise CheckpointError(
+            f"{path} was written by another version of qnmixer, or is damaged ({first_line(error)}): use that version"
+        ) from error
 
 
 def load(path: Path) -> dict[str, Any]:
