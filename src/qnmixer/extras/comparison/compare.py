@@ -48,9 +48,9 @@ def compare(config: CompareConfig, sweeps: list[Path], console: Console) -> Comp
     """
     methods = methods_of(sweeps, config.checkpoint, config.trust)
     if not any(method.done for method in methods):
-        problems = [f"job {job.folder.name}: {job.problem}" for method in methods for job in method.jobs]
+        told = [f"job {job.folder.name}: {job.problem}" for method in methods for job in method.jobs]
         where = ", ".join(map(str, sweeps))
-        raise ConfigError(f"no job of {where} is done ({'; '.join(problems[:3]) or 'it has no jobs'}): train them first")
+        raise ConfigError(f"no job of {where} is done ({'; '.join(told[:3]) or 'it has no jobs'}): train them first")
     if FBP not in {method.network for method in methods}:
         methods.append(ComparedMethod(FBP, [], FBP))  # each evaluation measures it too
     device = choose_device(config.accelerator)
