@@ -1,7 +1,6 @@
 """The model card, from run folders as training and evaluation leave them."""
 
 import json
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,8 @@ import pytest
 import torch
 
 from qnmixer.engine.checkpoints import digest_of_weights
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.extras.model_card import model_card
-
-from .conftest import TINY
 
 RECORD = {
     "status": "done", "overrides": [], "git_commit": "abc123", "versions": {"python": "3.11.7", "torch": "2.13.0"},
@@ -67,7 +62,7 @@ def test_it_says_what_it_was_trained_on_and_for_how_long(network: Build, tmp_pat
     assert "n_train 8" in found["data"]
     assert "tf32 True" in found["trainer"]
     assert "simulated with noise field: photons 1e+06" in text
-    assert "It has seen no patient" in text
+    assert "trained on slices of phantoms" in text
     assert "16 × 16 pixels of 25 mm" in text
 
 
@@ -101,23 +96,3 @@ def test_every_table_of_these_weights_is_there_and_no_other(network: Build, tmp_
     assert "secret" not in text
     keep(tmp_path, table=False, **RECORD | {"evaluated": {"weights": "before a resume"}})
     assert "### evaluation\n" not in card(its, tmp_path)
-
-
-def finetuning(text: str) -> list[str]:
-    """The overrides of the training command, as a shell splits them, without the weights and the slices."""
-    (line,) = [line for line in text.splitlines() if "finetune=my.safetensors" in line]
-    return shlex.split(line)[4:-2]
-
-
-def test_how_to_use_gives_the_overrides_that_differ_from_the_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "network_of_mine.py").write_text("from qnmixer.models import LEARN as Mine\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    own = ["model=custom", "model._target_=network_of_mine.Mine", "+model.data_term=fbp", "model.channels=4"]
-    small = [word for word in TINY if word.startswith(("data.image", "geometry."))]
-    for words in (["model=learn", "noise=field", "noise.photons=10000.0", "geometry.first_angle=0.0"], own):
-        its = Reconstructor(parse(compose("train", [*small, *words])))
-        again = parse(compose("train", finetuning(card(its, tmp_path))))
-        assert (again.model, again.geometry, again.noise) == (its.config.model, its.config.geometry, its.config.noise)
-        assert again.data.image_size == 16

@@ -19,7 +19,6 @@ from qnmixer.engine.checkpoints import (
     resumable,
 )
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.data import FolderData
 from qnmixer.engine.config.run import Config, parse, to_plain
 from qnmixer.engine.plugins import module_of
 from qnmixer.errors import CheckpointError, DataError, PluginError
@@ -88,22 +87,6 @@ def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str],
     again, _ = read_checkpoint(path)
     assert (again.data.name, again.data.image_size, again.data.hu_max) == (config.data.name, 32, 1500)
     assert (again.model, again.geometry, again.noise) == (config.model, config.geometry, config.noise)
-
-
-def test_text_of_a_file_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of somebody else names no variable of this machine, and no module is looked for because of it."""
-    monkeypatch.setenv("OF_THIS_MACHINE", "secret")
-    plain = to_plain(parse(compose("train", ["data=numpy", "data.root=/ct"])))
-    plain["noise"] |= {"_target_": "of_nobody.Noise", "a": "${oc.env:OF_THIS_MACHINE}", "b": r"\${"}
-    plain["data"]["root"] = "${oc.env:OF_THIS_MACHINE}"
-    torch.save({CHECKPOINT_KEY: {"config": plain}, "state_dict": {}}, tmp_path / "a.ckpt")
-    config, _ = read_checkpoint(tmp_path / "a.ckpt")
-    assert isinstance(config.data, FolderData)
-    assert config.data.root == "${oc.env:OF_THIS_MACHINE}"
-    assert config.noise.arguments == {"a": "${oc.env:OF_THIS_MACHINE}", "b": r"\${"}
-    assert to_plain(config)["noise"] == plain["noise"]
-    with pytest.raises(PluginError, match=r"names noise\._target_=of_nobody\.Noise.*add trust=of_nobody"):
-        load_run(tmp_path / "a.ckpt")
 
 
 @pytest.mark.parametrize("target", ["os.system", "qnmixer.engine.batch.to_hu"])

@@ -101,7 +101,7 @@ def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(sweep: P
     assert np.asarray(Image.open(found / "comparison.png")).std() > 10
     assert (found / "comparison_curves.png").stat().st_size > 1000
     page = (found / "comparison.html").read_text()
-    assert all(name in page for name in ("QN-Mixer", "disc: ", "Validation during training"))
+    assert all(name in page for name in ("QN-Mixer", "disc: "))
     before = (found / "images.csv").read_text()
     assert run(*words)[0] == 0  # the folder may hold an earlier comparison
     assert (found / "images.csv").read_text() == before

@@ -18,11 +18,9 @@ from qnmixer.engine.reports.terminal import Console
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.extras.comparison.report import (
     COSTS,
-    TV,
     curve_of,
     draw_curves,
     drawn_of,
-    over_tv,
     pairs_of,
     tables_of,
     write_comparison,
@@ -51,7 +49,7 @@ def method(
     jobs = [ComparedJob(Path(f"{name}{seed}"), {"git_commit": "0123456789ab"}, None, "") for seed in values]
     jobs += [ComparedJob(Path(folder), {}, None, problem) for folder, problem in problems.items()]
     measured = {TEST: scores(values, patients)} if values else {}
-    cost = dict(zip(COSTS, (1234, 65.0, 0.25, 77.0, 0.0123, 4.5), strict=True)) if values else {}
+    cost = dict(zip(COSTS, (4, 1234, 65.0, 0.25, 77.0, 0.0123, 4.5), strict=True)) if values else {}
     return ComparedMethod(name, jobs, name, measured, {TEST: scan}, cost)
 
 
@@ -72,29 +70,18 @@ def comparison() -> Comparison:
     return replace(comparison_of(*methods), slices={TEST: {0: drawn}}, notes=["disc is left out: why"])
 
 
-def test_methods_are_held_against_total_variation_and_each_other_on_the_same_sinograms(comparison: Comparison) -> None:
-    a, b, another, c = comparison.methods
-    assert over_tv(comparison, a, TEST) == {}
-    b.network = TV
-    gains = over_tv(comparison, a, TEST)
-    assert (gains["psnr"].mean, gains["ssim"].mean) == (2.0, 4.0)  # (30.5, 32.5) − (29, 30)
-    assert over_tv(comparison, b, TEST) == over_tv(comparison, another, TEST) == over_tv(comparison, c, TEST) == {}
-    assert pairs_of(comparison, TEST) == [(a, b, gains)]
-
-
 def test_tables(comparison: Comparison) -> None:
     comparison.methods.append(ComparedMethod("FBP", []))  # as where the jobs have not all the same sinograms
     quality, pairs, costs, sources = tables_of(comparison)
-    assert quality.title == "as_trained: 2 slices"
-    assert quality.headings[-1] == "slices"
+    assert quality.title == "as_trained: 2 slices of 2 patients"
     assert quality.rows[0] == ["A", "2", "31.50 ± 0.71", "± 1.41", "63.00 ± 1.41", "± 2.83"]
     assert quality.rows[1][:3] == ["B", "1 of 2", "29.50"]
     assert quality.rows[3:] == [["C", "0 of 1", "not yet run", "–", "–", "–"], ["FBP", "–", "not measured", *"–––"]]
-    assert [row[:2] for row in pairs.rows] == [["A", "B"]]
+    assert [row[:2] for row in pairs.rows] == [["A", "B"]]  # on the same sinograms
     assert pairs.rows[0][2].startswith("+2.00 ± ")
     assert pairs.rows[0][-1] == "2, 2"
-    assert costs.rows[0] == ["A", "1,234", "1 min 05 s", "250", "77", "12.3", "4.5"]
-    assert costs.rows[3] == ["C", *["–"] * 6]
+    assert costs.rows[0] == ["A", "4", "1,234", "1 min 05 s", "250", "77", "12.3", "4.5"]
+    assert costs.rows[3] == ["C", *["–"] * 7]
     assert sources.rows[0][:3] == ["A", "A1, A2", "012345678"]
     a = comparison.methods[0]
     a.jobs.append(ComparedJob(Path("other/0"), {}, None, ""))  # seed 1 again, of another sweep
@@ -105,17 +92,15 @@ def test_the_slices_of_a_patient_count_as_one() -> None:
     """Three slices of one patient, and one of another."""
     values, patients = [30.0, 31.0, 32.0, 40.0], [0, 0, 0, 1]
     a = method("A", {1: values}, patients=patients)
-    tv = method(TV, {1: [29.0, 30.0, 31.0, 38.0]}, patients=patients)
-    quality, *_ = tables_of(comparison_of(a, tv))
+    b = method("B", {1: [29.0, 30.0, 31.0, 38.0]}, patients=patients)
+    quality, pairs, *_ = tables_of(comparison_of(a, b))
     assert a.psnr(TEST) == 35.5
     assert quality.title == "as_trained: 4 slices of 2 patients"
-    assert quality.headings[3] == "patients"
-    assert quality.rows[0][-2:] == ["+1.50 ± 6.35", "+3.00 ± 12.71"]  # of 1 and 2, with one degree of freedom
-    assert "t(1) · s/√2" in quality.note
-    for of in (a, tv):
+    # of 1 and 2, with one degree of freedom
+    assert pairs.rows == [["A", "B", "+1.50 ± 6.35", "–", "+3.00 ± 12.71", "–", "2, 1"]]
+    for of in (a, b):
         of.measured["drawn"], of.scans["drawn"] = scores({1: values}, None), "y"
-    _, _, every, *_ = tables_of(comparison_of(a, tv, tests=[TEST, "drawn"]))
-    assert "mean over patients or slices ± standard deviation" in every.note
+    _, _, every, *_ = tables_of(comparison_of(a, b, tests=[TEST, "drawn"]))
     assert every.rows[0] == ["A", "35.50 / 71.00", "33.25 / 66.50"]
     # Slices whose patient is not known are slices still, also of one name.
     nameless = [replace(score, slice="the same", patient=None) for score in a.measured[TEST][1, 7]]
@@ -129,23 +114,19 @@ def test_a_patient_in_the_test_slices_of_two_seeds_is_one_patient() -> None:
     def split(values: dict[str, float]) -> list[ImageScore]:
         return [ImageScore(k, f"{name}/0", "A", of_all(v, v), patient=k) for k, (name, v) in enumerate(values.items())]
 
-    a, b, c, tv = (ComparedMethod(name, [], name, {}, {TEST: "x"}) for name in ("A", "B", "C", TV))
+    a, b, c = (ComparedMethod(name, [], name, {}, {TEST: "x"}) for name in "ABC")
     a.measured[TEST] = {(1, 1): split({"p": 30.0, "q": 32.0}), (2, 2): split({"q": 34.0, "p": 36.0})}
-    tv.measured[TEST] = {(1, 1): split({"p": 29.0, "q": 30.0}), (2, 2): split({"q": 32.0, "p": 35.0})}
-    b.measured[TEST] = {(3, 3): split({"r": 40.0})}  # a seed whose test patients no other has
-    found = comparison_of(a, b, c, tv)
+    b.measured[TEST] = {(1, 1): split({"p": 29.0, "q": 30.0}), (2, 2): split({"q": 32.0, "p": 35.0})}
+    c.measured[TEST] = {(3, 3): split({"r": 40.0})}  # a seed whose test patients no other has
+    found = comparison_of(a, b, c)
     assert a.scores(TEST, "psnr") == {(1, 1): {"p/0": 30.0, "q/0": 32.0}, (2, 2): {"q/0": 34.0, "p/0": 36.0}}
-    gains = over_tv(found, a, TEST)
-    assert (gains["psnr"].mean, gains["psnr"].n_patients) == (1.5, 2)
-    assert over_tv(found, b, TEST) == {}
-    assert pairs_of(found, TEST) == [(a, tv, gains)]
+    ((one, other, gains),) = pairs_of(found, TEST)
+    assert (one, other, gains["psnr"].mean, gains["psnr"].n_patients) == (a, b, 1.5, 2)
     assert tables_of(found)[0].title == "as_trained: 2 slices of 2 patients"
 
 
 def test_files_tell_the_same(comparison: Comparison, tmp_path: Path) -> None:
-    _, b, *_ = comparison.methods
-    b.network = TV
-    for of_seed in b.measured[TEST].values():
+    for of_seed in comparison.methods[1].measured[TEST].values():
         for score in of_seed:
             score.values |= {"window_psnr": None, "window_ssim": None}  # nothing is in the window
     with Console(quiet=True) as console:
@@ -157,9 +138,7 @@ def test_files_tell_the_same(comparison: Comparison, tmp_path: Path) -> None:
     assert [first[key] for key in ("method", "status", "seeds", "jobs", "images", "patients")] == [
         "A", "measured", "2", "2", "2", "2",
     ]  # fmt: skip
-    assert [first[key] for key in ("psnr", "psnr_over_tv", "window_psnr", "window_psnr_over_tv")] == [
-        "31.5", "2.0", "31.5", "",
-    ]  # fmt: skip
+    assert (first["psnr"], first["window_psnr"]) == ("31.5", "31.5")
     assert (second["window_psnr"], last["status"], last["psnr"], last["parameters"]) == ("", "not yet run", "", "")
     markdown = (tmp_path / "comparison.md").read_text()
     assert "| A | 2 | 31.50 ± 0.71 |" in markdown
@@ -179,8 +158,8 @@ def test_the_curves_are_those_of_the_validations(tmp_path: Path) -> None:
 
     learned = job("a", "5,10,2.0,\n10,20,5.0,\n10,20,,33\n20,40,,nan\n30,60,,31\n", 30)
     first, _, last = curve_of(learned)
-    assert (first, last) == ((10, 7.0, 33.0), (30, 7.0, 31.0))
-    tv = ComparedMethod("TV", [job("tv", "0,0,,30.4\n", 0)], TV)
+    assert (first, last) == ((10, 7 / 60, 33.0), (30, 7 / 60, 31.0))
+    tv = ComparedMethod("TV", [job("tv", "0,0,,30.4\n", 0)], "TV")
     of_two = ComparedMethod("LEARN", [learned, job("b", "10,10,,29\n20,20,,nan\n", 30)], "LEARN")
     dead = ComparedMethod("dead", [job("dead", "10,10,,nan\n20,20,,nan\n", 30)], "dead")
     for number, methods in enumerate(([of_two, tv], [dead])):

@@ -1,9 +1,6 @@
 """Measured sinograms at the rays of a network, and the files that they come from."""
 
 import math
-import struct
-import tracemalloc
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +114,7 @@ def test_views_at_other_angles(n_views: int) -> None:
 @pytest.mark.parametrize(
     ("measured", "words"),
     [
-        ({"beam": "parallel"}, "with beam parallel, but the run was trained for fan_flat"),
+        ({"beam": "parallel"}, "with beam parallel .* the run was trained for fan_flat"),
         ({"source_to_axis": 500.0}, "500 mm from the axis"),
         ({"n_detectors": 52}, "cuts the object off"),
         ({"n_detectors": 110, "detector_offset": 20.0}, "cuts the object off"),  # on one side
@@ -197,24 +194,6 @@ def test_matlab_files_that_are_no_scan(tmp_path: Path, fault: str) -> None:
     with pytest.raises(DataError, match=r"a\.mat is no scan \(.*\.npy") as error:
         read_mat(path, scanner())
     assert "\n" not in str(error.value)
-
-
-def test_a_file_that_unpacks_to_gigabytes_takes_no_memory(tmp_path: Path) -> None:
-    """A variable of zeros, as MATLAB 5 writes it: its block of 2 MiB of zeros counts often."""
-    pytest.importorskip("scipy.io")
-    size, packer = 2**31 - 2**21, zlib.compressobj()
-    head = packer.compress(struct.pack("<14I", 14, size + 48, 6, 8, 9, 0, 5, 8, 1, size, 1 << 16 | 1, 97, 2, size))
-    head += packer.flush(zlib.Z_FULL_FLUSH)
-    packed = head + (packer.compress(bytes(2**21)) + packer.flush(zlib.Z_FULL_FLUSH)) * 1023
-    file = b"MATLAB 5.0 MAT-file".ljust(124) + b"\x00\x01IM" + struct.pack("<II", 15, len(packed)) + packed
-    (tmp_path / "a.mat").write_bytes(file)
-    tracemalloc.start()
-    try:
-        with pytest.raises(DataError, match=r"a\.mat is no scan .*unpacks to more than 512 MiB"):
-            read_mat(tmp_path / "a.mat", scanner())
-        assert tracemalloc.get_traced_memory()[1] < 2**25
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["ta", "tc", "td"])

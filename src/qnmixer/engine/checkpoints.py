@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from qnmixer.engine.config.data import DataConfig, FolderData, MixedData, PairData
+from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.groups import Group
 from qnmixer.engine.config.options import TARGET, keys_of
 from qnmixer.engine.config.run import Config, checked, effective_batch, parse_file, targets_of, to_plain, without_places
@@ -26,7 +26,7 @@ from qnmixer.engine.data.splits import SplitRecord, is_split_record
 from qnmixer.engine.parallel.shards import load_checked, merge_shards
 from qnmixer.engine.plugins import check_trusted, is_trusted
 from qnmixer.engine.reconstructor import Reconstructor, build_geometry, build_network
-from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line
+from qnmixer.errors import CheckpointError, first_line
 from qnmixer.files import digest, newest_complete
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, checkpoint_in, located
@@ -86,10 +86,10 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         if all(is_trusted(target, ()) for target in built_from(config).values()):
             config = checked(config, "model", "noise")
         return config, state
-    except ConfigError as error:
-        raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
     except Exception as error:  # a section may contain anything
-        raise CheckpointError(f"{path} has a config that cannot be read ({first_line(error)})") from error
+        raise CheckpointError(
+            f"{path} was written by another version of qnmixer, or is damaged ({first_line(error)}): use that version"
+        ) from error
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def load_run(run: str | Path, which: str = "best", trust: Collection[str] = (), 
     usual = torch.get_default_dtype()  # of the user's program
     torch.set_default_dtype(torch.float32)
     try:
-        if is_trusted(config.model._target_, ()):
+        if all(is_trusted(target, ()) for target in built_from(config).values()):
             _require_fit(config, state, path)
         module = Reconstructor(config)
     finally:
@@ -135,8 +135,8 @@ class _Outline(FanBeamProjector):
 def _require_fit(config: Config, state: dict[str, Any], path: Path) -> None:
     """Raise CheckpointError if the weights do not have the shapes that the config of their file gives them.
 
-    The config of a small file may ask for terabytes. So the network is built without data and matrices first, and not
-    beyond the tensors of the file. Storage is counted, because a tensor of any size can be a view of one number.
+    The config of a small file may ask for terabytes. So a network of ours is built without data and matrices first, and
+    not beyond the tensors of the file. Storage is counted, because a tensor of any size can be a view of one number.
     """
     misfit = CheckpointError(f"{path} {_NO_FIT}")
     left = 4 * len(state) + 100  # a network may replace layers while it is built
@@ -151,13 +151,8 @@ def _require_fit(config: Config, state: dict[str, Any], path: Path) -> None:
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             network = build_network(config, _Outline(build_geometry(config)))
-    except (RuntimeError, PluginError) as error:
-        cause = error.__cause__ if isinstance(error, PluginError) else error
-        if "meta" in str(cause).lower():  # a network or regularizer of the user's reads values, which none has here
-            return
-        if isinstance(error, PluginError):
-            raise
-        raise misfit from error  # a size that torch cannot count
+    except RuntimeError as error:  # a size that torch cannot count
+        raise misfit from error
     finally:
         handle.remove()
     stored = {it.untyped_storage().data_ptr(): it.untyped_storage().nbytes() for it in state.values()}
@@ -222,10 +217,8 @@ def split_of(path: Path) -> SplitRecord | None:
 
 _FIXED_SECTIONS = ("model", "data", "geometry", "noise", "loss", "optimizer")
 """Sections that a resumed run may not change."""
-_KEYS_OF_LOADING = {"batch_size", "num_workers", "prefetch_factor", "pin_memory"}
-"""Keys of slices that a resumed run may change."""
-_KEYS_OF_PLACES = _KEYS_OF_LOADING | {"cache_dir", "root"}
-"""The same for our sources of files, whose slices are known by their pixels."""
+_FREE_KEYS = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir", "root"}
+"""Keys of slices that a resumed run may change. A folder may move: its slices are known by their pixels."""
 
 
 def resumable(config: Config, run: Path) -> Path:
@@ -246,11 +239,6 @@ def resumable(config: Config, run: Path) -> Path:
             f"{path} was trained with {words}, and resume= needs the same settings: change them back, or start a new "
             "run from its weights with finetune="
         )
-    if effective_batch(before) != effective_batch(config):
-        raise CheckpointError(
-            f"{path} was trained with {effective_batch(before)} slices per optimizer step, this run has "
-            f"{effective_batch(config)}: change data.batch_size or trainer.accumulate_grad_batches"
-        )
     return path
 
 
@@ -264,6 +252,8 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
                 yield f"{section}.{key}={old}, not {new}"
     if before.seed != now.seed:
         yield f"seed={before.seed}, not {now.seed}"
+    if (batch := effective_batch(before)) != (new := effective_batch(now)):
+        yield f"{batch} slices per optimizer step, not {new} (data.batch_size, trainer.accumulate_grad_batches)"
 
 
 def _differing(before: Config, now: Config, section: str) -> dict[str, tuple[Any, Any]]:
@@ -280,8 +270,7 @@ def _settings(section: Any, now: Any) -> dict[str, Any]:
     """
     keys = keys_of(section)
     if isinstance(section, DataConfig):
-        ours = isinstance(section, FolderData | MixedData | PairData)
-        keys = _without_keys(keys, _KEYS_OF_PLACES if ours else _KEYS_OF_LOADING)
+        keys = _without_keys(keys, _FREE_KEYS)
     is_same = isinstance(now, Group) and section._target_ == now._target_
     return (replace(now, arguments={}).settings() if is_same else {}) | keys
 

@@ -32,38 +32,35 @@ class ImageMetric:
 
     Attributes:
         said: its key and target, for messages.
-        function: [B] from two [B, 1, H, W].
+        function: a number from image and truth, [1, 1, H, W]. Each image is measured alone: a metric of torchmetrics
+            gives one number for all that it gets.
         in_hu: whether the function gets HU. Else its images are in [0, 1].
-        one_by_one: whether the function gets each image alone, because it gives one number for a batch.
     """
 
     said: str
-    function: Callable[[Tensor, Tensor], Tensor]
+    function: Callable[[Tensor, Tensor], Any]
     in_hu: bool = False
-    one_by_one: bool = False
 
     def __call__(self, image: Tensor, batch: Batch) -> Tensor:
-        """[B], from images [B, 1, H, W] and their batch. Raises PluginError if the function gives another shape."""
-        images = [to_hu(batch, x) if self.in_hu else x for x in (image, batch["image"])]
+        """[B], from images [B, 1, H, W] and their batch. Raises PluginError if the function gives no number."""
         if isinstance(self.function, nn.Module):
             self.function.to(image.device)
-        if not self.one_by_one:
-            return self._of_each(*images)
-        return torch.cat([self._of_each(x, truth) for x, truth in zip(*(x.split(1) for x in images), strict=True)])
+        images = [to_hu(batch, x) if self.in_hu else x for x in (image, batch["image"])]
+        return torch.stack([self._of_one(*pair) for pair in zip(*(x.split(1) for x in images), strict=True)])
 
-    def _of_each(self, image: Tensor, truth: Tensor) -> Tensor:
+    def _of_one(self, image: Tensor, truth: Tensor) -> Tensor:
         if isinstance(self.function, Metric):
             self.function.reset()  # it would gather all images since its start
-        value = self.function(image, truth)
-        if isinstance(value, Tensor) and self.one_by_one and value.numel() == 1:
-            return value.reshape(1)
-        return one_for_each(self.said, value, image)
+        value = torch.as_tensor(self.function(image, truth), device=image.device)
+        if value.numel() != 1:
+            raise PluginError(f"{self.said} gives a tensor {[*value.shape]} for one image: it must give a number")
+        return value.reshape(())
 
 
 def build_metrics(metrics: Mapping[str, MetricConfig], own_range: bool) -> dict[str, ImageMetric]:
     """Build metrics by name. Raises PluginError for a target that does not fit.
 
-    A metric of torchmetrics gets the images one by one. A torch module follows the images to their device.
+    A torch module follows the images to their device.
 
     Args:
         metrics: by name.
@@ -121,12 +118,11 @@ def _built(config: MetricConfig, own_range: bool) -> ImageMetric:
     function = config.build(offered=offered) if config.is_class else config.bound(offered)
     if isinstance(function, nn.Module):
         function.requires_grad_(False).eval()
-    one_by_one = isinstance(function, Metric) or config._target_.startswith("torchmetrics.")
-    return ImageMetric(config.said, function, config.in_hu, one_by_one)
+    return ImageMetric(config.said, function, config.in_hu)
 
 
 def one_for_each(said: str, value: Any, image: Tensor) -> Tensor:
-    """The value of a loss or a metric, which must be [B]. Raises PluginError, which begins by `said`, if it is not."""
+    """The value of a loss, which must be [B]. Raises PluginError, which begins by `said`, if it is not."""
     if not isinstance(value, Tensor) or value.shape != image.shape[:1]:
         its = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
         raise PluginError(

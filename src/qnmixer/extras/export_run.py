@@ -15,7 +15,7 @@ def export_run(config: ExportConfig) -> None:
     """Run `qnmixer.export`: write weights of a run with a model card, into files, to a hub, or both.
 
     These are the best weights, or those of a given checkpoint. Raises CheckpointError for a run without weights,
-    ConfigError if the output exists with other content, or if the hub does not take them.
+    ConfigError if the output or its card exists, or if the hub does not take them.
     """
     path = find_checkpoint(Path(config.run))
     if path.parent.name != "checkpoints":
@@ -28,7 +28,9 @@ def export_run(config: ExportConfig) -> None:
     sources = "" if config.sources is None else path_of(config.sources).read_text(encoding="utf-8").strip()
     if config.output is not None:
         output = path_of(config.output)
-        _check_free(output, card := output.with_suffix(".md"), content)
+        card = output.with_suffix(".md")
+        if taken := next((it for it in (output, card) if it.exists()), None):
+            raise ConfigError(f"{taken} exists already and is not overwritten: remove it, or give another output=")
         text = model_card(module, path, output, len(content), sources)
         with atomic_file(output) as stream:
             stream.write(content)
@@ -36,16 +38,7 @@ def export_run(config: ExportConfig) -> None:
         lines += [f"weights: {output}", f"card: {card}"]
     if config.push is not None:
         text = model_card(module, path, Path(HUB_FILE), len(content), sources, HUB + config.push)
-        push(config.push, content, hub_card(text, config.push, module, path.parent.parent))
+        push(config.push, content, hub_card(text))
         lines += [f"sent to {HUB}{config.push}. A new repository is private: its settings make it public."]
     lines += ["Weights and card have the run's settings: read the card before you share them."]
     Console().print(*lines, sep="\n", soft_wrap=True, highlight=False)
-
-
-def _check_free(output: Path, card: Path, content: bytes) -> None:
-    """Raise ConfigError if this would overwrite other weights or texts. A card of the same weights is overwritten."""
-    if output.exists():
-        if not output.is_file() or output.read_bytes() != content:
-            raise ConfigError(f"output={output} exists with other content: remove it, or give another name")
-    elif card.exists():
-        raise ConfigError(f"{card}, the place of the model card, exists already: remove it, or give another output=")

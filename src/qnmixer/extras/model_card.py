@@ -3,17 +3,15 @@
 No figure in it is typed by hand. The figures come from the checkpoint, results.json and the tables in the run folder.
 """
 
-import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from qnmixer.engine.checkpoints import built_from, digest_of_weights, steps_of
-from qnmixer.engine.config.compose import compose, quoted, values_of
-from qnmixer.engine.config.data import PhantomData
+from qnmixer.engine.config.compose import quoted, values_of
 from qnmixer.engine.config.options import TARGET, keys_of
-from qnmixer.engine.config.run import Config, effective_batch, to_plain, without_places
+from qnmixer.engine.config.run import Config, effective_batch, without_places
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.reconstructor import Reconstructor, method_name
 from qnmixer.engine.reports.terminal import markdown_table
@@ -46,17 +44,18 @@ and accounts are left out. Arguments of the user's own classes are not left out.
 ```bash
 python -m qnmixer.reconstruct {run} input=/path/to/dicom output=out
 python -m qnmixer.evaluate {run} data=dicom data.root=/path/to/dicom
-python -m qnmixer.train {finetune} data=dicom data.root=/path/to/dicom
 ```
 
 The first command reconstructs DICOM slices from {n_views} simulated views. It also takes measured sinograms, as .npy \
-and .mat. The second compares the network with FBP. The third trains it further on your slices.
+and .mat. The second compares the network with FBP. To train it further, give `finetune={name}` and the \
+settings above to `qnmixer.train`.
 
 ## Where it fails
 
 - Like any learned reconstruction, it can remove small details, or invent details that look right. The tables are \
 means over slices. They say nothing about a single lesion.
-- {slices}
+- It was trained on slices of {slices}. With other scanners, protocols and anatomy its results can be worse: evaluate \
+it on such slices. It does not know its training slices: in a folder that has them, they count as test slices.
 - {sinograms} On other scans its results may be worse than in every table here.
 - It is for one scan and one grid: {n_views} views, {n_detectors} bins, {size} × {size} pixels of {pixel:.4g} mm. \
 Slices are resampled to that grid. Scans with other rays are interpolated to its rays, and no table here measures such \
@@ -86,7 +85,7 @@ def model_card(
     shared = without_places(config)
     settings = [(section, _settings(getattr(shared, section))) for section in _SECTIONS]
     of_weights = evaluations(run, digest_of_weights(module.state_dict()))
-    tables = [f"### {folder.relative_to(run)}\n\n{read_text(folder / 'table.md').strip()}" for folder, _ in of_weights]
+    tables = [f"### {folder.relative_to(run)}\n\n{read_text(folder / 'table.md').strip()}" for folder in of_weights]
     return _CARD.format(
         method=method_name(config),
         size=config.data.image_size,
@@ -103,8 +102,8 @@ def model_card(
         key=CHECKPOINT_KEY,
         evaluations="\n\n".join(tables) or "None of these weights was found in the run's folder.",
         run=shlex.join([f"run={name}", *trust_words(built_from(config).values())]),
-        finetune=shlex.join([f"finetune={name}", *_of_run(config)]),
-        slices=_slices(config),
+        name=name,
+        slices=", ".join(source.name for source in config.data.by_section().values()),
         sinograms=_sinograms(config, record),
         seed=config.seed,
     )
@@ -120,13 +119,10 @@ def _training(config: Config, record: dict[str, Any], checkpoint: Path) -> Itera
     yield "slices seen", f"at most {step * batch:,}, {batch} an optimizer step"
     yield "seed", str(config.seed)
     yield "time", f"{duration(record['seconds'])}, the whole run" if "seconds" in record else _UNKNOWN
-    yield "device", str(record.get("device", _UNKNOWN))
-    yield "started at", str(record.get("started", _UNKNOWN))
+    for title, key in {"device": "device", "started at": "started", "ended": "status", "commit": "git_commit"}.items():
+        yield title, str(record.get(key) or _UNKNOWN)
     if "resumed" in record:
         yield "resumed", f"after steps {', '.join(str(one.get('step', _UNKNOWN)) for one in record['resumed'])}"
-    if record.get("status") != "done":
-        yield "ended", str(record.get("status", _UNKNOWN))
-    yield "commit", str(record.get("git_commit") or _UNKNOWN)
     versions = record.get("versions", {})
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items()) or _UNKNOWN
 
@@ -147,8 +143,8 @@ def _settings(section: Any) -> str:
     return ": ".join(filter(None, (getattr(section, "name", ""), ", ".join(words))))
 
 
-def evaluations(run: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The evaluations of training and of `qnmixer.evaluate` below the run folder: folders with a table, and records.
+def evaluations(run: Path, weights: str) -> Iterator[Path]:
+    """The evaluations of training and of `qnmixer.evaluate` below the run folder: folders with a table.
 
     Only those of the weights with this digest.
     """
@@ -156,57 +152,14 @@ def evaluations(run: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]
         by_training = path.parent == run / "evaluation"
         its = read_results(path.parent) or (read_results(run) if by_training else {})
         if its.get("status") == "done" and its.get("evaluated", {}).get("weights") == weights:
-            yield path.parent, its
+            yield path.parent
 
 
-def hub_card(text: str, name: str, module: Reconstructor, run: Path) -> str:
-    """A card with the header that a hub reads: the means of each evaluation of the network as numbers.
-
-    Args:
-        text: of `model_card`.
-        name: OWNER/NAME on the hub.
-        module: the network.
-        run: its run folder.
-    """
-    hub, method = hub_library(), method_name(module.config)
-    results = [
-        hub.EvalResult("image-to-image", its["evaluated"]["data"], folder.name, metric, value, dataset_split=split)
-        for folder, its in evaluations(run, digest_of_weights(module.state_dict()))
-        for split in ("train", "val", "test")
-        for metric, value in its.get(split, {}).get(method, {}).items()
-    ]
+def hub_card(text: str) -> str:
+    """A card with the header that a hub reads."""
     tags = ["computed-tomography", "sparse-view", "image-reconstruction"]
-    header = hub.ModelCardData(library_name="qnmixer", tags=tags, model_name=name, eval_results=results or None)
-    return str(hub.ModelCard(f"---\n{header.to_yaml()}\n---\n\n{text}"))
-
-
-def _of_run(config: Config) -> Iterator[str]:
-    """The overrides for `qnmixer.train` that build the same network, scan and noise.
-
-    Keys whose default is the same are left out.
-    """
-    chosen = [*config.model.choice(), *config.noise.choice()]
-    yield from chosen
-    usual, ours = compose("train", chosen), to_plain(config)
-    keys = {section: [*ours[section]] for section in ("model", "geometry", "noise")}
-    for section, names in (keys | {"data": ["image_size", "scaling", "hu_max"]}).items():
-        for name in names:
-            value, is_new = ours[section][name], name not in usual[section]
-            if is_new or usual[section].get(name) != value:
-                plain = value if isinstance(value, str) else json.dumps(value)
-                yield f"{'+' if is_new else ''}{section}.{name}={plain}"
-
-
-def _slices(config: Config) -> str:
-    """A limit: the slices of its training."""
-    if isinstance(config.data, PhantomData):
-        return "It has seen no patient: it was trained on drawn phantoms only."
-    names = ", ".join(source.name for source in config.data.by_section().values())
-    return (
-        f"It was trained on slices of {names}. With other scanners, protocols and anatomy its results can be worse: "
-        "evaluate it on such slices. It does not know its training slices. If you evaluate a folder that has them, "
-        "they count as test slices."
-    )
+    header = hub_library().ModelCardData(library_name="qnmixer", tags=tags)
+    return f"---\n{header.to_yaml()}\n---\n\n{text}"
 
 
 def _sinograms(config: Config, record: dict[str, Any]) -> str:

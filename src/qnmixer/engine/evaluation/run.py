@@ -1,6 +1,5 @@
 """The command `qnmixer.evaluate`: a trained run on its own slices, or on others in the form that its network needs."""
 
-import warnings
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -133,14 +132,7 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
                 return own, True
         data = replace(data, split="all")
     if isinstance(data, FolderData) and "data.pixel_size" not in given and trained.data.at_true_size:
-        if data.name in ("dicom", *(it.name for it in trained.data.by_section().values() if it.at_true_size)):
-            data = replace(data, pixel_size="header")
-        else:
-            warnings.warn(
-                f"each slice of data={data.name} is taken to be {trained.geometry.field_of_view:g} mm wide: "
-                "data.pixel_size=header, as in the run, needs files with a pixel size",
-                stacklevel=1,
-            )
+        data = replace(data, pixel_size="header")
     data.check(trained)
     return data, False
 

@@ -50,15 +50,12 @@ def fit_scan(
     n_measured = np.count_nonzero(~missing)
     if not np.isfinite(sinogram[~missing]).all():
         raise DataError(f"{name} has NaN or infinite values in part of a view: interpolate the dead bins first")
-    if scanner.beam != geometry.beam:
+    nearer = scanner.source_to_axis / geometry.source_to_axis
+    if scanner.beam != geometry.beam or (geometry.is_fan and abs(nearer - 1) > _SAME):
         raise DataError(
-            f"{name} was measured with beam {scanner.beam}, but the run was trained for {geometry.beam}: train with "
-            "the geometry of the scanner"
-        )
-    if geometry.is_fan and abs(scanner.source_to_axis / geometry.source_to_axis - 1) > _SAME:
-        raise DataError(
-            f"{name} was measured with the source {scanner.source_to_axis:g} mm from the axis, but the run was trained "
-            f"for {geometry.source_to_axis:g} mm: train with the geometry of the scanner"
+            f"{name} was measured with beam {scanner.beam} and the source {scanner.source_to_axis:g} mm from the axis, "
+            f"but the run was trained for {geometry.beam} and {geometry.source_to_axis:g} mm: train with the geometry "
+            "of the scanner"
         )
     if n_measured < _FEWEST_VIEWS * geometry.n_views:
         raise DataError(

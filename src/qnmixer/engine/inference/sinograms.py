@@ -2,9 +2,6 @@
 
 import importlib
 import math
-import os
-import struct
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -28,14 +25,8 @@ from qnmixer.errors import ConfigError, DataError, GeometryError, first_line
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.noise import attenuation_per_value
 
-# Limits of line integrals of attenuation. Above the upper one no photon would be counted. Below the lower one the scan
-# is wrong.
-_MAX_ATTENUATION, _MIN_ATTENUATION = 14.0, -0.5
 _SCANS = (".npy", ".mat", *TIFF)
 _FIX = "give sinograms as .npy"
-_COMPRESSED = 15  # the type miCOMPRESSED of MATLAB 5
-_MAT_BYTES = 8 * 8192**2
-"""The most that a .mat may unpack to: the largest sinogram in double precision."""
 
 # How far the best image of a geometry is from a scan, as a share of the scan, and the share of its noise that is added
 # to the limits. Measured with CT slices at 256 × 256, 64 views: right scans 0.3 to 1.5 % (real discs over 30°: 1.3 %),
@@ -45,7 +36,7 @@ _MAT_BYTES = 8 * 8192**2
 _STEPS, _FAR, _ABSURD, _OF_NOISE = 10, 0.02, 0.15, 0.5
 _LARGEST_ANGLE = 1e4  # radians; beyond it, an angle is no angle
 _DENSITIES = 0.05, 1.0
-"""Mean x of an object: above 1, it is denser than all that the network knows."""
+"""Mean x of an object: above 1, it is denser than all that the network knows. Counts are far beyond."""
 
 
 def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> bool:
@@ -137,7 +128,11 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
     else:
         count, scanner = _scanner_of_npy(file, geometry, config)
         angles, read = scanner.angles(), partial(read_frame, file)
-    of_one = _attenuation_of_one(module.config, config) if config.unit == "attenuation" else 1.0
+    of_one = 1.0
+    if config.unit == "attenuation":  # of some sets x = 1 is fixed, whatever the attenuation of water is
+        data = module.config.data
+        of_water = attenuation_per_value(config.water_attenuation, data.hu_max)
+        of_one = of_water if data.attenuation_of_one is None else data.attenuation_of_one
     if abs(turned := angles[0] - geometry.angles()[0]) > 1e-6:
         warn(f"{file} starts {np.degrees(turned):.4g}° from the run's first view, so the image is turned by that angle")
     for k in range(count):
@@ -151,7 +146,7 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
                 sinogram=torch.from_numpy(fitted / np.float32(of_one))[None, None].to(module.device),
                 missing=torch.from_numpy(missing).to(module.device) if missing.any() else None,
             )  # fmt: skip
-            _check_scan(f"{file}{end}", fitted, scan, _noise_of(sinogram), module, config)
+            _check_scan(f"{file}{end}", scan, _noise_of(sinogram), module, config.unit)
         except DataError as error:
             if count == 1:
                 raise
@@ -160,12 +155,6 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
         if missing.any():
             warn(f"{file}{end}: {missing.sum()} of {len(missing)} views are missing, and filled in from the others")
         yield scan
-
-
-def _attenuation_of_one(trained: Config, config: ReconstructConfig) -> float:
-    """Attenuation in 1/mm that x = 1 means for a network. Some sets fix it, whatever that of water is."""
-    its = trained.data.attenuation_of_one
-    return attenuation_per_value(config.water_attenuation, trained.data.hu_max) if its is None else its
 
 
 def _scanner_of_npy(file: Path, geometry: FanBeamGeometry, config: ReconstructConfig) -> tuple[int, FanBeamGeometry]:
@@ -210,7 +199,6 @@ def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeam
     except ImportError as error:
         raise DataError(f"{path} needs scipy, which is not installed: pip install scipy") from error
     try:
-        _require_small(path)
         content: dict[str, Any] = loadmat(path, simplify_cells=True)
         its = next(v for v in content.values() if isinstance(v, dict) and {"sinogram", "parameters"} <= v.keys())
         sinogram, parameters = np.asarray(its["sinogram"], np.float32), its["parameters"]
@@ -233,52 +221,25 @@ def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeam
     return sinogram, scanner, angles
 
 
-def _require_small(path: Path) -> None:
-    """Raise ValueError for a MATLAB 5 file that unpacks to more than `_MAT_BYTES`, before it takes any memory."""
-    total = 0
-    with path.open("rb") as file:
-        order = {b"IM": "<", b"MI": ">"}.get(file.read(128)[126:])
-        while order and total <= _MAT_BYTES and len(tag := file.read(8)) == 8:
-            kind, size = struct.unpack(f"{order}II", tag)
-            if kind != _COMPRESSED:
-                total += size
-                file.seek(size, os.SEEK_CUR)
-                continue
-            packed, unpacker = file.read(size), zlib.decompressobj()
-            while packed and total <= _MAT_BYTES:
-                total += len(unpacker.decompress(packed, 2**20))
-                packed = unpacker.unconsumed_tail
-    if total > _MAT_BYTES:
-        raise ValueError(f"it unpacks to more than {_MAT_BYTES / 2**20:.0f} MiB")
-
-
 def _noise_of(sinogram: FloatArray) -> float:
     """Noise of neighbouring bins [v, d], as a share of the sinogram's norm. Rows of NaN do not count."""
     rough, norm = (float(np.nansum(np.square(it, dtype=np.float64))) for it in (np.diff(sinogram, 2), sinogram))
     return math.sqrt(rough / 6 / norm)
 
 
-def _check_scan(
-    where: str, fitted: FloatArray, scan: Scan, noise: float, module: Reconstructor, config: ReconstructConfig
-) -> None:
+def _check_scan(where: str, scan: Scan, noise: float, module: Reconstructor, unit: str) -> None:
     """Refuse counts, transmissions, a wrong unit, and a scan that no image explains.
 
     Args:
         where: file and number, for errors.
-        fitted: the sinogram in its own unit.
-        scan: the same in the network's.
+        scan: in the unit of the network.
         noise: from `_noise_of`.
+        module: the network with its scan.
+        unit: of the file, for errors.
     """
-    low, high = float(fitted.min()), float(fitted.max())
-    factor = 1.0 if config.unit == "attenuation" else _attenuation_of_one(module.config, config)
-    if not _MIN_ATTENUATION <= factor * low <= factor * high <= _MAX_ATTENUATION:
-        other = "value if it is the network's value × mm" if factor == 1.0 else "attenuation if it is that"
-        raise DataError(
-            f"{where} runs from {low:g} to {high:g} in unit={config.unit}, which is no −log of transmission: take "
-            f"−log(counts / unattenuated counts) first, or set unit={other}"
-        )
     x = module.projector.least_squares(scan.sinogram, _STEPS)
-    far, allowed = misfit(module.projector, x, scan, max(1, fitted.shape[1] // 64)), _OF_NOISE * noise
+    bins = max(1, scan.sinogram.shape[-1] // 64)
+    far, allowed = misfit(module.projector, x, scan, bins), _OF_NOISE * noise
     if far > _ABSURD + allowed:
         raise DataError(
             f"{where} fits no image: the best one differs from it by {far:.0%}, with noise of {noise:.0%}. It is no "
@@ -291,8 +252,8 @@ def _check_scan(
     if not _DENSITIES[0] < density < _DENSITIES[1]:
         raise DataError(
             f"{where} would be an object of {scan.offset + scan.scale * density:.0f} HU on average. It is not in unit="
-            f"{config.unit} (give −log of transmission for unit=attenuation, the network's value × mm for unit=value), "
-            "or detector_pitch= is not that of its bins"
+            f"{unit} (unit=attenuation is −log(counts / unattenuated counts), unit=value the network's value × mm), it "
+            "is no −log of transmission, or detector_pitch= is not that of its bins"
         )
     if far > _FAR + allowed:
         warn(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median, mode
+from typing import NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -23,7 +24,7 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit, SplitRecord
 from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.engine.evaluation.run import other_slices
-from qnmixer.engine.evaluation.scores import Evaluation, used_in_training
+from qnmixer.engine.evaluation.scores import Evaluation, data_range, used_in_training
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor, build_geometry
 from qnmixer.engine.reports.pictures import SliceImages
@@ -47,9 +48,9 @@ def compare(config: CompareConfig, sweeps: list[Path], console: Console) -> Comp
     """
     methods = methods_of(sweeps, config.checkpoint, config.trust)
     if not any(method.done for method in methods):
-        jobs = [f"job {job.folder.name}: {job.problem}" for method in methods for job in method.jobs]
+        told = [f"job {job.folder.name}: {job.problem}" for method in methods for job in method.jobs]
         where = ", ".join(map(str, sweeps))
-        raise ConfigError(f"no job of {where} is done ({'; '.join(jobs[:3]) or 'it has no jobs'}): train them first")
+        raise ConfigError(f"no job of {where} is done ({'; '.join(told[:3]) or 'it has no jobs'}): train them first")
     if FBP not in {method.network for method in methods}:
         methods.append(ComparedMethod(FBP, [], FBP))  # each evaluation measures it too
     device = choose_device(config.accelerator)
@@ -58,13 +59,13 @@ def compare(config: CompareConfig, sweeps: list[Path], console: Console) -> Comp
     for test in config.sets:
         start = time.monotonic()
         try:
-            jobs_of_test = _jobs_of_test(config, methods, test)
-            what = [to_plain(its) for _, _, its, _ in jobs_of_test]
+            jobs = [_TestJob(method, job, *config_of(config, job, test)) for method in methods for job in method.done]
+            what = [to_plain(job.config) for job in jobs]
             if (same := next((name for name, its in tested.items() if its == what), None)) is not None:
                 raise ConfigError(f"for this sweep it is the same as {same}")
-            n_images = _measure(config, found, test, jobs_of_test, device)
+            n_images = _measure(config, found, test, jobs, device)
             tested[test] = what
-            line = f"{len(what)} jobs on {n_images} slices, {duration(time.monotonic() - start)}"
+            line = f"{len(jobs)} jobs on {n_images} slices, {duration(time.monotonic() - start)}"
             console.print(f"{test}: {line}", highlight=False, soft_wrap=True)
         except (CheckpointError, ConfigError, DataError) as error:
             found.slices.pop(test, None)
@@ -75,18 +76,19 @@ def compare(config: CompareConfig, sweeps: list[Path], console: Console) -> Comp
     steps = [method.steps for method in methods if method.steps is not None]
     usual = {None, *([mode(steps)] if steps else [])}
     methods.sort(key=lambda method: (method.steps not in usual, -method.psnr(found.tests[0])))
-    places = [method.name for method in methods]
+    places = [method.name for method in reversed(methods)]  # in pictures the best one stands last
     for of in (of for its in found.slices.values() for of in its.values()):
         of.methods.sort(key=lambda method: places.index(method.name))
     return found
 
 
-_TestJob = tuple[ComparedMethod, ComparedJob, Config, bool]
+class _TestJob(NamedTuple):
+    """A job that can be evaluated, with its config on a test. `own`: the slices are those of its run."""
 
-
-def _jobs_of_test(config: CompareConfig, methods: list[ComparedMethod], test: str) -> list[_TestJob]:
-    """The jobs that can be evaluated, each with its config on a test, and whether its slices are those of the run."""
-    return [(method, job, *config_of(config, job, test)) for method in methods for job in method.done]
+    method: ComparedMethod
+    of: ComparedJob
+    config: Config
+    own: bool
 
 
 def _measure(config: CompareConfig, found: Comparison, test: str, jobs: list[_TestJob], device: torch.device) -> int:
@@ -106,14 +108,11 @@ def _measure(config: CompareConfig, found: Comparison, test: str, jobs: list[_Te
         data = _data(of_job, record if own else None)
         module = Reconstructor(of_job)
         load_weights(module, checkpoint)
-        evaluation = evaluate(
-            module, data, config.split, settings, device, f"{test}, {method.name}, job {job.folder.name}"
-        )
+        doing = f"{test}, {method.name}, job {job.folder.name}"
+        evaluation = evaluate(module, data, config.split, settings, device, doing)
         n_images = max(n_images, evaluation.n_images)
         if record and method.steps is not None:  # TV and FBP learn nothing
             trained[method.name] = max(data.split.trained(config.split, record), trained.get(method.name, 0))
-        if of_job.data.own_range:
-            found.own_range.add(test)
         assert job.config is not None
         seeds, scan = (job.config.seed, job.config.data.seed), digest(scan_under_test(of_job), sort_keys=True)
         for of, name in [(method, evaluation.methods[-1]), *([(fbp, FBP)] if fbp else [])]:
@@ -124,6 +123,8 @@ def _measure(config: CompareConfig, found: Comparison, test: str, jobs: list[_Te
             of.cost = of.cost or _cost(of, module, data, config.split)
     if fbp and len({method.scans[test] for method, *_ in jobs}) > 1:
         fbp.measured.pop(test)  # it would be only one of several FBPs
+    if any(job.config.data.own_range for job in jobs):
+        found.notes.append(f"{test}: {data_range(own=True)}")
     if names := [name for name, n in trained.items() if n]:
         found.notes.append(f"{test}, {', '.join(names)}: {used_in_training(max(trained.values()))}")
     return n_images
@@ -194,6 +195,7 @@ def _cost(method: ComparedMethod, module: Reconstructor, data: SliceDataModule, 
     batch: Batch = move_data_to_device(default_collate([data.dataset(split)[0]]), module.device)
     reconstruct = module.network if done else module.projector.fbp
     return {
+        "steps": method.steps,
         "parameters": sum(p.numel() for p in module.network.parameters()) if done else 0,
         "train_seconds": mean(seconds) if seconds else None,
         "step_seconds": median(steps) if steps else None,

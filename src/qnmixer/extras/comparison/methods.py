@@ -97,7 +97,6 @@ class Comparison:
     device: str
     slices: dict[str, dict[int, SliceImages]] = field(default_factory=dict)  # test → slices by all methods, to look at
     notes: list[str] = field(default_factory=list)
-    own_range: set[str] = field(default_factory=set)  # tests whose references each have their own data range
 
     @property
     def tests(self) -> list[str]:

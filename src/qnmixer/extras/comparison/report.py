@@ -15,7 +15,7 @@ from rich.console import Console
 
 from qnmixer.engine.config.commands import CompareConfig
 from qnmixer.engine.config.run import to_plain
-from qnmixer.engine.evaluation.scores import IN_WINDOW, data_range
+from qnmixer.engine.evaluation.scores import IN_WINDOW
 from qnmixer.engine.reports.pictures import SliceImages, draw_slices, save_figure
 from qnmixer.engine.reports.terminal import NOTHING, Table, csv_table, in_digits, markdown_table, terminal_table
 from qnmixer.engine.tracking.loggers import without_folders
@@ -23,14 +23,13 @@ from qnmixer.engine.tracking.records import as_number, duration, git_commit, rea
 from qnmixer.extras.comparison.compare import FBP
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.extras.comparison.statistics import Statistic
-from qnmixer.extras.page.page import Figure, write_page
+from qnmixer.extras.page.page import write_page
 from qnmixer.files import digest, write_text
-from qnmixer.models.total_variation import TotalVariation
 
-TV = TotalVariation.title
 CURVES = "comparison_curves.png"
 _DRAWN = 8  # a picture, or a table of pairs, has room for so many methods or curves
 COSTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "steps": ("steps", "{:,}".format),
     "parameters": ("parameters", "{:,}".format),
     "train_seconds": ("training", duration),
     "step_seconds": ("step, ms", lambda seconds: _milliseconds(seconds)),
@@ -66,29 +65,20 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     write_text(folder / "comparison.csv", csv_table([[*lines[0]], *cells]))
     write_text(folder / "images.csv", csv_table(_image_lines(comparison)))
     write_text(folder / "comparison.md", _markdown(title, tables, notes, made_by))
-    # The best one last, beside its own errors.
-    slices = {
-        test: [replace(of, methods=of.methods[::-1]) for of in its.values()] for test, its in comparison.slices.items()
-    }
-    pictures, figures = [], []
-    if drawn := slices[comparison.tests[0]]:
-        draw_slices(folder / "comparison.png", [drawn_of(of) for of in drawn])
+    pictures = []
+    if drawn := comparison.slices[comparison.tests[0]]:
+        draw_slices(folder / "comparison.png", [drawn_of(of) for of in drawn.values()])
         pictures.append("comparison.png")
     if draw_curves(folder / CURVES, comparison.methods):
-        note = "Mean PSNR over validation slices: a line for each seed; a level for methods that learn nothing."
-        figures.append(Figure("Validation during training", folder / CURVES, note))
         pictures.append(CURVES)
-    shown = [replace(of, name=f"{test}: {of.name}") for test, its in slices.items() for of in its]
-    n_methods, n_images = len(comparison.methods), sum(_size(lines, test)[0] for test in comparison.tests)
     write_page(
         folder / "comparison.html",
         title,
         tables,
-        shown,
+        [replace(of, name=f"{test}: {of.name}") for test, its in comparison.slices.items() for of in its.values()],
         made_by | {"notes": "; ".join(notes) or "none"},
-        subtitle=f"{n_methods} method{'s' * (n_methods != 1)} on {', '.join(comparison.tests)} ({config.split} split)",
-        order=f"by test: {len(shown)} of {n_images}; images.csv has the scores of all",
-        figures=figures,
+        subtitle=f"methods: {len(comparison.methods)}, tests: {', '.join(comparison.tests)} ({config.split} split)",
+        order="by test; images.csv has the scores of all",
     )
     for table in tables[:-1]:  # the table of sources is in the files only
         _print(table, console)
@@ -116,18 +106,13 @@ def _line(comparison: Comparison, method: ComparedMethod, test: str) -> Line:
         "status": "measured" if measured else method.jobs[0].problem if method.jobs else "not measured",
         "seeds": psnr and psnr.n_seeds,
         "jobs": len(method.jobs),
-        "steps": method.steps,
         "images": max(map(len, measured.values())) if measured else None,
         "patients": psnr and psnr.n_patients,
     }
-    gains = over_tv(comparison, method, test)
     for metric in comparison.titles:
         found = method.spread(test, metric)
         line |= {metric: found and found.mean}
         line |= {f"{metric}_over_{of}": found and getattr(found, f"over_{of}") for of in ("seeds", "patients")}
-    for metric in comparison.titles:
-        gain = gains.get(metric)
-        line |= {f"{metric}_over_tv": gain and gain.mean, f"{metric}_over_tv_95": gain and gain.over_patients}
     line |= {name: method.cost.get(name) for name in COSTS}
     return line | {
         "commit": _joined(map(_commit, method.jobs)),
@@ -135,12 +120,6 @@ def _line(comparison: Comparison, method: ComparedMethod, test: str) -> Line:
         "trained_on": _joined(map(_hardware, method.jobs)),
         "folders": ", ".join(_job(comparison, job) for job in method.jobs) or "made here",
     }
-
-
-def over_tv(comparison: Comparison, method: ComparedMethod, test: str) -> dict[str, Statistic]:
-    """By metric, the difference to total variation on the same sinograms, the best one if there are several."""
-    others = [other for other in comparison.methods if other is not method and other.network == TV]
-    return next((gains for other in others if (gains := method.minus(other, test))), {})
 
 
 def pairs_of(comparison: Comparison, test: str) -> list[tuple[ComparedMethod, ComparedMethod, dict[str, Statistic]]]:
@@ -160,9 +139,8 @@ def tables_of(comparison: Comparison) -> list[Table]:
 
 
 def _quality(comparison: Comparison, test: str, lines: list[Line]) -> Table:
-    shown, unit, (n_images, n) = _in_full(comparison), _unit(comparison, test), _size(lines, test)
-    has_tv = any(line["psnr_over_tv"] is not None for line in lines)
-    other_steps = len({line["steps"] for line in lines} - {None}) > 1
+    shown = _in_full(comparison)
+    n_images, n_patients = (max(line[key] or 0 for line in lines) for key in ("images", "patients"))
     rows = []
     for line in lines:
         seeds, jobs = line["seeds"] or 0, line["jobs"]
@@ -171,34 +149,19 @@ def _quality(comparison: Comparison, test: str, lines: list[Line]) -> Table:
             row += [_mean(line, metric), _plus_minus(line[f"{metric}_over_patients"], line[metric])]
         if line["psnr"] is None:
             row[2] = line["status"].partition(":")[0]
-        if has_tv:
-            gains = [(line[f"{metric}_over_tv"], line[f"{metric}_over_tv_95"]) for metric in ("psnr", "ssim")]
-            row += [in_digits(gain, half, of=line["psnr"], sign="+") for gain, half in gains]
-        if other_steps:
-            row += [NOTHING if line["steps"] is None else f"{line['steps']:,}", _cost(line, "train_seconds")]
         rows.append(row)
-    each = ", each the mean of its slices" if unit == "patients" else ""
-    note = (
-        f"Mean over seeds of the mean over {n} {unit}{each}, ± standard deviation over seeds. Next: that over {unit}. "
-    )
-    if has_tv:
-        interval = f"; ± half of its 95 % interval for other {unit}, t({n - 1}) · s/√{n}" * (n > 1)
-        note += f"Over {TV}: the mean over {unit} of the paired difference, averaged over seeds{interval}. "
-    if other_steps:
-        note += "Methods with another number of training steps stand below the others. "
-    ranges = data_range(test in comparison.own_range)
     return Table(
-        f"{test}: {n_images} slices" + f" of {n} patients" * (unit == "patients"),
-        ["method", "seeds", *(heading for title in shown.values() for heading in (title, unit))]
-        + ["over TV, dB", "over TV, SSIM"] * has_tv
-        + ["steps", "training"] * other_steps,
+        f"{test}: {n_images} slices of {n_patients} patients",
+        ["method", "seeds", *(heading for title in shown.values() for heading in (title, "patients"))],
         rows,
-        f"{note}{ranges[:1].upper()}{ranges[1:]}.",
+        "Mean over seeds of the mean over patients, each the mean of its slices, ± standard deviation over seeds. "
+        "Next: that over patients. A slice whose patient is not known, as a phantom, counts as a patient. Methods with "
+        "another number of training steps stand below the others. The data range is 1, if no note says another one.",
     )
 
 
 def _pairs(comparison: Comparison, test: str, lines: list[Line]) -> Table:
-    shown, unit = _in_full(comparison), _unit(comparison, test)
+    shown = _in_full(comparison)
     of = {line["method"]: line for line in lines}
     rows = []
     for one, other, found in pairs_of(comparison, test):
@@ -212,11 +175,12 @@ def _pairs(comparison: Comparison, test: str, lines: list[Line]) -> Table:
         rows.append([*row, f"{found['psnr'].n_patients}, {found['psnr'].n_seeds}"])
     return Table(
         f"{test}: differences",
-        ["method", "minus", *(it for title in shown.values() for it in (title, "seeds")), f"{unit}, seeds"],
+        ["method", "minus", *(it for title in shown.values() for it in (title, "seeds")), "patients, seeds"],
         rows,
-        f"Mean difference on the same {unit}, ± half of its 95 % interval for other {unit} (each averaged over seeds). "
-        f"Next: the interval for other seeds (each averaged over {unit}). Last: how many {unit} and seeds. "
-        f"A difference is clear if it is larger than both intervals. The best {_DRAWN} methods, without FBP.",
+        "Mean difference on the same patients, ± half of its 95 % interval for other patients (each averaged over "
+        "seeds): t(n − 1) · s/√n. Next: the interval for other seeds (each averaged over patients). Last: how many "
+        "patients and seeds. A difference is clear if it is larger than both intervals. The best "
+        f"{_DRAWN} methods, without FBP.",
     )
 
 
@@ -225,8 +189,7 @@ def _all_tests(comparison: Comparison, lines: list[Line]) -> Table:
     for line in lines:
         both = NOTHING if line["psnr"] is None else f"{_mean(line, 'psnr')} / {_mean(line, 'ssim')}"
         rows[line["method"]].append(both)
-    units = " or ".join(dict.fromkeys(_unit(comparison, test) for test in comparison.tests))
-    note = f"PSNR, dB / SSIM × 100, each the mean over seeds of the mean over {units} ± standard deviation over seeds."
+    note = "PSNR, dB / SSIM × 100, each the mean over seeds of the mean over patients ± standard deviation over seeds."
     return Table("All tests", ["method", *comparison.tests], [*rows.values()], note)
 
 
@@ -254,18 +217,6 @@ def _sources(lines: list[Line]) -> Table:
 def _in_full(comparison: Comparison) -> dict[str, str]:
     """Headings of the metrics of the whole range, by name. The files have those inside the HU window too."""
     return {name: title for name, title in comparison.titles.items() if name not in IN_WINDOW}
-
-
-def _unit(comparison: Comparison, test: str) -> str:
-    """The unit of the statistics."""
-    scores = [its for method in comparison.methods for its in method.measured.get(test, {}).values()]
-    return "patients" if any(score.patient is not None for its in scores for score in its) else "slices"
-
-
-def _size(lines: list[Line], test: str) -> tuple[int, int]:
-    """The number of slices of a test, and that of its units."""
-    of_test = [line for line in lines if line["test"] == test]
-    return max(line["images"] or 0 for line in of_test), max(line["patients"] or 0 for line in of_test)
 
 
 def _mean(line: Line, metric: str) -> str:
@@ -335,15 +286,12 @@ def _markdown(title: str, tables: list[Table], notes: list[str], made_by: dict[s
 
 def _print(table: Table, console: Console) -> None:
     rows = [[cell.replace(" / ", "\n") for cell in row] for row in table.rows]
-    shown = terminal_table(table.headings, rows, title=table.title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in shown.columns[1:]:
-        column.no_wrap = True
-    console.print(shown)
+    console.print(terminal_table(table.headings, rows, title=table.title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0)))
     console.print(f"{table.note}\n", soft_wrap=not console.is_terminal, highlight=False)
 
 
 def curve_of(job: ComparedJob) -> list[tuple[int, float, float]]:
-    """The validations of a job, by its metrics.csv: (steps, seconds of training alone, mean PSNR)."""
+    """The validations of a job, by its metrics.csv: (steps, minutes of training alone, mean PSNR)."""
     curve: list[tuple[int, float, float]] = []
     seconds = samples = 0.0
     for row in read_metrics(job.folder / "metrics.csv"):
@@ -351,7 +299,7 @@ def curve_of(job: ComparedJob) -> list[tuple[int, float, float]]:
             now = float(row.get("samples") or samples)
             seconds, samples = seconds + (now - samples) / speed, now
         if decibels := row.get("val/psnr"):
-            curve.append((int(row["step"]), seconds, float(decibels)))
+            curve.append((int(row["step"]), seconds / 60, float(decibels)))
     return curve
 
 
@@ -366,19 +314,17 @@ def draw_curves(path: Path, methods: Sequence[ComparedMethod]) -> bool:
         return False
     drawn = figure.Figure(figsize=(11, 4.2), layout="constrained")
     both = drawn.subplots(1, 2, sharey=True)
-    for k, (name, seeds) in enumerate(learning[:_DRAWN]):
-        for n, curve in enumerate(seeds):
-            look = {"color": f"C{k}", "label": f"_{name}" if n else name, "lw": 1.2}
-            at_steps, seconds, psnrs = (np.array(its) for its in zip(*curve, strict=True))
-            for axes, at in zip(both, (at_steps, seconds / 60), strict=True):
-                axes.plot(at, psnrs, ".-", **look)
     ends = [curve[-1][2] for _, seeds in learning for curve in seeds if np.isfinite(curve[-1][2])]
-    for axes, label in zip(both, ("steps", "training time, minutes"), strict=True):
+    bottom = min(ends) - 4 if ends else None  # the start is far below
+    for column, (axes, label) in enumerate(zip(both, ("steps", "training time, minutes"), strict=True)):
+        for k, (name, seeds) in enumerate(learning[:_DRAWN]):
+            for n, curve in enumerate(map(np.array, seeds)):
+                axes.plot(curve[:, column], curve[:, 2], ".-", color=f"C{k}", label=f"_{name}" if n else name, lw=1.2)
         for method, its in found:
             if method.steps is None:
                 level = float(np.mean([curve[-1][2] for curve in its]))
                 axes.axhline(level, color="0.4", linestyle="--", label=f"{method.name}, {level:.1f} dB")
-        axes.set(xlabel=label, xlim=(0, None), ylim=(min(ends) - 4 if ends else None, None))  # the start is far below
+        axes.set(xlabel=label, xlim=(0, None), ylim=(bottom, None))
         axes.grid(alpha=0.3)
     both[0].set_ylabel("validation PSNR, dB")
     drawn.legend(*both[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")

@@ -7,7 +7,6 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from qnmixer.engine.config.run import Config, to_plain, without_places
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.reports.pictures import DISPLAY_WINDOW, ERROR_LIMIT, SliceImages
 from qnmixer.engine.reports.terminal import NOTHING, Table
@@ -33,15 +32,6 @@ _NUMERIC = re.compile(r"[+−±-]? ?\d[\d,.]*(e[+-]?\d+)?(?!\w)")  # also "± 1.
 _THUMBNAIL = 64  # pixels
 
 
-@dataclass
-class Figure:
-    """A picture between the slices and the tables below them."""
-
-    title: str
-    png: Path
-    note: str = ""
-
-
 def write_page(
     path: Path,
     title: str,
@@ -50,10 +40,8 @@ def write_page(
     provenance: Mapping[str, str],
     *,
     subtitle: str = "",
-    configuration: Mapping[str, Any] | None = None,
     order: str = "",
     opened: int = 0,
-    figures: Sequence[Figure] = (),
 ) -> None:
     """Write tables, slices and their provenance as one HTML file, completely or not at all.
 
@@ -67,10 +55,8 @@ def write_page(
         slices: for the viewer; without slices the page has no viewer. Thumbnails show the last method.
         provenance: lines at the foot, as {"commit": …, "hardware": …}.
         subtitle: stands below the title.
-        configuration: by section and key, as nested dicts; a table at the foot.
         order: how the slices are sorted, for the heading of their thumbnails.
         opened: index of the slice that is shown first.
-        figures: pictures below the slices.
     """
     first, *others = [_table(table) for table in tables] or [""]
     style, script = _part("page.css"), _part("page.js")
@@ -83,11 +69,10 @@ def write_page(
         "script_hash": _csp_hash(script),
         "style": style,
         "first_table": first,
-        "other_tables": "\n".join([*map(_figure, figures), *others]),
+        "other_tables": "\n".join(others),
         "provenance": "\n".join(
             f"<div><dt>{_text(name)}</dt><dd>{_text(text)}</dd></div>" for name, text in provenance.items()
         ),
-        "configuration": _configuration(configuration) if configuration else "",
         "script": script,
         **_viewer(slices, opened),
     }
@@ -121,7 +106,6 @@ def write_evaluation(
             "hardware": device_name(device.type),
         },
         subtitle=f"{title}, {size} × {size} pixels",
-        configuration=to_plain(without_places(config)),
         order=order,
         opened=drawn[len(drawn) // 2] if drawn else 0,
     )
@@ -232,31 +216,3 @@ def _table(table: Table) -> str:
         f'<section class="table"><h2>{_text(table.title)}</h2><div class="wide" tabindex="0">\n'
         f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>{note}</section>"
     )
-
-
-def _figure(figure: Figure) -> str:
-    """A picture within the page itself."""
-    pixels = base64.b64encode(figure.png.read_bytes()).decode()
-    note = f'<p class="note">{_text(figure.note)}</p>' if figure.note else ""
-    title = _text(figure.title)
-    return (
-        f'<section class="drawn"><h2>{title}</h2>\n<img src="data:image/png;base64,{pixels}" alt="{title}">'
-        f"{note}</section>"
-    )
-
-
-def _configuration(configuration: Mapping[str, Any]) -> str:
-    """A table of all keys, closed until a reader opens it."""
-    table = Table("Configuration", ["key", "value"], [[*pair] for pair in _flat(configuration)])
-    return f"<details><summary>Configuration</summary>{_table(table)}</details>"
-
-
-def _flat(keys: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Keys and values as text; nested keys are joined by dots."""
-    rows = []
-    for key, value in keys.items():
-        if isinstance(value, Mapping) and value:
-            rows += _flat(value, f"{prefix}{key}.")
-        else:
-            rows.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)))
-    return rows
