@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from qnmixer.engine.memory.usage import read_usage, reset_peak
+from qnmixer.engine.memory.usage import read_usage
 
 MIB = 2**20
 SHORT = 0.2
@@ -60,13 +60,16 @@ def peak_mib(build: Callable[[], Step], device: torch.device) -> float:
     held = sum(tensor.nbytes for tensor in [*step.module.parameters(), *step.module.buffers()])
     before = read_usage(device)
     step()
-    reset_peak(device)
-    step()
-    after = read_usage(device)
     if device.type == "cuda":
-        return after.peak / MIB
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) / MIB
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the highest resident memory, starts again (man 5 proc)
+    step()
+    after, status = read_usage(device), Path("/proc/self/status").read_text()
+    highest = int(status.partition("VmHWM:")[2].split()[0]) * 1024
     files = after.reserved - after.allocated
-    return (after.peak - files - before.allocated + held) / MIB
+    return (highest - files - before.allocated + held) / MIB
 
 
 def in_own_process(script: str, *arguments: str) -> str:

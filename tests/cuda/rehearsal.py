@@ -37,7 +37,7 @@ from qnmixer.engine.config.run import Config, override, parse
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.dataset import EpochSampler
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.plan import Planner, track_step
+from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.parallel.strategies import build_precision
 from qnmixer.engine.reconstructor import sample_measurement
 from qnmixer.engine.training.callbacks import build_callbacks
@@ -159,7 +159,7 @@ def rehearse(overrides: list[str]) -> Rehearsal:
     config = _config(*overrides)
     key = repr((config.geometry, config.data.image_size))
     planner = _PLANNERS.setdefault(key, _PLANNERS.get(key) or Planner(config))  # with norms, which need real numbers
-    planned = track_step(config, planner.projector).peak
+    planned = planner.estimate(config).peak
     mode, watch = FakeTensorMode(allow_non_fake_inputs=True), Watch()
     data = _data(config, 2)  # real tensors: the host reads numbers of samples
     projector = copy.deepcopy(planner.projector)

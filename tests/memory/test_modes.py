@@ -11,7 +11,7 @@ from qnmixer.engine.config.run import parse
 from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.memory import modes as memory
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.plan import track_step
+from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.memory.tracker import PeakTracker
 from qnmixer.errors import ConfigError
 from qnmixer.models import LEARN, QNMixer
@@ -138,7 +138,7 @@ def test_what_stays_on_the_device_is_freed_with_its_image(projector: FanBeamProj
 
 def peak_of_a_step(projector: FanBeamProjector, *overrides: str) -> float:
     """MiB of a training step at its peak, but for parameters, gradients and optimizer state."""
-    footprint = track_step(parse(compose("train", list(overrides))), projector)
+    footprint = Planner(config := parse(compose("train", list(overrides))), projector).estimate(config)
     return (footprint.activations + footprint.operator) / MIB
 
 

@@ -115,8 +115,7 @@ def test_a_gpu_without_kernels_in_this_torch_is_refused(monkeypatch: pytest.Monk
     assert gpu_problem() is None  # the second GPU is not used
     problem = gpu_problem(2)
     assert problem is not None
-    assert "has no kernels for a GPU of compute capability 7.0 (sm_75, sm_80, compute_120)" in problem[0]
-    assert problem[1].startswith("make install TORCH=cu126, ")
+    assert "has no kernels for a GPU of compute capability 7.0 (sm_75, sm_80, compute_120): make install " in problem
     capabilities.reverse()
     with pytest.raises(ConfigError, match="no kernels"):
         choose_device("auto")

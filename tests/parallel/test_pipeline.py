@@ -15,19 +15,21 @@ from qnmixer.engine.parallel.pipeline import (
     Logged,
     Packing,
     Stage,
-    cut_evenly,
     layouts,
     loss_of_part,
-    ranges,
+    stages_of,
     sum_gradients,
 )
 from qnmixer.models.qn_mixer import QNMixer, QNState
 from qnmixer.module import ReconstructionModule
 
 
-def test_cuts() -> None:
-    assert cut_evenly(14, 4) == [4, 4, 3, 3]
-    assert ranges([4, 4, 3, 3]) == [range(0, 4), range(4, 8), range(8, 11), range(11, 14)]
+@pytest.mark.parametrize(("cut", "ends"), [("null", [4, 8, 11, 14]), ("[1,2,3,8]", [1, 3, 6, 14])])
+def test_cuts(cut: str, ends: list[int]) -> None:
+    words = ["model.n_iterations=14", "strategy=pipeline", "trainer.devices=4", f"strategy.cut={cut}"]
+    stages = stages_of(parse(compose("train", words)))
+    assert [stage.stop for stage in stages] == ends
+    assert [stage.start for stage in stages] == [0, *ends[:-1]]
 
 
 def module_of(*overrides: str) -> ReconstructionModule:
@@ -67,8 +69,8 @@ def test_stages_one_after_the_other_are_the_network() -> None:
     assert len(packings) == 6
     assert all(p.grad is None for p in network.parameters())
     packed: tuple[torch.Tensor, ...] = ()
-    for iterations in ranges([1, 2, 2]):
-        stage = Stage(network, iterations, packings[iterations.start] if iterations.start else None)
+    for iterations in (range(1), range(1, 3), range(3, 5)):
+        stage = Stage(network, iterations, packings[iterations.start])
         packed = (stage(*packed, y=y),)
         if iterations.stop < 5:
             assert packed[0].shape == (2, packings[iterations.stop].width)

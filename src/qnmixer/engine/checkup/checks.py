@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from qnmixer.engine.cli import explain
 from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, with_iterations
 from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.usage import MIB
-from qnmixer.engine.parallel.devices import gpu_problem, has_bf16, resolve_devices
+from qnmixer.engine.parallel.devices import resolve_devices
 from qnmixer.engine.processes.process import n_cores
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import RankFailed, UserError
@@ -93,24 +92,20 @@ def _machine(config: Config, this_node: Config, folder: Path) -> Iterator[Check]
     on_cuda = trainer.accelerator != "cpu" and torch.cuda.is_available()
     gpu = torch.cuda.get_device_name(0) if on_cuda else None
     found = f"python {platform.python_version()}, torch {torch.__version__}, lightning {version('lightning')}"
-    problem = None if trainer.accelerator == "cpu" else gpu_problem(trainer.devices or 1)
-    if problem is not None:
-        yield Check("versions", "FAIL", f"{found}: {problem[0]}", f"{problem[1]}, or trainer.accelerator=cpu")
-        return
+    versions = Check("versions", "SKIP", f"{found} on a CPU, which needs no kernels for an architecture")
     if gpu:
-        yield Check("versions", "PASS", f"{found}, CUDA {torch.version.cuda}: built for {gpu}")
-    else:
-        yield Check("versions", "SKIP", f"{found} on a CPU, which needs no kernels for an architecture")
-    known = not on_cuda or trainer.precision != "bf16-mixed" or has_bf16()
-    what = f"{trainer.precision} on {gpu or 'the CPU'}" + ("" if known else ", which has no bf16")
-    yield judged("precision", known, what, "trainer.precision=16-mixed, or 32")
-    if not known:
-        return
+        versions = Check("versions", "PASS", f"{found}, CUDA {torch.version.cuda}: built for {gpu}")
+    fine = {"versions": versions, "precision": Check("precision", "PASS", f"{trainer.precision} on {gpu or 'the CPU'}")}
     try:
         resolved = resolve_devices(this_node)
     except UserError as error:
-        yield Check("devices", "FAIL", *_split(str(error)))
+        what = str(error)
+        of_key = {"trainer.accelerator": "versions", "trainer.precision": "precision"}
+        failed = of_key.get(what.partition("=")[0], "devices")
+        yield from (check for name, check in fine.items() if failed not in (name, "versions"))
+        yield Check(failed, "FAIL", *_split(what))
         return
+    yield from fine.values()
     n = resolved.trainer.devices or 1
     what = f"{n} × {gpu}" if gpu else f"{n} on {n_cores()} CPU cores"
     nodes = "" if trainer.num_nodes == 1 else f"; this node of {trainer.num_nodes} only"
@@ -254,9 +249,13 @@ def check_sharding(run: Config, reports: Sequence[Report]) -> Check:
     if not all(report.shares for report in reports):
         return Check("sharding", "SKIP", "training failed before it loaded data")
     lengths, problems = reports[0].lengths, []
-    for part, together in (("train", devices_per_replica(run)), ("val", 1)):
-        shares = [report.shares[part] for report in reports]
-        problems += [f"{part}: {problem}" for problem in sharing_problems(shares, lengths[part], together)]
+    # All devices of a pipeline train on the same samples.
+    for part, first_ranks in (
+        ("train", range(0, len(reports), devices_per_replica(run))),
+        ("val", range(len(reports))),
+    ):
+        shares = {rank: reports[rank].shares[part] for rank in first_ranks}
+        problems += [f"{part}: {problem}" for problem in sharing_problems(shares, lengths[part])]
     found = f"every slice once in an epoch: {lengths['train']} of train and {lengths['val']} of val"
     if problems:
         found = "; ".join(problems[:4]) + (f", and {len(problems) - 4} more" if len(problems) > 4 else "")
@@ -264,29 +263,17 @@ def check_sharding(run: Config, reports: Sequence[Report]) -> Check:
     return judged("sharding", not problems, found, fix)
 
 
-def sharing_problems(shares: Sequence[Sequence[Number]], length: int, together: int = 1) -> list[str]:
-    """Errors in how ranks share samples 0 … length − 1, as texts. Samples of weight 0 only fill batches.
-
-    Args:
-        shares: the samples of each rank.
-        length: the number of samples.
-        together: ranks that get the same samples, as those of a pipeline.
-    """
-    firsts = [rank - rank % together for rank in range(len(shares))]
-    problems = [
-        f"rank {rank}: other samples than rank {first} of the same pipeline"
-        for rank, first in enumerate(firsts)
-        if list(shares[rank]) != list(shares[first])
-    ]
-    holders: dict[int, list[int]] = defaultdict(list)
-    for first in sorted(set(firsts)):
-        for n, weight in shares[first]:
+def sharing_problems(shares: Mapping[int, Sequence[Number]], length: int) -> list[str]:
+    """Those of samples 0 … length − 1 that the ranks do not share once. Samples of weight 0 only fill batches."""
+    holders: dict[int, list[int]] = {n: [] for n in range(length)}
+    for rank, share in shares.items():
+        for n, weight in share:
             if weight > 0:
-                holders[n].append(first)
-    for n in sorted({*holders, *range(length)}):
-        if len(holders[n]) != (0 <= n < length):  # once, but never if there is no such sample
-            ranks = f" ({named_ranks(sorted({*holders[n]}))})" if holders[n] else ""
-            problems.append(f"sample {n} {len(holders[n])} times{ranks}")
+                holders.setdefault(n, []).append(rank)
+    problems = []
+    for n, ranks in sorted(holders.items()):
+        if len(ranks) != (n < length):  # once, but never if there is no such sample
+            problems.append(f"sample {n} {len(ranks)} times" + f" ({named_ranks(sorted({*ranks}))})" * bool(ranks))
     return problems
 
 

@@ -38,6 +38,7 @@ from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.training.callbacks import build_callbacks
 from qnmixer.engine.training.steps import build_trainer
 from qnmixer.errors import RankFailed
+from qnmixer.files import atomic_file
 
 STEPS = 6
 """Optimizer steps with finite gradients."""
@@ -69,7 +70,8 @@ class Report:
 
     def write(self, folder: Path) -> None:
         """Write the report for `read_report`."""
-        torch.save(vars(self), folder / f"report_{rank()}.pt")
+        with atomic_file(folder / f"report_{rank()}.pt") as stream:  # another rank's death may end this one here
+            torch.save(vars(self), stream)
 
 
 def read_report(folder: Path, of: int) -> Report:

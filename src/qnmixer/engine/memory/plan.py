@@ -5,9 +5,8 @@ The step itself runs on fake tensors, which have shapes but no data. Only the op
 is out of memory plans too: its last line names changes that would fit.
 """
 
-import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +23,8 @@ from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig, averages_
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes, without_data
 from qnmixer.engine.memory.usage import MIB, DevicePlan, Footprint
-from qnmixer.engine.parallel.pipeline import Packing, Stage, cut_evenly, layouts, loss_of_part, ranges
-from qnmixer.engine.reconstructor import Measurement, build_projector, fine_size, system_matrix_at
+from qnmixer.engine.parallel.pipeline import Packing, Stage, layouts, loss_of_part, stages_of
+from qnmixer.engine.reconstructor import build_projector, fine_size, system_matrix_at
 from qnmixer.engine.run_module import RunModule
 from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
@@ -68,11 +67,15 @@ class Planner:
         """The plan of each device that works on one batch, first stage first. Only a pipeline has several."""
         config = with_assumed_devices(config)
         if (key := repr(config)) not in self._plans:
-            if isinstance(config.strategy, PipelineConfig):
-                self._plans[key] = plan_pipeline(config, self.projector, self._fine_matrix(config))
-            else:
-                footprint = track_step(config, self.projector, self._fine_matrix(config))
-                self._plans[key] = (DevicePlan((range(config.model.T),), 1, footprint),)
+            fine_matrix = self._fine_matrix(config)
+            with without_data():
+                module = build_module(config, self.projector)
+                module.measurement.fine_matrix = fine_matrix
+                apply_memory_mode(module.network, config.memory, HOST.type)
+                optimizer = build_optimizer(config.optimizer, module.network)
+                make_state(optimizer)
+                plan = _plan_pipeline if isinstance(config.strategy, PipelineConfig) else _plan_replica
+                self._plans[key] = plan(module, optimizer)
         return self._plans[key]
 
     def _fine_matrix(self, config: Config) -> ScanMatrix | None:
@@ -98,59 +101,51 @@ def with_assumed_devices(config: Config) -> Config:
 # A step on one device
 
 
-def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMatrix | None = None) -> Footprint:
-    """The footprint of a whole training step on fake tensors, for single, ddp or fsdp.
-
-    With `fine_matrix`, which is A of the finer grid, the step simulates from images on that grid.
+def _plan_replica(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple[DevicePlan, ...]:
+    """The plan of the one device that runs the whole network, for single, ddp or fsdp: a training step.
 
     Gradients of ddp are views of its buckets, which stay when gradients are cleared. While it accumulates, gradients
     are outside the buckets. `strategy` counts them as a copy.
     """
+    config, network = module.config, module.network
     accumulates, ddp = config.trainer.accumulate_grad_batches > 1, config.strategy.name == "ddp"
-    with without_data():
-        module = build_module(config, projector)
-        module.measurement.fine_matrix = fine_matrix
-        network = module.network
-        apply_memory_mode(network, config.memory, HOST.type)
-        optimizer = build_optimizer(config.optimizer, network)
-        make_state(optimizer)
-        on_gpu = config.trainer.accelerator != "cpu"  # a plan is for GPUs, unless the run is known to have none
-        if on_gpu:
-            _step_all_at_once(optimizer)
-        tracker = PeakTracker()
-        tracker.track(module, optimizer)
-        norms = _NormsInFull() if on_gpu and config.trainer.precision != "32" else nullcontext()
-        with tracker, norms:
-            for k in range(1 + accumulates):  # all later batches need the same memory as the second
-                batch = _measured_batch(config, module.measurement)
-                with autocast(config):
-                    loss = module.training_step(batch, 0)
-                if k == 0:  # as in Lightning: the gradients of the step before exist until here
-                    optimizer.zero_grad(set_to_none=not ddp)
-                loss.backward()
-                del loss, batch
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            optimizer.step()
-        footprint = Footprint(**tracker.peak)
-        if averages_weights(config.callbacks):
-            footprint = replace(footprint, parameters=2 * footprint.parameters)
-        if ddp and accumulates:
-            footprint = replace(footprint, strategy=footprint.gradients)
-        if isinstance(config.strategy, FSDPConfig):
-            return _sharded(footprint, config, network)
-        return footprint
+    on_gpu = config.trainer.accelerator != "cpu"  # a plan is for GPUs, unless the run is known to have none
+    if on_gpu:
+        _step_all_at_once(optimizer)
+    tracker = PeakTracker()
+    tracker.track(module, optimizer)
+    norms = _NormsInFull() if on_gpu and config.trainer.precision != "32" else nullcontext()
+    with tracker, norms:
+        for k in range(1 + accumulates):  # all later batches need the same memory as the second
+            batch = _measured_batch(module, config.data.batch_size)
+            with autocast(config):
+                loss = module.training_step(batch, 0)
+            if k == 0:  # as in Lightning: the gradients of the step before exist until here
+                optimizer.zero_grad(set_to_none=not ddp)
+            loss.backward()
+            del loss, batch
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+    footprint = Footprint(**tracker.peak)
+    if averages_weights(config.callbacks):
+        footprint = replace(footprint, parameters=2 * footprint.parameters)
+    if ddp and accumulates:
+        footprint = replace(footprint, strategy=footprint.gradients)
+    if isinstance(config.strategy, FSDPConfig):
+        footprint = _sharded(footprint, config, network)
+    return (DevicePlan((range(network.n_iterations),), 1, footprint),)
 
 
-def _measured_batch(config: Config, measurement: Measurement) -> Any:
-    """A batch with its sinograms. A run makes them one by one. All take the same, so the plan makes one."""
-    scan, n, size = measurement.projector.geometry, config.data.batch_size, config.data.image_size
-    image, fine = torch.rand(n, 1, size, size), None
+def _measured_batch(module: RunModule, n: int) -> Any:
+    """A batch of n with its sinograms. A run makes them one by one. All take the same, so the plan makes one."""
+    measurement, size = module.measurement, module.config.data.image_size
+    scan, image, fine = measurement.projector.geometry, torch.rand(n, 1, size, size), {}
     if measurement.fine_matrix is not None:
-        fine = torch.rand(n, 1, *2 * [size * config.data.simulation_factor])
+        fine = {"fine": torch.rand(n, 1, *2 * [fine_size(module.config)])}
     with torch.no_grad():
-        measured = measurement.project(image[-1:], None if fine is None else fine[-1:])
+        measured = measurement.project(image[-1:], *(images[-1:] for images in fine.values()))
     others = torch.empty(n - 1, 1, scan.n_views, scan.n_detectors)
-    return batch_of(image, torch.ones(n), torch.cat([others, measured])) | {"fine": fine}
+    return batch_of(image, torch.ones(n), torch.cat([others, measured])) | fine
 
 
 def _step_all_at_once(optimizer: torch.optim.Optimizer) -> None:
@@ -198,13 +193,6 @@ def _sharded(footprint: Footprint, config: Config, network: UnrolledNetwork[Any]
 # The stages of a pipeline
 
 
-def cut_of(config: Config) -> list[int]:
-    """Iterations of each stage of a pipeline."""
-    assert isinstance(config.strategy, PipelineConfig)
-    n_stages = devices_per_replica(config) * config.strategy.stages_per_device
-    return list(config.strategy.cut or cut_evenly(config.model.T, n_stages))
-
-
 def n_microbatches(config: Config) -> int:
     """Micro-batches in the batch of a pipeline."""
     assert isinstance(config.strategy, PipelineConfig)
@@ -232,135 +220,85 @@ def idle(config: Config) -> float:
     return waiting / (config.strategy.stages_per_device * together + waiting)
 
 
-@dataclass(frozen=True)
-class StageCost:
-    """Bytes of a stage.
-
-    Attributes:
-        footprint: at the peak of a step with one micro-batch, without messages.
-        held: between the forward and the backward pass of a micro-batch.
-        host: what offloading has moved away in between.
-        batch: the images and sinograms of a micro-batch, which `footprint` includes.
-        received: the state that comes in; the gradient that goes out is of this size too.
-        sent: the state that goes out; the gradient that comes in is of this size too.
-    """
-
-    footprint: Footprint
-    held: int
-    host: int
-    batch: int
-    received: int
-    sent: int
-
-
-def plan_pipeline(
-    config: Config, projector: FanBeamProjector, fine_matrix: ScanMatrix | None
-) -> tuple[DevicePlan, ...]:
-    """The plan of each device of a pipeline, first stage first. The stages run on fake tensors."""
+def _plan_pipeline(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple[DevicePlan, ...]:
+    """The plan of each device of a pipeline, first stage first. It is an upper bound."""
+    config, n_devices = module.config, devices_per_replica(module.config)
     assert isinstance(config.strategy, PipelineConfig)
-    b, size = config.strategy.microbatch_size, config.data.image_size
-    with without_data():
-        module = build_module(config, projector)
-        module.measurement.fine_matrix = fine_matrix
-        apply_memory_mode(module.network, config.memory, HOST.type)
-        image, weight = torch.rand(b, 1, size, size), torch.ones(b)
-        with torch.no_grad():
-            y = projector(image)
-        packings = layouts(module.network, y, partial(autocast, config))
-        optimizer = build_optimizer(config.optimizer, module.network)
-        make_state(optimizer)
-        costs = {it: _track_stage(module, optimizer, it, packings, (y, image, weight)) for it in ranges(cut_of(config))}
-    return tuple(_plan_device(config, costs, device) for device in range(devices_per_replica(config)))
+    batch = _measured_batch(module, batch_of_replica(config))  # every device gets all of it
+    y = batch["sinogram"][: config.strategy.microbatch_size]
+    packings = layouts(module.network, y, partial(autocast, config))
+    plans = []
+    for device in range(n_devices):
+        stages, most = stages_of(config)[device::n_devices], in_flight(config, device)
+        footprints = [_plan_stage(module, optimizer, batch, packings, stage, most) for stage in stages]
+        fullest = max(footprints, key=lambda footprint: footprint.peak)
+        messages = sum(footprint.strategy for footprint in footprints)
+        plans.append(DevicePlan(tuple(stages), most, replace(fullest, strategy=messages)))
+    return tuple(plans)
 
 
-def _track_stage(
+def _plan_stage(
     module: RunModule,
     optimizer: torch.optim.Optimizer,
-    iterations: range,
+    batch: Any,
     packings: list[Packing],
-    batch: tuple[Tensor, Tensor, Tensor],
-) -> StageCost:
-    y, image, weight = batch
-    network = module.network
-    first, last = iterations.start == 0, iterations.stop == network.n_iterations
+    iterations: range,
+    most: int,
+) -> Footprint:
+    """A stage at the peak of one micro-batch, with what at most `most` of them hold between forward and backward.
 
-    def message(iteration: int) -> Tensor:
-        packing = packings[iteration]
-        return torch.empty(len(y), packing.width, dtype=packing.dtype, requires_grad=True)
-
-    precision = partial(autocast, module.config)
-    stage = Stage(network, iterations, None if first else packings[iterations.start], precision)
-    received = [] if first else [message(iterations.start)]
-    given = [] if last else [message(iterations.stop).detach()]  # the gradient that comes in
+    torch has a buffer for each received state and gradient of each micro-batch of one call. It frees a sent gradient at
+    its next message or later, when less is in flight.
+    """
+    config, network = module.config, module.network
+    assert isinstance(config.strategy, PipelineConfig)
+    b, precision = config.strategy.microbatch_size, partial(autocast, config)
+    stage = Stage(network, iterations, packings[iterations.start], precision)
+    received = [packings[iterations.start].empty(b, "cpu")] if iterations.start else []
+    is_last = iterations.stop == network.n_iterations
+    gradient = [] if is_last else [packings[iterations.stop].empty(b, "cpu").detach()]  # it comes in
 
     def forward() -> Tensor:
-        output: Tensor = stage(*received, y=y)
+        output: Tensor = stage(*received, y=batch["sinogram"][:b])
         with precision():
-            return loss_of_part(module, batch_of(image, weight, y), 0, output, 0, {}) if last else output
+            return loss_of_part(module, batch, 0, output, 0, {}) if is_last else output
 
     tracker = PeakTracker()
-    tracker.track(module, optimizer, *batch)
+    tracker.track(module, optimizer, *(value for value in batch.values() if isinstance(value, Tensor)))
     # An outer autocast, as in training: it keeps half-precision copies of weights from one micro-batch to the next.
     with tracker, torch.autocast("cpu", enabled=False):
-        if module.config.trainer.precision != "32":
+        if config.trainer.precision != "32":
             forward()  # makes these copies
         before = dict(tracker.now)
         made = forward()
         held, host = (tracker.now[kind] - before[kind] for kind in ("activations", "host"))
-        made.backward(*given)
+        made.backward(*gradient)
         del made
         torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])  # the sum over the devices
         optimizer.step()
-    footprint = replace(Footprint(**tracker.peak), host=0)
-    return StageCost(footprint, held, host, n_bytes(batch), n_bytes(received), n_bytes(given))
-
-
-def _plan_device(config: Config, costs: dict[range, StageCost], device: int) -> DevicePlan:
-    """The memory of one device of a pipeline, at most: all micro-batches in flight, and the dearest stage at its peak.
-
-    Every device gets the whole batch. torch has a buffer for each received state and gradient of each micro-batch of
-    one call. It frees a sent gradient at its next message or later, when less is in flight.
-    """
-    assert isinstance(config.strategy, PipelineConfig)
-    stages = tuple(ranges(cut_of(config))[device :: devices_per_replica(config)])
-    own, others = [costs[it] for it in stages], in_flight(config, device) - 1
-    fullest = max((cost.footprint for cost in own), key=lambda footprint: footprint.peak)
-    held, host = (max(sizes) for sizes in zip(*((cost.held, cost.host) for cost in own), strict=True))
-    n, fine = n_microbatches(config), 4 * batch_of_replica(config) * fine_size(config) ** 2
-    at_once, late = (1, 0) if config.strategy.schedule == "sequential" else (n, 1)
-    footprint = replace(
-        fullest,
-        activations=fullest.activations + others * held + (n - 1) * own[0].batch + fine,
-        strategy=sum(at_once * (cost.received + cost.sent) + late * cost.received for cost in own),
-        host=(others + 1) * host,
+    at_once, late = (1, 0) if config.strategy.schedule == "sequential" else (n_microbatches(config), 1)
+    peak = Footprint(**tracker.peak)
+    return replace(
+        peak,
+        activations=peak.activations + (most - 1) * held,
+        strategy=at_once * n_bytes(received + gradient) + late * n_bytes(received),
+        host=most * host,
     )
-    return DevicePlan(stages, others + 1, footprint)
 
 
 # The last line of a run that is out of memory
 
-_SECONDS_TO_ADVISE = 20.0
-
 
 def advice(planner: Planner, config: Config, available: float) -> str:
-    """One line with the three mildest changes that fit into `available` MiB by the plan, or the closest ones.
-
-    Planning stops after `_SECONDS_TO_ADVISE`, because other ranks are waiting for this rank. If nothing fits until
-    then, the strongest change is planned too.
-    """
-    end = time.monotonic() + _SECONDS_TO_ADVISE
+    """One line with the three mildest changes that fit into `available` MiB by the plan, or the closest ones."""
     needed = planner.estimate(config).peak / MIB
     peaks: dict[str, float] = {}
     fitting: list[str] = []
-    left = changes(config)
-    while left and len(fitting) < 3:
-        late = time.monotonic() > end
-        if late and fitting:
-            break
-        change = left[-1] if late else left[0]
-        left = [] if late else left[1:]
+    for change in changes(config):
         peaks[change] = planner.estimate(override(config, change)).peak / MIB
         fitting += [change] * (peaks[change] <= available)
+        if len(fitting) == 3:
+            break
     chosen = fitting or sorted(peaks, key=peaks.__getitem__)[:3]
     options = ", or ".join(f"{change} ({peaks[change]:,.0f} MiB)" for change in chosen)
     # By the plan the step fits. So something that the plan does not count took the memory.

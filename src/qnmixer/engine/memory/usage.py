@@ -2,13 +2,10 @@
 
 import gc
 import os
-import re
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,55 +63,45 @@ class DevicePlan:
 
 # What a process uses, from the device's own counters
 
-_FIELDS = re.compile(rb"^(VmHWM|VmRSS|RssAnon):\s+(\d+) kB", re.MULTILINE)
-
 
 @dataclass(frozen=True)
 class Usage:
     """Bytes in use. A leak adds to `allocated`. Other programs cannot use bytes that are `reserved`."""
 
     allocated: int  # CUDA: in tensors; CPU: resident without file-backed pages, as mapped data comes and goes
-    peak: int  # CUDA: highest of allocated; CPU: highest of reserved; both since the last `reset_peak`
     reserved: int  # CUDA: held by torch, its cache included; CPU: resident
-    device_used: int | None  # CUDA: on the whole GPU, all processes together; CPU: None
+    peak: int | None = None  # CUDA: highest of allocated since torch's last reset
+    device_used: int | None = None  # CUDA: on the whole GPU, all processes together
 
 
 def read_usage(device: torch.device) -> Usage:
-    """Read the current use. It is cheap enough for every step: 25 µs on a CPU, 150 if the caches are cold."""
-    return _cuda_usage(device) if device.type == "cuda" else _cpu_usage()
-
-
-def reset_peak(device: torch.device) -> None:
-    """Start the peak again from the current use. If the system of a CPU does not allow a reset, the peak stays."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        # 5 resets VmHWM alone (man 5 proc).
-        with suppress(OSError), open("/proc/self/clear_refs", "wb", buffering=0) as file:
-            file.write(b"5")
-
-
-def _cuda_usage(device: torch.device) -> Usage:
+    """Read the current use. It is cheap enough for every step."""
+    if device.type != "cuda":
+        return _cpu_usage()
     stats = torch.cuda.memory_stats(device)  # once: each of torch's three functions would collect all of it again
     free, total = torch.cuda.mem_get_info(device)
-    return Usage(
-        stats.get("allocated_bytes.all.current", 0),
-        stats.get("allocated_bytes.all.peak", 0),
-        stats.get("reserved_bytes.all.current", 0),
-        total - free,
+    allocated, reserved, peak = (
+        stats.get(f"{kind}_bytes.all.{value}", 0)
+        for kind, value in (("allocated", "current"), ("reserved", "current"), ("allocated", "peak"))
     )
+    return Usage(allocated, reserved, peak, total - free)
 
 
 def _cpu_usage() -> Usage:
     try:
-        with open("/proc/self/status", "rb", buffering=0) as file:
-            kib = {name: int(value) for name, value in _FIELDS.findall(file.read())}
-        return Usage(kib[b"RssAnon"] * 1024, kib[b"VmHWM"] * 1024, kib[b"VmRSS"] * 1024, None)
-    except (OSError, KeyError):  # no such file, or one without these lines
+        _, resident, of_files = _pages_in_bytes()
+        return Usage(resident - of_files, resident)
+    except OSError:  # no Linux
         import resource  # late, as in `memory_of`
 
-        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return Usage(highest, highest, highest, None)
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+        return Usage(highest, highest)
+
+
+def _pages_in_bytes() -> list[int]:
+    """The address space of this process, what of it is resident, and what of that is backed by files (Linux only)."""
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        return [int(n) * os.sysconf("SC_PAGE_SIZE") for n in file.read().split()[:3]]
 
 
 # What it may use
@@ -151,26 +138,18 @@ def memory_of(device: torch.device) -> float:
     # A limit counts address space, of which the libraries have taken some.
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        with open("/proc/self/statm", encoding="utf-8") as file:
-            total = min(total, limit - int(file.read().split()[0]) * page)
+        total = min(total, limit - _pages_in_bytes()[0])
     return total / MIB
 
 
 # Growth
 
 
-@dataclass(frozen=True)
-class Leak:
-    """Growth of the memory at the end of a step."""
+class Leak(NamedTuple):
+    """Growth of the memory at the end of a step. It may have started before `steps` steps."""
 
-    steps: int  # steps of growth that were seen; it may have started before
-    first_bytes: int
-    last_bytes: int
-
-    @property
-    def bytes_per_step(self) -> float:
-        """Growth of one step."""
-        return (self.last_bytes - self.first_bytes) / self.steps
+    steps: int
+    bytes_per_step: float
 
 
 @dataclass
@@ -213,7 +192,8 @@ class LeakWatch:
             self.collect()
         else:
             self._reported = True
-            return Leak(self.window * self.n_windows, self._minima[-self.n_windows - 1], self._minima[-1])
+            steps = self.window * self.n_windows
+            return Leak(steps, (self._minima[-1] - self._minima[-self.n_windows - 1]) / steps)
         return None
 
     def _rises_evenly(self) -> bool:

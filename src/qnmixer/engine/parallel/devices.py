@@ -88,33 +88,30 @@ def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:
     return torch.device("cpu")
 
 
-def _unusable(accelerator: str, key: str, problem: tuple[str, str]) -> ConfigError:
-    return ConfigError(f"{key}={accelerator}, but {problem[0]}: {problem[1]}, or use {key}=cpu")
+def _unusable(accelerator: str, key: str, problem: str) -> ConfigError:
+    return ConfigError(f"{key}={accelerator}, but {problem}, or use {key}=cpu")
 
 
-def gpu_problem(n_devices: int = 1) -> tuple[str, str] | None:
+def gpu_problem(n_devices: int = 1) -> str | None:
     """Why torch cannot use the first GPUs of this machine, and how to fix it. None: no problem, or no GPU."""
     version = f"torch {torch.__version__}"
     if torch.cuda.is_available():
         if torch.version.cuda is None:  # ROCm names its architectures differently
             return None
-        n_devices = min(n_devices, torch.cuda.device_count())
-        gpus = [GPU(torch.cuda.get_device_capability(number)) for number in range(n_devices)]
+        gpus = [GPU(torch.cuda.get_device_capability(n)) for n in range(min(n_devices, torch.cuda.device_count()))]
         built = torch.cuda.get_arch_list()
         foreign = [gpu for gpu in gpus if not runs_on(gpu.capability, built)]
-        if not foreign:
-            return None
-        what = f"{version} has no kernels for a GPU of {foreign[0]} ({', '.join(built)})"
-    else:
-        try:
-            gpus = visible_gpus()
-        except NoBuildError as error:
-            return f"{version} sees no CUDA device", str(error)
-        if not gpus:
-            return None
-        why = "is built for the CPU and cannot" if torch.version.cuda is None else "cannot"
-        what = f"{version} {why} use the GPU here ({gpus[0]}, driver {gpus[0].driver})"
-    return what, fix(gpus)
+        return (
+            f"{version} has no kernels for a GPU of {foreign[0]} ({', '.join(built)}): {fix(gpus)}" if foreign else None
+        )
+    try:
+        gpus = visible_gpus()
+    except NoBuildError as error:
+        return f"{version} sees no CUDA device: {error}"
+    if not gpus:
+        return None
+    why = "is built for the CPU and cannot" if torch.version.cuda is None else "cannot"
+    return f"{version} {why} use the GPU here ({gpus[0]}, driver {gpus[0].driver}): {fix(gpus)}"
 
 
 def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:

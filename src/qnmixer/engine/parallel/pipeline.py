@@ -6,13 +6,14 @@ that iterations share stay equal, clipping uses the norm of the full gradient, a
 overflow. A checkpoint is that of one device. Every device validates by itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.optim import Optimizer
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica
 from qnmixer.engine.config.sections import PipelineConfig
@@ -41,13 +42,13 @@ _OF_ITERATES = ("iterates", "states", "trajectory", "run")
 class Stage(nn.Module):
     """Consecutive iterations. The input and the output are one packed state [b, K]; y is an extra input.
 
-    The first stage has no incoming state. The last stage returns x_T. The state is packed into one tensor, because
-    every tensor costs a message each way.
+    The first stage takes no state, and the last one returns x_T. The state is packed into one tensor, because every
+    tensor costs a message each way.
 
     Args:
         network: of which it runs some iterations.
         iterations: these.
-        incoming: the layout of the incoming state; None for the first stage.
+        incoming: the layout of the state before them.
         context: the autocast context of the forward pass.
     """
 
@@ -55,7 +56,7 @@ class Stage(nn.Module):
         self,
         network: UnrolledNetwork[Any],
         iterations: range,
-        incoming: "Packing | None",
+        incoming: "Packing",
         context: Context = nullcontext,
     ) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class Stage(nn.Module):
     def forward(self, *packed: Tensor, y: Tensor) -> Tensor:
         """The state after these iterations; y [b, 1, V, D]."""
         with self.context():
-            state = self.network.start(y) if self.incoming is None else self.incoming.unpack(packed[0])
+            state = self.incoming.unpack(*packed) if packed else self.network.start(y)
             state = self.network.loop(self.network, self.iterations, y, state)
             if self.iterations.stop == self.network.n_iterations:
                 return self.network.image(state)
@@ -108,18 +109,12 @@ def _giving(module: Any, y: Tensor, image: Tensor, add: Callable[..., None]) -> 
         )
 
     # In the objects, so that hooks of `forward` still run.
-    ours: list[tuple[Any, dict[str, Any]]] = [
-        (module.network, {"forward": forward} | dict.fromkeys(_OF_ITERATES, refuse)),
-        (module, {"measure": lambda batch, stream: y, "log": add}),
-    ]
-    for it, methods in ours:
-        vars(it).update(methods)
-    try:
+    no_iterates: dict[str, Any] = dict.fromkeys(_OF_ITERATES, refuse)
+    with (
+        patch.multiple(module.network, forward=forward, **no_iterates),
+        patch.multiple(module, measure=lambda batch, stream: y, log=add),
+    ):
         yield
-    finally:
-        for it, methods in ours:
-            for name in methods:
-                del vars(it)[name]
 
 
 def _add_logged(logged: Logged, share: float, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -143,16 +138,19 @@ class Packing:
     def of(state: Any) -> "Packing":
         """The layout of states like this one."""
         leaves, spec = tree_flatten(state)
-        unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-        order = {key: k for k, key in enumerate(unique)}
-        places = tuple(order[id(leaf)] if isinstance(leaf, Tensor) else -1 for leaf in leaves)
-        parts = tuple(_Part(leaf.shape[1:], leaf.dtype, leaf.requires_grad) for leaf in unique.values())
+        order = {leaf: k for k, leaf in enumerate(dict.fromkeys(it for it in leaves if isinstance(it, Tensor)))}
+        places = tuple(order[leaf] if isinstance(leaf, Tensor) else -1 for leaf in leaves)
+        parts = tuple(_Part(leaf.shape[1:], leaf.dtype, leaf.requires_grad) for leaf in order)
         return Packing(spec, places, parts, torch.promote_types(torch.float32, parts[0].dtype))
 
     @property
     def width(self) -> int:
         """K, the number of values for each sample."""
         return sum(part.shape.numel() for part in self.parts)
+
+    def empty(self, b: int, device: torch.device | str) -> Tensor:
+        """A message of b packed states, as another stage sends it."""
+        return torch.empty(b, self.width, dtype=self.dtype, device=device, requires_grad=True)
 
     def pack(self, state: Any) -> Tensor:
         """Pack a state into [b, K]."""
@@ -176,14 +174,15 @@ class _Part(NamedTuple):
     requires_grad: bool
 
 
-def cut_evenly(n_iterations: int, n_stages: int) -> list[int]:
-    """Iterations of each stage, as equal as possible. The last stage gets fewer, because it also computes the loss."""
-    few, more = divmod(n_iterations, n_stages)
-    return [few + 1] * more + [few] * (n_stages - more)
+def stages_of(config: Config) -> list[range]:
+    """The iterations of each stage of a pipeline: by `strategy.cut`, or as equal as possible.
 
-
-def ranges(cut: Sequence[int]) -> list[range]:
-    """The iterations of each stage."""
+    Then the last stage gets fewer, because it also computes the loss.
+    """
+    assert isinstance(config.strategy, PipelineConfig)
+    n_stages = devices_per_replica(config) * config.strategy.stages_per_device
+    few, more = divmod(config.model.T, n_stages)
+    cut = config.strategy.cut or [few + 1] * more + [few] * (n_stages - more)
     return [range(first, end) for first, end in pairwise([0, *accumulate(cut)])]
 
 
@@ -198,18 +197,10 @@ def layouts(network: UnrolledNetwork[Any], y: Tensor, context: Context) -> list[
             before = state if t else network.start(y)
             state = network.step(t, y, before)
         packings.append(Packing.of(before))
-        state = _as_leaves(state)
+        # As another device would receive it: without its graph, and still one tensor where it holds one twice.
+        received = cache(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+        state = tree_map_only(Tensor, received, state)
     return [*packings, Packing.of(state)]
-
-
-def _as_leaves(state: Any) -> Any:
-    """The tensors of a state, detached from its graph, as another device would receive it."""
-    leaves, spec = tree_flatten(state)
-    known: dict[int, Tensor] = {}
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and id(leaf) not in known:
-            known[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
-    return tree_unflatten([known[id(leaf)] if isinstance(leaf, Tensor) else None for leaf in leaves], spec)
 
 
 # The strategy
@@ -309,14 +300,12 @@ class Pipeline:
         self.module, self.context, self.group = module, context, group
         self.sequential = options.schedule == "sequential"
         self.microbatch_size = options.microbatch_size
-        device, n_devices = dist.get_rank(group), dist.get_world_size(group)
-        n_stages = n_devices * options.stages_per_device
         of_one = y[: self.microbatch_size]
-
         with torch.random.fork_rng([y.device] if y.is_cuda else []):  # layouts must not change later dropout
             packings = layouts(module.network, of_one, context)
-        self.cut = options.cut or cut_evenly(module.network.n_iterations, n_stages)
-        self.stages = [self._stage(index, packings, of_one) for index in range(device, n_stages, n_devices)]
+        of_all = stages_of(config)
+        own = range(dist.get_rank(group), len(of_all), dist.get_world_size(group))
+        self.stages = [self._stage(of_all, index, packings, of_one) for index in own]
         n = 1 if self.sequential else len(y) // self.microbatch_size
         # The loss of a micro-batch is its part of the batch's mean, so torch must not divide by their number again.
         options_of_all: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
@@ -332,24 +321,18 @@ class Pipeline:
         self._losses: list[Tensor] = []
         self._logged: Logged = {}
 
-    def _stage(self, index: int, packings: list[Packing], y: Tensor) -> PipelineStage:
-        """A stage for torch's schedules, with the shapes of its input and output. y: of a micro-batch."""
-        iterations, n_stages = ranges(self.cut)[index], len(self.cut)
-        first, last = index == 0, index == n_stages - 1
-
-        # With shapes given, torch does not run all stages once more to find them.
-        def meta(iteration: int) -> Tensor:
-            packing = packings[iteration]
-            return torch.empty(len(y), packing.width, dtype=packing.dtype, device="meta", requires_grad=True)
-
-        incoming = None if first else packings[iterations.start]
+    def _stage(self, of_all: list[range], index: int, packings: list[Packing], y: Tensor) -> PipelineStage:
+        """A stage for torch's schedules. y: of a micro-batch."""
+        iterations, last = of_all[index], index == len(of_all) - 1
+        # With the shapes of input and output given, torch does not run all stages once more to find them.
+        received, sent = (packings[t].empty(len(y), "meta") for t in (iterations.start, iterations.stop))
         return PipelineStage(
-            Stage(self.module.network, iterations, incoming, self.context),
+            Stage(self.module.network, iterations, packings[iterations.start], self.context),
             index,
-            n_stages,
+            len(of_all),
             y.device,
-            input_args=() if first else (meta(iterations.start),),
-            output_args=(torch.empty_like(y, device="meta") if last else meta(iterations.stop),),
+            input_args=(received,) if index else (),
+            output_args=(torch.empty_like(y, device="meta") if last else sent,),
             group=self.group,
         )
 

@@ -9,9 +9,9 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
+from unittest.mock import patch
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -34,29 +34,38 @@ class RankTraceback(Exception):
 def launch(
     arguments: list[str],
     n_processes: int,
-    ask_to_stop: Callable[[], bool] | None = None,
+    ask_to_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run `python *arguments` once for each rank and wait for all ranks. They share the CPU cores.
 
     Args:
         arguments: of python. A rank that fails must end by `qnmixer.engine.processes.process.leave`.
         n_processes: number of ranks.
-        ask_to_stop: called on the first signal of `SIGNALS`; True: the ranks will end by themselves.
+        ask_to_stop: called on the first signal of `SIGNALS`; True: the ranks will end by themselves. False: end them.
 
     Raises RankFailed if a rank fails; the others are stopped, and a note has the traceback of a bug. Raises Stopped
-    after a stop signal. Without `ask_to_stop`, SIGUSR1 and SIGUSR2 do not stop the ranks.
+    after a stop signal.
     """
     _quieten_agent()
     stop = _AskToStop(ask_to_stop)
+    threads = os.environ.get(THREADS) or str(threads_each(n_processes))
     with (
         tempfile.TemporaryDirectory(prefix="qnmixer-ranks-") as log_dir,
-        handle_signals(SIGNALS, stop if ask_to_stop else None) as handled,
-        _threads(threads_each(n_processes)),
+        handle_signals(SIGNALS, stop),
+        patch.dict(os.environ, {THREADS: threads}),
     ):
-        config = _launch_config(n_processes, log_dir)
-        # The agent ends the ranks on these signals. torch before 2.9 has no such field and handles all.
-        of_agent = [] if ask_to_stop else [it.name for it in handled if it not in _WARNINGS]
-        config.signals_to_handle = ",".join(of_agent)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=n_processes,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # port 0: the system chooses a free one, for several runs on one machine
+            local_addr="localhost",
+            max_restarts=0,
+            run_id=uuid.uuid4().hex,
+            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+        )
+        config.signals_to_handle = ""  # the agent handles none; torch before 2.9 has no such field
         try:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
@@ -75,24 +84,10 @@ def _quieten_agent() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _launch_config(n_processes: int, log_dir: str) -> LaunchConfig:
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=n_processes,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # port 0: the system chooses a free one, for several runs on one machine
-        local_addr="localhost",
-        max_restarts=0,
-        run_id=uuid.uuid4().hex,
-        logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-    )
-
-
 class _AskToStop:
     """Handler of stop signals: ask the ranks to stop. Raise if they cannot stop, or after a second signal."""
 
-    def __init__(self, ask: Callable[[], bool] | None) -> None:
+    def __init__(self, ask: Callable[[], bool]) -> None:
         self.ask, self.echo = ask, Echo()
         self.first: int | None = None  # the signal that made us ask the ranks
 
@@ -101,21 +96,8 @@ class _AskToStop:
         # A terminal sends Ctrl-C to every process of its group, and a parent may send it once more.
         if self.echo.of(number) or (again and number in _WARNINGS):
             return
-        if again or self.ask is None or not self.ask():
+        if again or not self.ask():
             raise SignalException("stopped by a signal", signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-
-
-@contextmanager
-def _threads(n: int) -> Iterator[None]:
-    """Set OMP_NUM_THREADS for the ranks while the block runs, unless the user has set it."""
-    if THREADS in os.environ:
-        yield
-        return
-    os.environ[THREADS] = str(n)
-    try:
-        yield
-    finally:
-        del os.environ[THREADS]
 
 
 def _rank_failed(failures: dict[int, ProcessFailure]) -> RankFailed:

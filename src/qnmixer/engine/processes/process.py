@@ -268,19 +268,19 @@ def loading() -> Iterator[None]:
 
 @contextmanager
 def handle_signals(
-    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object] | None
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[list[signal.Signals]]:
     """Handle signals by `handler` while the block runs, then restore the earlier handlers.
 
-    A signal that is ignored stays ignored: nohup ignores SIGHUP. Yields the other signals. Without a `handler` the
-    block may install its own. Does nothing outside the main thread, where Python allows no handlers.
+    A signal that is ignored stays ignored: nohup ignores SIGHUP. Yields the other signals. Does nothing outside the
+    main thread, where Python allows no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield []
         return
     before = {number: signal.getsignal(number) for number in numbers}
     handled = [number for number, old in before.items() if old is not signal.SIG_IGN]
-    for number in handled if handler else []:
+    for number in handled:
         signal.signal(number, handler)
     try:
         yield handled

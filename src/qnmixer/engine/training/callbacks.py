@@ -23,7 +23,7 @@ from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import CallbackConfig, Count, MetricConfig, modes_of
 from qnmixer.engine.data.dataset import EpochSampler
 from qnmixer.engine.memory.tracker import PeakTracker
-from qnmixer.engine.memory.usage import MIB, Leak, LeakWatch, read_usage, reset_peak
+from qnmixer.engine.memory.usage import MIB, Leak, LeakWatch, read_usage
 from qnmixer.engine.metrics import psnr
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
@@ -217,7 +217,7 @@ class MemoryMonitor(Callback):
         if batch_idx % trainer.accumulate_grad_batches:
             return
         if pl_module.device.type == "cuda":
-            reset_peak(pl_module.device)
+            torch.cuda.reset_peak_memory_stats(pl_module.device)
         elif self._n_steps == 1 and _shows_tensors(pl_module):  # one step only: the tracker slows it down
             self._tracker = self._tracking.enter_context(PeakTracker())
             tensors = [value for value in batch.values() if isinstance(value, Tensor)]
