@@ -5,7 +5,6 @@ Lines of libraries about which a user can do nothing are hidden.
 
 import logging
 import math
-import shlex
 import sys
 import time
 import warnings
@@ -18,12 +17,8 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from qnmixer.engine.checkpoints import built_from
-from qnmixer.engine.config.compose import quoted
 from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.dataset import EpochSampler
-from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.processes.process import is_rank, rank
 from qnmixer.engine.reports.terminal import Console, Progress, in_digits
 from qnmixer.engine.run_module import RunModule
@@ -45,12 +40,11 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
         data.describe(),
     ]
     if n_parameters:
-        steps = _steps_per_epoch(config, len(data.dataset("train")))
         limits = [f"{t.max_steps:,} steps"] * (t.max_steps > -1)
-        limits += [f"{t.max_epochs:,} epochs ({t.max_epochs * steps:,} steps)"] if t.max_epochs else []
+        limits += [f"{t.max_epochs:,} epochs"] if t.max_epochs else []
         lines += [
             f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} "
-            f"slice{'s' * (batch > 1)} an optimizer step; {steps:,} step{'s' * (steps > 1)} an epoch",
+            f"slice{'s' * (batch > 1)} an optimizer step",
             f"training ends after {' or '.join(limits)}",
         ]
     if config.debug.name in ("few_batches", "overfit"):
@@ -58,13 +52,6 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     if data.measured and (doubt := _other_unit(module, data)):
         console.warn(doubt, style="bold red")
-
-
-def _steps_per_epoch(config: Config, n_slices: int) -> int:
-    """Optimizer steps of an epoch."""
-    limit = config.trainer.extra.get("limit_train_batches")
-    steps = limit // config.trainer.accumulate_grad_batches if isinstance(limit, int) else limit
-    return EpochSampler(n_slices, shuffle=False, batch_size=effective_batch(config), batches=steps).steps
 
 
 def _other_unit(module: RunModule, data: SliceDataModule) -> str | None:
@@ -80,15 +67,13 @@ def _other_unit(module: RunModule, data: SliceDataModule) -> str | None:
     )
 
 
-def print_end(config: Config, run: Run) -> None:
-    """Print where the results are, and how to try the network on other slices."""
+def print_end(run: Run) -> None:
+    """Print where the results are."""
     run.console.print(f"run folder: {run.folder}", soft_wrap=True)
     if (profile := run.folder / "profile").is_dir():
         run.console.print(f"profile: {profile} (traces are for https://ui.perfetto.dev)", soft_wrap=True)
     if picture := run.record.get("picture"):
-        words = [f"run={quoted(run.folder)}", *trust_words(built_from(config, "metrics.").values()), "data=dicom"]
-        lines = f"on your own slices: python -m qnmixer.evaluate {shlex.join(words)} data.root=/path/to/dicom"
-        run.console.print(f"{lines}\npicture: {picture}", soft_wrap=True, highlight=False)
+        run.console.print(f"picture: {picture}", soft_wrap=True, highlight=False)
 
 
 # Progress
@@ -214,8 +199,6 @@ def _with_unit(name: str, value: float, module: RunModule) -> str:
 _NOT_FOR_USERS = (
     "The .*dataloader.* does not have many workers",
     "The number of training batches .* is smaller than the logging interval",
-    "Checkpoint directory .* exists and is not empty",
-    "The dirpath has changed from",
     "(?s)You're resuming from a checkpoint that ended before the epoch ended",  # the sampler knows where it was
     "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
     "It is recommended to use `self.log\\('(step|samples)', ..., sync_dist=True",  # every rank has the same
