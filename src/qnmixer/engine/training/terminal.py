@@ -8,14 +8,12 @@ import math
 import sys
 import time
 import warnings
-from collections import deque
 from datetime import timedelta
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
 from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.data.datamodule import SliceDataModule
@@ -78,16 +76,14 @@ def print_end(run: Run) -> None:
 
 # Progress
 
-_RECENT_LOSSES = 20  # their mean is shown
-
 
 class TrainingProgress(Callback):
     """Shows the step of all steps, the loss, the last main metric of a validation, samples a second and the time left.
 
     A terminal has one bar for the whole run, where Lightning's own have one for each epoch, and a log has lines at
-    intervals, where they have none. Each validation leaves a line. The loss is the mean over the last 20 optimizer
-    steps. The time left is that of the whole run, validations included, at the pace so far. Values logged with
-    `prog_bar=True` are shown too.
+    intervals, where they have none. Each validation leaves a line. The loss is that of the last optimizer step. The
+    time left is that of the whole run, validations included, at the pace so far. Values logged with `prog_bar=True` are
+    shown too.
 
     Args:
         console: that of the whole run, so that other lines go above the bar. A quiet one shows nothing.
@@ -100,7 +96,6 @@ class TrainingProgress(Callback):
         self._total = math.inf
         self._begin = (0, 0.0)  # step and time at the start of training
         self._step = 0
-        self._losses: deque[Tensor] = deque(maxlen=_RECENT_LOSSES)  # read only to show them: that waits for a GPU
         self._last: list[str] = []  # the main metric of the last validation
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -112,10 +107,9 @@ class TrainingProgress(Callback):
         self._show(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Store the loss of an optimizer step, if the batch ended one."""
+        """Show an optimizer step, if the batch ended one."""
         if trainer.global_step != self._step:
             self._step = trainer.global_step
-            self._losses.append(trainer.callback_metrics["train/loss"])
             self._show(trainer)
 
     def on_validation_batch_end(
@@ -154,8 +148,9 @@ class TrainingProgress(Callback):
         if not self.enabled or trainer.progress_bar_callback is not None or not self._progress.is_due():
             return
         now = [validating]
-        if not validating:
-            now = [f"loss {sum(map(float, self._losses)) / len(self._losses):#.3g}"] if self._losses else []
+        if not validating:  # values are read only when they are shown: that waits for a GPU
+            loss = trainer.callback_metrics.get("train/loss")
+            now = [] if loss is None else [f"loss {float(loss):#.3g}"]
             now += [f"{name} {float(value):#.3g}" for name, value in trainer.progress_bar_metrics.items()]
         after = " · ".join([*now, *self._last, *self._pace_and_time(trainer)])
         self._progress.show(self._place(), after, self._step, self._total if math.isfinite(self._total) else None)
@@ -179,11 +174,8 @@ class TrainingProgress(Callback):
 
 def _why_it_ends(trainer: L.Trainer) -> str:
     """The reason for which a callback ends training early, in the words of Lightning's EarlyStopping."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's, untyped
-    reasons = [it.stopping_reason_message for it in callbacks if isinstance(it, EarlyStopping)]
-    left = [it.time_remaining() for it in callbacks if isinstance(it, Timer)]
-    reasons += ["its time is over (trainer.max_time)" for it in left if it is not None and it <= 0]
-    return next(filter(None, reasons), "a callback set trainer.should_stop")
+    reasons = [it.stopping_reason_message for it in trainer.early_stopping_callbacks]
+    return next(filter(None, reasons), "its time is over (trainer.max_time), or a callback ended it")
 
 
 def _with_unit(name: str, value: float, module: RunModule) -> str:
