@@ -21,7 +21,7 @@ from qnmixer.engine.tracking.loggers import (
     log_checkpoint,
     without_folders,
 )
-from qnmixer.engine.tracking.records import PACKAGES, SWEEP, git_commit, read_metrics
+from qnmixer.engine.tracking.records import SWEEP, read_metrics
 from qnmixer.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("no_wandb")
@@ -88,14 +88,9 @@ def test_jobs_of_a_sweep_are_runs_of_one_group(
     for k, run in enumerate(runs):
         assert run.metrics == {f"of/{k}", "trainer/global_step"}
         assert [(row["_step"], row[f"of/{k}"]) for row in run.history] == [(1, 1), (2, 2)]
-        assert run.tags == ["learn", "phantoms", "single"]
-        assert run.config["method"] == "LEARN"
         assert run.config["optimizer"]["lr"] == k + 1
-        assert run.config["effective_batch"] == run.config["data"]["batch_size"]
-        assert run.config["git_commit"] == git_commit()
-        assert set(run.config["versions"]) == {"python", *PACKAGES}
-        assert run.config["n_devices"] == 1
-        assert len(run.config["device"]) > 2
+        assert (run.config["effective_batch"], run.config["n_devices"]) == (run.config["data"]["batch_size"], 1)
+        assert {"git_commit", "versions", "device"} <= run.config.keys()
 
 
 def test_names_and_files_that_are_asked_for(

@@ -199,11 +199,12 @@ class MemoryMonitor(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Reset the peak at the start of an optimizer step, which may take several batches."""
+        assert isinstance(pl_module, RunModule)
         if batch_idx % trainer.accumulate_grad_batches:
             return
         if pl_module.device.type == "cuda":
             reset_peak(pl_module.device)
-        elif self._n_steps == 1 and _shows_tensors(pl_module):  # one step only: the tracker slows it down
+        elif self._n_steps == 1 and _shows_tensors(pl_module.config):  # one step only: the tracker slows it down
             self._tracker = self._tracking.enter_context(PeakTracker())
             tensors = [value for value in batch.values() if isinstance(value, Tensor)]
             averaging = [it for it in trainer.callbacks if isinstance(it, MeanWeights)]  # type: ignore[attr-defined]
@@ -247,10 +248,9 @@ class MemoryMonitor(Callback):
         self._tracking.close()
 
 
-def _shows_tensors(module: L.LightningModule) -> bool:
+def _shows_tensors(config: Config) -> bool:
     """Whether the tracker sees a run's tensors. It sees neither storages that fsdp frees nor compiled code."""
-    config = getattr(module, "config", None)
-    return isinstance(config, Config) and config.strategy.planned_as != "shards" and not config.compile
+    return config.strategy.planned_as != "shards" and not config.compile
 
 
 # Those that a config names
