@@ -1,18 +1,14 @@
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.checkpoints import load_run, read_checkpoint
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.reconstructor import build_network, build_noise, build_projector, method_name
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.models import TotalVariation
-from qnmixer.weights import CHECKPOINT_KEY
 
 MINE = """
 import torch
@@ -59,23 +55,6 @@ def test_a_network_of_ones_own(other_config: Callable[..., Config]) -> None:
     projector = build_projector(config)
     network, y = build_network(config, projector), torch.rand(1, 1, 8, 24)
     torch.testing.assert_close(network(y), 0.25**3 * projector.fbp(y))
-
-
-def test_a_checkpoint_of_it_says_what_is_missing(
-    other_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = build_module(other_config(*CUSTOM))
-    checkpoint: dict[str, object] = {"state_dict": module.state_dict()}
-    module.on_save_checkpoint(checkpoint)
-    torch.save(checkpoint, tmp_path / "a.ckpt")
-    assert CHECKPOINT_KEY in checkpoint
-    read_checkpoint(tmp_path / "a.ckpt")
-    (tmp_path / "networks_of_mine.py").unlink()
-    monkeypatch.delitem(sys.modules, "networks_of_mine", raising=False)
-    with pytest.raises(PluginError, match=r"a\.ckpt names model\._target_=networks_of_mine\.Half.*add trust=n"):
-        load_run(tmp_path / "a.ckpt")
-    with pytest.raises(PluginError, match=r"there is no module networks_of_mine: put networks_of_mine\.py"):
-        load_run(tmp_path / "a.ckpt", trust=["networks_of_mine"])
 
 
 def test_a_target_that_is_no_network_is_refused(other_config: Callable[..., Config]) -> None:

@@ -34,5 +34,5 @@ def fit(config: Config, run: Run) -> float:
         if config.test_after_training:
             steps.evaluate_best(config, run, trainer, module, data)
         log_checkpoint(loggers, find_checkpoint(run.folder))  # where a logger asks for it
-    print_end(config, run)
+    print_end(run)
     return best

@@ -3,52 +3,25 @@
 import io
 import re
 import sys
-from collections.abc import Callable
 
 import pytest
 from rich.console import Console
 
 from qnmixer.engine.reports import terminal as module
-from qnmixer.engine.reports.terminal import LONGEST_PAUSE, SHORTEST_PAUSE, Pace, progress
+from qnmixer.engine.reports.terminal import SECONDS_TO_LINE, progress
 
 from ..terminal import in_terminal
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """clock(seconds): move the clock forward."""
+def test_a_log_has_whole_lines_and_a_quiet_console_none(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-
-    def go_on(seconds: float) -> None:
-        now[0] += seconds
-
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    return go_on
-
-
-def test_lines_come_often_at_first_and_once_a_minute_later(clock: Callable[[float], None]) -> None:
-    pace, times = Pace(), []
-    for second in range(1, 3601):
-        clock(1)
-        if pace.due():
-            times.append(second)
-    gaps = [after - before for before, after in zip([0, *times], times, strict=False)]
-    assert gaps[:10] == [SHORTEST_PAUSE] * 10
-    assert gaps == sorted(gaps)
-    assert gaps[-10:] == [LONGEST_PAUSE] * 10
-    clock(LONGEST_PAUSE - 1)
-    pace.printed()  # another line
-    clock(LONGEST_PAUSE - 1)
-    assert not pace.due()
-
-
-def test_a_log_has_whole_lines_and_a_quiet_console_none(clock: Callable[[float], None]) -> None:
     for quiet in (False, True):
         console = Console(file=io.StringIO(), quiet=quiet, width=20)
         for _ in progress(range(5), "evaluating", "batch", console):
-            clock(6)
+            now[0] += 0.6 * SECONDS_TO_LINE
         assert isinstance(console.file, io.StringIO)
-        lines = "evaluating: batch 2 of 5 done\nevaluating: batch 4 of 5 done\n"
+        lines = "evaluating · batch 3 of 5\nevaluating · batch 5 of 5\n"
         assert console.file.getvalue() == ("" if quiet else lines)
 
 
@@ -56,7 +29,7 @@ BAR = """
 import sys, time, warnings
 from rich.console import Console
 from qnmixer.engine.reports import terminal
-terminal._REDRAW = 0.0
+terminal.SECONDS_TO_DRAWING = 0.0
 console = Console()
 before = sys.stdout, sys.stderr
 for n in terminal.progress(range(4), "counting", "number", console):

@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from qnmixer.engine.tracking.run import Run, latest, resume_hint, resume_overrid
 from qnmixer.errors import CheckpointError, ConfigError
 
 Make = Callable[..., Path]
-NEXT = "hydra.output_subdir=.hydra.next"
-IN_A = ["resume=runs/a", NEXT, "hydra.run.dir=runs/a"]
+KEPT = "hydra.output_subdir=null"
+IN_A = ["resume=runs/a", KEPT, "hydra.run.dir=runs/a"]
 
 
 @pytest.fixture
@@ -65,17 +66,9 @@ def test_a_run_resumes_in_its_folder_with_its_own_overrides(
 ) -> None:
     make("a", *before)
     for path in ("runs/a", "runs/a/checkpoints/last.ckpt"):
-        where = [f"resume={path}", NEXT, "hydra.run.dir=runs/a"]
+        where = [f"resume={path}", KEPT, "hydra.run.dir=runs/a"]
         assert resume_overrides([f"resume={path}", *given]) == [*after, *where]
         assert record("runs/a", [*after, *where]) == after
-
-
-def test_shipped_weights_are_no_run_to_go_on_with_but_a_folder_of_their_name_is(make: Make) -> None:
-    with pytest.raises(CheckpointError, match=r"resume=pretrained names weights.* finetune=pretrained"):
-        resume_overrides(["resume=pretrained"])
-    make("a", "seed=1").rename("pretrained")
-    found = resume_overrides(["resume=./pretrained"])
-    assert found == ["seed=1", "resume=pretrained", NEXT, "hydra.run.dir=pretrained"]
 
 
 @pytest.mark.parametrize("how", [["resume=runs/a", "hydra.run.dir=runs/b"], ["resume=runs/a/checkpoints/best.ckpt"]])
@@ -101,11 +94,11 @@ def test_the_same_command_resumes_the_run_in_its_folder(make: Make, tmp_path: Pa
     for folder in folders:
         got = resume_overrides(["seed=1", f"hydra.run.dir={folder}", "finetune=runs/base"])
         assert got[:2] == ["seed=1", f"hydra.run.dir={folder}"]
-        assert (Path(values_of(got)["resume"]).resolve(), got[3:]) == (tmp_path / "runs" / "1", [NEXT])
+        assert (Path(values_of(got)["resume"]).resolve(), got[3:]) == (tmp_path / "runs" / "1", [KEPT])
     # Hydra would merge a group of keys with what the record has before it.
     words = ["+data={a: 1}", "hydra.run.dir=runs/2"]
     make("2", "+data={b: 2}", words[0], mine=False)
-    assert resume_overrides(words) == [*words, "resume=runs/2", NEXT]
+    assert resume_overrides([*words]) == [*words, "resume=runs/2", KEPT]
 
 
 def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
@@ -174,11 +167,7 @@ def test_a_finished_run_resumes_only_for_longer(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [
-        ("latest", "finds no run under"),
-        ("runs/a", "no run folder at"),
-        ("", "resume= names no run: give resume=latest"),
-    ],
+    [("latest", "finds no run under"), ("runs/a", "no run folder at"), ("pretrained", "no run folder at pretrained")],
 )
 def test_a_missing_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)
@@ -186,57 +175,34 @@ def test_a_missing_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         resume_overrides([f"resume={path}"])
 
 
-def test_latest_is_the_one_that_began_or_resumed_last(make: Make, tmp_path: Path) -> None:
-    """By its record: a copy of an old run has newer files. An evaluation is no run."""
-    again = {"step": 3, "at": "2026-01-03T10:00:00+0200"}
-    new = make("sweep/new", started="2025-12-31T10:00:00+0000", resumed=[again | {"at": "2026-01-02"}, again])
-    make("between", started="2026-01-03T07:59:00+0000")
-    make("evaluation", "data=dicom", "run=runs/between", checkpoint=False, started="2026-01-04T10:00:00+0000")
-    make("of_another_version", started=3)
-    assert latest() == new
+def test_latest_is_the_newest_run(make: Make) -> None:
+    """An evaluation is no run, and a folder of runs may be of a sweep."""
+    for age, (name, words) in enumerate({"evaluation": ["run=runs/b"], "sweep/new": [], "old": []}.items()):
+        record = make(name, *words, checkpoint=False) / "results.json"
+        os.utime(record, (1e9 - age, 1e9 - age))
+    assert latest() == Path("runs/sweep/new")
 
 
-STRANGE = [
-    "logger.wandb.project='${oc.env:SECRET}'", r"logger.wandb.project=$\{oc.env\:SECRET\}", "tags=[${oc.env:SECRET}]",
-    "+model={a:[${oc.env:SECRET}]}", "experiment=[../../../downloads/evil]", "loss=../evil", "seed=$\\{x}",
-    "+finetune@callbacks=../evil", "+finetune@callbacks=ema", "hydra.searchpath=[pkg://evil]",
-    "hydra.searchpath=[file:///home]", "finetune=hf://evil/net", "local=evil",
-    "+logger.w._target_=lightning.pytorch.loggers.WandbLogger", "+logger.w={base_url:http://evil,api_key:x}",
-    "logger.wandb.mode=online", "logger=custom", "logger=[csv,mine]", "logger={wandb:{mode:online}}",
-    "+callbacks@logger=ema", "+callbacks.c.dirpath=/home", "callbacks={c:{dirpath:/home}}", "data.cache_dir=/home",
-    "+data={cache_dir:/home}", "+data={cache\\_dir:/home}", "loss._target_=evil.loss", "model={regularizer:evil.Net}",
-    "model.regularizer=evil.Net", "+model.x._target_=evil.Net",
-]  # fmt: skip
-PLAIN = [
-    "logger=[csv,tensorboard]", "callbacks=[default,ema]", "~callbacks.pictures", "data.root=/data/logger",
-    "+trainer.max_time=00:01:00:00", "experiment/small=qn_mixer", "seed=1", 'data.include="*/full dose/*"',
+THEIRS = [
+    "model=learn", "tags=[${oc.env:SECRET}]", "logger.wandb.mode=online", "loss._target_=evil.loss",
+    "data.cache_dir=/home", "finetune=hf://evil/net", "experiment=[../../downloads/evil]",
+    "hydra.searchpath=[file:///home]",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("override", STRANGE)
-def test_code_loggers_callbacks_and_folders_of_a_stranger_are_the_users_to_name(make: Make, override: str) -> None:
-    """Of a run of the user's own they stay. A signature is of its overrides."""
-    folder = Path("runs") if "searchpath" in override else make("mine", override, checkpoint=False)
-    if folder.name == "mine":
-        assert override in resume_overrides(["resume=runs/mine"])
-    make("b", "seed=1", override, mine=False, signature=signed(["seed=1"])["signature"], checkpoint=False)
-    for more in ([], ["hydra.run.dir=runs/new"] * ("finetune=" not in override)):
-        with pytest.raises(ConfigError, match=r"^runs/b was not started by you here, .*: repeat what you trust of "):
-            resume_overrides(["resume=runs/b", *more])
-    if folder.name == "mine":
-        assert override in resume_overrides(["resume=runs/b", override])
-
-
-@pytest.mark.parametrize("override", PLAIN)
-def test_plain_values_are_taken_from_any_run(make: Make, override: str) -> None:
-    make("a", override, mine=False)
-    assert resume_overrides(["resume=runs/a"]) == [override, *IN_A]
-
-
-def test_where_a_strangers_run_began_is_the_users_to_name(make: Make) -> None:
-    make("a", "resume=${oc.env:SECRET}", mine=False, checkpoint=False)
-    with pytest.raises(ConfigError, match=r"^runs/a was not started by you here"):
-        resume_overrides(["resume=runs/a"])
+@pytest.mark.parametrize("override", THEIRS)
+def test_what_a_stranger_has_set_is_the_users_to_repeat(make: Make, override: str) -> None:
+    """It may run code, read variables, or send data. Of a run of the user's own it stays. A signature is of its
+    overrides."""
+    make("mine", override, checkpoint=False)
+    assert override in resume_overrides(["resume=runs/mine"])
+    theirs = ["seed=2", override]
+    make("b", *theirs, mine=False, signature=signed(theirs[:1])["signature"], checkpoint=False)
+    for given in ([], theirs[:1], ["hydra.run.dir=runs/new"]):
+        with pytest.raises(ConfigError, match=r"^runs/b was not started by you here, ") as error:
+            resume_overrides(["resume=runs/b", *given])
+        assert shlex.quote(override) in str(error.value) or "new" in given[-1]
+    assert resume_overrides(["resume=runs/b", *theirs])[:2] == theirs
 
 
 def test_the_line_for_who_stops_is_one_for_a_shell(make: Make) -> None:

@@ -55,16 +55,15 @@ def test_an_end_that_nobody_recorded(tmp_path: Path) -> None:
     assert record == {**signed(["seed=1"]), "status": "failed", "error": "ValueError: no data"}
 
 
-@pytest.mark.parametrize("began", ["finetune=hf://evil/net", None])
-def test_where_a_strangers_run_began_is_not_signed(tmp_path: Path, began: str | None) -> None:
+def test_where_a_strangers_run_began_is_not_signed(tmp_path: Path) -> None:
     """Without its checkpoints it would begin there again, on the user's own word."""
-    overrides = [*filter(None, [began]), "seed=1"]
-    (tmp_path / "results.json").write_text(json.dumps({"status": "interrupted", "overrides": overrides}))
+    stranger = {"status": "interrupted", "overrides": ["finetune=hf://evil/net", "seed=1"]}
+    (tmp_path / "results.json").write_text(json.dumps(stranger))
     run = Run(tmp_path, ["seed=1", f"resume={tmp_path}"], str(tmp_path))
     with run.recording():
         run.record_resume(3)
-    assert read(tmp_path)["overrides"] == overrides
-    assert is_signed(read(tmp_path)) == (began is None)
+    assert read(tmp_path)["overrides"] == ["seed=1"]
+    assert is_signed(read(tmp_path))
 
 
 def test_an_error_between_the_lock_and_the_record_is_recorded(tmp_path: Path) -> None:
@@ -102,9 +101,7 @@ def test_one_process_holds_the_lock_and_a_killed_one_releases_it(tmp_path: Path)
     os.close(release)  # ends the child
 
 
-@pytest.mark.parametrize(
-    "name", [".lock", "checkpoints", ".hydra.next", ".hydra/config.yaml", "evaluation", "0/output.log"]
-)
+@pytest.mark.parametrize("name", [".lock", "checkpoints", ".hydra/config.yaml", "evaluation", "0/output.log"])
 def test_what_a_link_leads_to_stays_as_it_is(tmp_path: Path, name: str) -> None:
     """Also where the folder that it leads to is not there yet."""
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run"

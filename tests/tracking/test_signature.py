@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import pytest
@@ -24,14 +23,3 @@ def test_without_a_place_for_a_key_no_run_is_signed(tmp_path: Path, monkeypatch:
     record = signed([])
     assert record["signature"] is None
     assert not is_signed(record)
-
-
-def test_a_disk_without_hard_links_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-
-    def link(*_: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "link", link)
-    assert signed([])["signature"] is None
-    assert not [*(tmp_path / "qnmixer").iterdir()]

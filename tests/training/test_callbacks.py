@@ -80,29 +80,10 @@ def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: 
     assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("BatchSizeFinder", "data.batch_size"),
-        ("GradientAccumulationScheduler", "trainer.accumulate_grad_batches"),
-        ("LearningRateFinder", "optimizer.lr"),
-        ("StochasticWeightAveraging", "callbacks=ema"),
-    ],
-)
-def test_a_callback_that_changes_what_the_config_fixes_is_refused(name: str, instead: str) -> None:
-    with pytest.raises(PluginError, match=rf"would change the run while it trains: .*{instead}"):
+@pytest.mark.parametrize("name", ["BatchSizeFinder", "GradientAccumulationScheduler", "LearningRateFinder"])
+def test_a_callback_that_changes_what_the_config_fixes_is_refused(name: str) -> None:
+    with pytest.raises(PluginError, match=r"would change the run while it trains: set data\.batch_size, "):
         build_callbacks(parse_callbacks({"mine": {"_target_": f"lightning.pytorch.callbacks.{name}"}}))
-
-
-def test_a_callback_of_ones_own_cannot_change_the_batches_of_a_step(here: Path, tiny_config: TinyConfig) -> None:
-    with (here / "my_callbacks.py").open("a") as file:
-        file.write(
-            "\nclass Later(Callback):\n    def on_train_batch_end(self, trainer, *_):\n"
-            "        trainer.accumulate_grad_batches = 2\n"
-        )
-    mine = ["callbacks=none", "+callbacks.mine._target_=my_callbacks.Later", "test_after_training=false"]
-    with pytest.raises(ConfigError, match=r"^a callback changed trainer\.accumulate_grad_batches from 1 to 2: "):
-        fit(tiny_config(*mine), Run(here / "run"))
 
 
 def test_early_stopping_ends_a_run_in_order(

@@ -18,12 +18,9 @@ TinyConfig = Callable[..., Config]
 QUICK = ["callbacks=none", "test_after_training=false"]
 
 
-def test_an_epoch_of_fewer_batches(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_epoch_of_fewer_batches(tiny_config: TinyConfig, tmp_path: Path) -> None:
     overrides = ["data.n_train=7", "+trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.max_steps=-1"]
     fit(tiny_config(*overrides, "trainer.val_every_n_steps=null", *QUICK), Run(tmp_path))
-    printed = capsys.readouterr().out
-    assert "2 epochs (6 steps)" in printed
-    assert "3 steps an epoch\n" in printed
     assert read_results(tmp_path)["steps"] == 6
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [int(row["step"]) for row in rows if row["val/psnr"]] == [3, 6]

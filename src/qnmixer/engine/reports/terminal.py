@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import rich.console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+import rich.progress
+from rich.progress import BarColumn, TextColumn
+from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -118,84 +119,59 @@ T = TypeVar("T")
 
 def progress(items: "Collection[T] | DataLoader[T]", doing: str, unit: str, console: Console) -> Iterator[T]:
     """Iterate over items, with a bar on a terminal and lines in a log. A quiet console shows neither."""
-    bar = Bar(console) if takes_a_bar(console) else None
-    pace, total = Pace(), len(items)
+    shown, total = Progress(console), len(items)
     try:
         for n, item in enumerate(items):
-            if bar is not None and bar.is_due():
-                bar.draw(doing, f"{unit} {n + 1} of {total}", n, total)
+            if shown.is_due():
+                shown.show(doing, f"{unit} {n + 1} of {total}", n, total)
             yield item
-            if bar is None and pace.due():
-                console.print(f"{doing}: {unit} {n + 1} of {total} done", highlight=False, soft_wrap=True)
     finally:
-        if bar is not None:
-            bar.end()
+        shown.end()
 
 
-def takes_a_bar(console: Console) -> bool:
-    """Whether a bar can be drawn. FORCE_COLOR makes rich treat a file as a terminal, so this asks the file itself."""
-    return console.is_interactive and console.file.isatty() and not console.quiet
+SECONDS_TO_LINE, SECONDS_TO_DRAWING = 20.0, 0.1
 
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 10.0, 60.0
-"""Seconds between two lines of progress: at the start, and in a long run."""
+class Progress:
+    """One bar of rich's at the bottom of a terminal, below all printed lines; in a log a line every 20 seconds.
 
-
-class Pace:
-    """Decides when the next line is due: after 10 s, later after a tenth of the elapsed time, 60 s at most."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.monotonic()
-
-    def due(self) -> bool:
-        """Whether a line is due. If so, it counts as printed."""
-        now = time.monotonic()
-        if now - self._last < min(LONGEST_PAUSE, max(SHORTEST_PAUSE, (now - self._start) / 10)):
-            return False
-        self._last = now
-        return True
-
-    def printed(self) -> None:
-        """Start to count from now: a line was printed, even if none was due."""
-        self._last = time.monotonic()
-
-
-_REDRAW = 0.1  # seconds between two drawings of a bar
-
-
-class Bar:
-    """One line at the bottom of a terminal. rich puts all printed lines above it. `end` removes it.
-
-    No thread draws it: data workers are forked, and would inherit the lock of such a thread. The cursor stays visible,
-    so a killed run leaves the terminal usable.
-
-    Args:
-        console: of a terminal, see `takes_a_bar`.
+    No thread draws the bar: data workers are forked, and would inherit the lock of such a thread. The cursor stays
+    visible, so a killed run leaves the terminal usable.
     """
 
     def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._last = 0.0
-        self._live.start()
-        console.show_cursor(True)
-        self._soft_wrap, console.soft_wrap = console.soft_wrap, True  # else rich would cut long lines of others
+        self._console, self._last = console, time.monotonic()
+        # FORCE_COLOR makes rich treat a file as a terminal, so this asks the file itself.
+        self._draws = console.is_interactive and console.file.isatty() and not console.quiet
+        self._bar = rich.progress.Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(None, table_column=Column(ratio=1)),
+            TextColumn("{task.fields[after]}", markup=False),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=None, after="")
 
     def is_due(self) -> bool:
-        """Whether to draw it again. Ten times a second is enough."""
-        return time.monotonic() - self._last > _REDRAW
+        """Whether it is time for the next line, or to draw the bar again."""
+        return time.monotonic() - self._last >= (SECONDS_TO_DRAWING if self._draws else SECONDS_TO_LINE)
 
-    def draw(self, before: str, after: str, done: float, total: float | None) -> None:
-        """Draw the line: text, the bar, text. Without a total there is only text."""
+    def show(self, before: str, after: str, done: float, total: float | None) -> None:
+        """Show text, a bar, text; in a log the texts. The bar of an unknown total moves back and forth."""
         self._last = time.monotonic()
-        line = RichTable.grid(expand=True, padding=(0, 1, 0, 0))
-        line.add_column(no_wrap=True)
-        line.add_column(ratio=1)
-        line.add_column(no_wrap=True)
-        middle: Any = "" if total is None else ProgressBar(max(total, 1), done)
-        line.add_row(Text(before), middle, Text(after))
-        self._live.update(line, refresh=True)
+        if not self._draws:
+            self._console.print(" · ".join(filter(None, (before, after))), highlight=False, soft_wrap=True)
+            return
+        self._bar.update(self._task, description=before, after=after, completed=done, total=total, refresh=True)
+        if not self._bar.live.is_started:
+            self._bar.start()
+            self._console.show_cursor(True)
+            self._console.soft_wrap = True  # else rich would break long lines of others
 
     def end(self) -> None:
-        """Remove the bar."""
-        self._live.stop()
-        self._live.console.soft_wrap = self._soft_wrap
+        """Remove the bar. `show` begins another one."""
+        if self._bar.live.is_started:
+            self._bar.stop()
+            self._console.soft_wrap = False

@@ -20,9 +20,8 @@ import secrets
 import subprocess
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import Any, TypedDict, cast, get_type_hints
 
 from qnmixer.engine.config.options import converted
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.files import make_own_folder, private_files, write_text
+from qnmixer.files import atomic_file, make_own_folder, private_files, write_text
 
 # results.json
 
@@ -287,23 +286,11 @@ def _signature(overrides: list[str]) -> str | None:
         path = Path(home) / "qnmixer" / "key"
         make_own_folder(path.parent)
         if not path.exists() or path.stat().st_size != _KEY_BYTES:
-            path.unlink(missing_ok=True)
-            _write_key(path)
+            with private_files(), atomic_file(path) as stream:
+                stream.write(secrets.token_bytes(_KEY_BYTES))
         return hmac.digest(path.read_bytes(), json.dumps(overrides).encode(), "sha256").hex()
     except (OSError, RuntimeError):  # a disk that cannot be written, or no home
         return None
-
-
-def _write_key(path: Path) -> None:
-    """Write a new key. It is complete before it has its name, and one that another process wrote meanwhile stays."""
-    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
-        with private_files():
-            temporary.write_bytes(secrets.token_bytes(_KEY_BYTES))
-        with suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:  # the disk may be full, or have no hard links
-        temporary.unlink(missing_ok=True)
 
 
 # The version of the code

@@ -9,14 +9,12 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
 from qnmixer.engine.config.compose import CONF, LENGTH, SEARCH_PATH, compose, key_of, of_hydra, quoted, values_of
-from qnmixer.engine.config.options import options
 from qnmixer.engine.processes.process import rank
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.tracking.records import (
@@ -32,8 +30,8 @@ from qnmixer.engine.tracking.records import (
     write_results,
 )
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.files import check_no_links, check_unused, is_temporary, newest_complete, path_of, remove, replace
-from qnmixer.weights import PRETRAINED, checkpoint_in
+from qnmixer.files import check_no_links, check_unused, is_temporary, newest_complete, path_of
+from qnmixer.weights import checkpoint_in
 
 # Finding a run
 
@@ -72,21 +70,11 @@ def runs_in(folder: Path) -> Iterator[Path]:
 
 
 def latest() -> Path:
-    """The run folder under runs/ that began or resumed last. Raises CheckpointError if there is none."""
-    run = max(runs_in(RUNS), key=_begun, default=None)
+    """The run folder under runs/ that began, resumed or ended last. Raises CheckpointError if there is none."""
+    run = max(runs_in(RUNS), key=lambda it: (it / "results.json").stat().st_mtime, default=None)
     if run is None:
         raise CheckpointError(f"resume=latest finds no run under {RUNS.absolute()}: give the run's folder, resume=DIR")
     return run
-
-
-def _begun(run: Path) -> float:
-    """When a run last began, in seconds since 1970, by its record: a copy of an old run has newer files."""
-    record = read_results(run)
-    times = [record.get("started"), *(it.get("at") for it in record.get("resumed", []))]
-    try:
-        return datetime.fromisoformat(times[-1] or "").timestamp()
-    except (TypeError, ValueError):
-        return 0.0
 
 
 def has_checkpoint(run: Path) -> bool:
@@ -105,9 +93,6 @@ def overrides_of(run: Path) -> list[str]:
 
 # Writing one
 
-HYDRA = ".hydra"
-NEXT_HYDRA = ".hydra.next"
-"""Where Hydra writes its files if a run resumes: they take the place of the others when the resume is accepted."""
 BEGINNING = ("finetune", "resume")
 """Keys that say where a run began. Its record keeps them when it resumes in its folder."""
 
@@ -136,12 +121,12 @@ class Run:
         self.resumed_at: int | None = None
         self.resumes_in_place = resumes_in_place(folder, resume)
         self._before: dict[str, Any] = {}
-        self._is_mine = True
         if self.resumes_in_place:
             self._before = read_results(folder)
             began = [it for it in overrides_of(folder) if key_of(it) in BEGINNING]
-            self._is_mine = not began or is_signed(self._before)  # the user has not seen where a stranger's began
-            self.overrides = [*began, *(it for it in overrides if key_of(it) not in BEGINNING)]
+            if not is_signed(self._before):  # the user has not seen where a stranger's began
+                began = []
+            self.overrides = [*began, *_without_keys(self.overrides, *BEGINNING)]
 
     @property
     def threads(self) -> int | None:
@@ -172,8 +157,6 @@ class Run:
                 if read_results(self.folder).get("status") == "running":  # the user's fit.py cannot be imported, say
                     self.record_end("failed", error)
                 raise
-            finally:
-                remove(self.folder / NEXT_HYDRA)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -188,12 +171,9 @@ class Run:
         """Record that the run resumes in its folder from a checkpoint of this optimizer step, with its overrides."""
         self.resumed_at = step
         resumed = [*self.record.get("resumed", []), {"step": step, "at": now()}]
-        overrides = signed(self.overrides) if self._is_mine else {"overrides": self.overrides, "signature": None}
-        self.record |= overrides | {"resumed": resumed}
+        self.record |= signed(self.overrides) | {"resumed": resumed}
         if rank() == 0:
             write_results(self.folder, self.record)  # at once, because the run may be killed
-            if (accepted := self.folder / NEXT_HYDRA).is_dir():
-                replace(accepted, self.folder / HYDRA)
 
     def record_end(self, status: str, error: BaseException | None = None) -> None:
         """Set the end of the run in results.json, if `recording` could not. A refused resume leaves a done run done."""
@@ -251,13 +231,13 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     command whose folder has its own unfinished run resumes that run, because SLURM requeues a job with the same
     command.
 
-    A run that this user has started may do what it did. Of somebody else's run only plain values are taken, which name
-    no code and no place to send or write data to. Others must be in the command itself.
+    A run that this user has started may do what it did. Overrides of somebody else's run may run code, and send or
+    write data anywhere, so they must be in the command itself.
 
     Raises:
         CheckpointError: there is no such run, or it is done.
-        ConfigError: another process writes to the run; the folder of a new run has another run; or somebody else's run
-            has more than plain values.
+        ConfigError: another process writes to the run; the folder of a new run has another run; or the command does not
+            repeat the overrides of somebody else's run.
     """
     if any(override.startswith("-") for override in overrides):  # --help, or a sweep, whose jobs get here alone
         return overrides
@@ -283,18 +263,14 @@ def _resumed(overrides: list[str]) -> list[str]:
         found = _in_place(run, path, given)
     else:
         found = [*_merged(_without_keys(overrides_of(run), *BEGINNING), given), f"resume={quoted(path)}"]
-    _check_plain(run, found, [*given, f"resume={quoted(path)}"])
+    _check_mine(run, found, [*given, f"resume={quoted(path)}"])
     return found if in_place else _unless_begun(found)
 
 
 def _asked_path(asked: str) -> Path:
-    """The run folder or checkpoint that `resume=` names. Raises ConfigError or CheckpointError if there is none."""
-    if not asked:
-        raise ConfigError("resume= names no run: give resume=latest, or the folder that training printed")
+    """The run folder or checkpoint that `resume=` names. Raises CheckpointError if there is none."""
     path = latest() if asked == "latest" else path_of(asked)
     if run_of(path) is None and not path.is_file():
-        if asked == PRETRAINED:
-            raise CheckpointError(f"resume={PRETRAINED} names weights, not a run: use finetune={PRETRAINED}")
         raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
     return path
 
@@ -304,9 +280,9 @@ def _in_place(run: Path, path: Path, given: list[str]) -> list[str]:
     before, where = overrides_of(run), [] if folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
     if not has_checkpoint(run):  # killed before its first checkpoint: it starts from step 0
         return [*_merged(before, given), *where]
-    # The checkpoint has the weights: those of finetune are not read again. A resume may still be refused, so Hydra
-    # writes its files elsewhere.
-    now = [f"resume={quoted(path)}", f"hydra.output_subdir={NEXT_HYDRA}"]
+    # The checkpoint has the weights: those of finetune are not read again. A resume may still be refused, so .hydra/
+    # stays as it is.
+    now = [f"resume={quoted(path)}", "hydra.output_subdir=null"]
     return [*_merged(_without_keys(before, *BEGINNING), given), *now, *where]
 
 
@@ -353,32 +329,14 @@ _SET_HERE = ("hydra.run.dir", "hydra.output_subdir")
 """Keys that are set here. No record gives them: see `overrides_of`."""
 
 
-def _check_plain(run: Path, found: list[str], given: list[str]) -> None:
-    """Raise ConfigError if somebody else started the run, and it has more than plain values that are not given now."""
-    theirs = [it for it in found if it not in given and key_of(it) not in _SET_HERE and not _is_plain(it)]
+def _check_mine(run: Path, found: list[str], given: list[str]) -> None:
+    """Raise ConfigError if somebody else started the run, and it has overrides that are not given now."""
+    theirs = [it for it in found if it not in given and key_of(it) not in _SET_HERE]
     if theirs and not is_signed(read_results(run)):
         raise ConfigError(
-            f"{run} was not started by you here, and code, loggers, callbacks and folders are yours to name: repeat "
-            f"what you trust of {shlex.join(theirs):.300}, or give others, such as logger=csv callbacks=default"
+            f"{run} was not started by you here, and its settings may run code or send data: repeat those that you "
+            f"trust, or give others: {shlex.join(theirs):.2000}"
         )
-
-
-_PLAIN_ROOT_KEYS = ("seed", "monitor", "compile", "test_after_training", "tags")
-_NAMES_CODE_OR_WRITES = re.compile("_target_|regularizer|cache_dir")
-_LOOKS_ELSEWHERE = re.compile(r"[${}\\]|\.\.")
-"""Interpolations, nested values, and files outside the config folders."""
-
-
-def _is_plain(override: str) -> bool:
-    """Whether an override sets a value of the network, its data or its training, or chooses an option of conf/."""
-    key, value = key_of(override), override.partition("=")[2]
-    group = re.split(r"[./]", key)[0]
-    if group in ("logger", "callbacks"):
-        words = {*filter(None, re.split(r"[\s,\[\]]+", value))}
-        return override == f"~{key}" or (key == group and words <= {*options(group)})
-    if not re.fullmatch(r"[\w./]+", key) or _NAMES_CODE_OR_WRITES.search(key) or _LOOKS_ELSEWHERE.search(value):
-        return False
-    return group in _PLAIN_ROOT_KEYS or (group not in ("hydra", "local") and (CONF / group).is_dir())
 
 
 def _by_key(overrides: list[str]) -> dict[str, str]:

@@ -29,7 +29,7 @@ from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.run_module import RunModule
-from qnmixer.errors import ConfigError, PluginError
+from qnmixer.errors import PluginError
 from qnmixer.weights import MEAN_KEY, TRAINED_KEY
 
 # Those of every run
@@ -47,7 +47,7 @@ class StepMetrics(Callback):
 
     It is the first callback of a run, so that others may read what it computes. `step`, the number of optimizer steps
     done, and `samples`, the slices seen by all devices together, are in each row. Lightning uses `step` as the step of
-    the row. The speed is measured since the previous row, with data loading but without validation.
+    the row. The speed is measured since the previous row or validation, with data loading.
     """
 
     def __init__(self) -> None:
@@ -55,9 +55,7 @@ class StepMetrics(Callback):
         self._asked: tuple[Tensor, torch.cuda.Event | None, Tensor, str] | None = None  # a loss that is being checked
         self._largest_norm: Tensor | float = 0.0
         self._loss: Tensor | float = 0.0
-        self._batches = 1  # of a step, when training began
-        self._row = (0, 0.0)  # samples at the previous row, and its time, moved by the time of validations since
-        self._paused: float | None = None  # when a validation began
+        self._row = (0, 0.0)  # samples and time at the previous row, or after a validation since
 
     def state_dict(self) -> dict[str, Any]:
         """The largest norm so far."""
@@ -69,24 +67,11 @@ class StepMetrics(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock."""
-        self._batches = trainer.accumulate_grad_batches
         self._row = samples_until(trainer, trainer.global_step), time.monotonic()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any) -> None:
-        """Store the names of the slices, for the message. Leave out the time of a validation.
-
-        Raises ConfigError if a callback has changed the batches of a step: `samples` and resuming rely on their number.
-        """
-        if (now := trainer.accumulate_grad_batches) != self._batches:
-            raise ConfigError(
-                f"a callback changed trainer.accumulate_grad_batches from {self._batches} to {now}: leave it "
-                f"out, and set trainer.accumulate_grad_batches={now}"
-            )
+        """Store the names of the slices, for the message."""
         self._names = batch["name"]
-        if self._paused is not None:
-            samples, since = self._row
-            self._row = samples, since + time.monotonic() - self._paused
-            self._paused = None
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         """Ask whether the loss is finite.
@@ -140,13 +125,13 @@ class StepMetrics(Callback):
         if (scaler := _scaler(trainer)) is not None:
             pl_module.log("train/loss_scale", torch.tensor(scaler.get_scale()))
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the time."""
-        self._paused = time.monotonic()
-
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the place of the validation."""
         _log_place(trainer, pl_module, on_epoch=True)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock again: the time of a validation is not that of training."""
+        self.on_train_start(trainer, pl_module)
 
     def _raise_if_not_finite(self) -> None:
         if self._asked is None:
@@ -214,11 +199,12 @@ class MemoryMonitor(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Reset the peak at the start of an optimizer step, which may take several batches."""
+        assert isinstance(pl_module, RunModule)
         if batch_idx % trainer.accumulate_grad_batches:
             return
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
-        elif self._n_steps == 1 and _shows_tensors(pl_module):  # one step only: the tracker slows it down
+        elif self._n_steps == 1 and _shows_tensors(pl_module.config):  # one step only: the tracker slows it down
             self._tracker = self._tracking.enter_context(PeakTracker())
             tensors = [value for value in batch.values() if isinstance(value, Tensor)]
             averaging = [it for it in trainer.callbacks if isinstance(it, MeanWeights)]  # type: ignore[attr-defined]
@@ -262,21 +248,15 @@ class MemoryMonitor(Callback):
         self._tracking.close()
 
 
-def _shows_tensors(module: L.LightningModule) -> bool:
+def _shows_tensors(config: Config) -> bool:
     """Whether the tracker sees a run's tensors. It sees neither storages that fsdp frees nor compiled code."""
-    config = getattr(module, "config", None)
-    return isinstance(config, Config) and config.strategy.planned_as != "shards" and not config.compile
+    return config.strategy.planned_as != "shards" and not config.compile
 
 
 # Those that a config names
 
-_REFUSED_CALLBACKS: dict[type[Callback], str] = {
-    BatchSizeFinder: "set data.batch_size: python -m qnmixer.plan says what fits",
-    GradientAccumulationScheduler: "set trainer.accumulate_grad_batches",
-    LearningRateFinder: "set optimizer.lr, or try several: -m optimizer.lr=1e-4,3e-4,1e-3",
-    StochasticWeightAveraging: "choose callbacks=ema, which averages weights too",
-}
-"""Callbacks that change what the config fixes, and what to do instead. Schedule, `samples` and resuming rely on it."""
+_REFUSED_CALLBACKS = (BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging)
+"""Callbacks that change what the config fixes. Schedule, `samples` and resuming rely on it."""
 
 
 def build_callbacks(
@@ -290,9 +270,11 @@ def build_callbacks(
     fixes.
     """
     for it in callbacks.values():
-        for kind, instead in _REFUSED_CALLBACKS.items():
-            if issubclass(it.load(), kind):
-                raise PluginError(f"{it.said} would change the run while it trains: {instead}")
+        if issubclass(it.load(), _REFUSED_CALLBACKS):
+            raise PluginError(
+                f"{it.said} would change the run while it trains: set data.batch_size, "
+                "trainer.accumulate_grad_batches or optimizer.lr instead, or choose callbacks=ema"
+            )
     modes = modes_of(metrics or {})
     return [it.build(offered=_monitored_mode(it, modes)) for it in callbacks.values()]
 
@@ -377,11 +359,10 @@ class IteratePictures(Callback):
 
     Args:
         n_slices: the number of slices.
-        folder: of the pictures; None: pictures/ of the run folder.
     """
 
-    def __init__(self, n_slices: Count, folder: Path | None = None) -> None:
-        self.n_slices, self.folder = n_slices, folder
+    def __init__(self, n_slices: Count) -> None:
+        self.n_slices = n_slices
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Run the slices again, one by one, and draw them. All processes do the same, as fsdp requires."""
@@ -397,8 +378,7 @@ class IteratePictures(Callback):
                 pl_module.log(f"val/{name}", value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
         if not trainer.is_global_zero:
             return
-        folder = self.folder or Path(trainer.default_root_dir) / "pictures"
-        path = folder / f"iterates_{trainer.global_step:07d}.png"
+        path = Path(trainer.default_root_dir) / "pictures" / f"iterates_{trainer.global_step:07d}.png"
         draw_slices(path, rows)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):

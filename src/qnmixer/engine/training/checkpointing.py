@@ -219,14 +219,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         path, encoded = Path(path), io.BytesIO()
         # Into memory first: on a full disk torch.save raises a RuntimeError that does not name the cause.
         torch.save(checkpoint, encoded)
-        of_shards = path.is_dir()  # a rename cannot replace a folder by a file
-        target = path.with_name(path.name + PART_SUFFIX) if of_shards else path
-        if of_shards:
-            remove(target)
-        with atomic_file(target) as stream:
+        part = path.with_name(path.name + PART_SUFFIX)
+        remove(part)
+        with atomic_file(part) as stream:
             stream.write(encoded.getbuffer())
-        if of_shards:
-            replace(target, path)
+        replace(part, path)  # which may be a folder of shards
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load on the CPU, without unpickling code."""

@@ -5,27 +5,20 @@ Lines of libraries about which a user can do nothing are hidden.
 
 import logging
 import math
-import shlex
 import sys
 import time
 import warnings
-from collections import deque
 from datetime import timedelta
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
-from qnmixer.engine.checkpoints import built_from
-from qnmixer.engine.config.compose import quoted
 from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.dataset import EpochSampler
-from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.processes.process import is_rank, rank
-from qnmixer.engine.reports.terminal import Bar, Console, Pace, in_digits, takes_a_bar
+from qnmixer.engine.reports.terminal import Console, Progress, in_digits
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.run import Run
 
@@ -45,12 +38,11 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
         data.describe(),
     ]
     if n_parameters:
-        steps = _steps_per_epoch(config, len(data.dataset("train")))
         limits = [f"{t.max_steps:,} steps"] * (t.max_steps > -1)
-        limits += [f"{t.max_epochs:,} epochs ({t.max_epochs * steps:,} steps)"] if t.max_epochs else []
+        limits += [f"{t.max_epochs:,} epochs"] if t.max_epochs else []
         lines += [
             f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} "
-            f"slice{'s' * (batch > 1)} an optimizer step; {steps:,} step{'s' * (steps > 1)} an epoch",
+            f"slice{'s' * (batch > 1)} an optimizer step",
             f"training ends after {' or '.join(limits)}",
         ]
     if config.debug.name in ("few_batches", "overfit"):
@@ -58,13 +50,6 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     if data.measured and (doubt := _other_unit(module, data)):
         console.warn(doubt, style="bold red")
-
-
-def _steps_per_epoch(config: Config, n_slices: int) -> int:
-    """Optimizer steps of an epoch."""
-    limit = config.trainer.extra.get("limit_train_batches")
-    steps = limit // config.trainer.accumulate_grad_batches if isinstance(limit, int) else limit
-    return EpochSampler(n_slices, shuffle=False, batch_size=effective_batch(config), batches=steps).steps
 
 
 def _other_unit(module: RunModule, data: SliceDataModule) -> str | None:
@@ -80,28 +65,25 @@ def _other_unit(module: RunModule, data: SliceDataModule) -> str | None:
     )
 
 
-def print_end(config: Config, run: Run) -> None:
-    """Print where the results are, and how to try the network on other slices."""
+def print_end(run: Run) -> None:
+    """Print where the results are."""
     run.console.print(f"run folder: {run.folder}", soft_wrap=True)
     if (profile := run.folder / "profile").is_dir():
         run.console.print(f"profile: {profile} (traces are for https://ui.perfetto.dev)", soft_wrap=True)
     if picture := run.record.get("picture"):
-        words = [f"run={quoted(run.folder)}", *trust_words(built_from(config, "metrics.").values()), "data=dicom"]
-        lines = f"on your own slices: python -m qnmixer.evaluate {shlex.join(words)} data.root=/path/to/dicom"
-        run.console.print(f"{lines}\npicture: {picture}", soft_wrap=True, highlight=False)
+        run.console.print(f"picture: {picture}", soft_wrap=True, highlight=False)
 
 
 # Progress
-
-_RECENT_LOSSES = 20  # their mean is shown
 
 
 class TrainingProgress(Callback):
     """Shows the step of all steps, the loss, the last main metric of a validation, samples a second and the time left.
 
-    A terminal has one bar for the whole run, where Lightning's own have one for each epoch. A log has lines at
-    intervals. Each validation leaves a line. The loss is the mean over the last 20 optimizer steps. The time left is
-    that of the whole run, validations included, at the pace so far. Values logged with `prog_bar=True` are shown too.
+    A terminal has one bar for the whole run, where Lightning's own have one for each epoch, and a log has lines at
+    intervals, where they have none. Each validation leaves a line. The loss is that of the last optimizer step. The
+    time left is that of the whole run, validations included, at the pace so far. Values logged with `prog_bar=True` are
+    shown too.
 
     Args:
         console: that of the whole run, so that other lines go above the bar. A quiet one shows nothing.
@@ -110,43 +92,37 @@ class TrainingProgress(Callback):
 
     def __init__(self, console: Console, enabled: bool = True) -> None:
         self.console, self.enabled = console, enabled
+        self._progress = Progress(console)
         self._total = math.inf
         self._begin = (0, 0.0)  # step and time at the start of training
         self._step = 0
-        self._losses: deque[Tensor] = deque(maxlen=_RECENT_LOSSES)  # read only to show them: that waits for a GPU
         self._last: list[str] = []  # the main metric of the last validation
-        self._pace = Pace()
-        self._bar: Bar | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the step at which a resumed run starts. Start the bar and the clock."""
         self._total, self._step = trainer.estimated_stepping_batches, trainer.global_step
         if self._step:
             self._print(f"resumed at {self._place().replace('/', ' of ')}")
-        self._begin, self._pace = (self._step, time.monotonic()), Pace()
+        self._begin = self._step, time.monotonic()
         self._show(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Store the loss of an optimizer step, if the batch ended one."""
+        """Show an optimizer step, if the batch ended one."""
         if trainer.global_step != self._step:
             self._step = trainer.global_step
-            self._losses.append(trainer.callback_metrics["train/loss"])
             self._show(trainer)
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show that a validation begins. That after training has its own bar."""
-        self._step = trainer.global_step
-        self._show(trainer, 0)
 
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        """Show how far the validation is."""
-        self._show(trainer, batch_idx + 1)
+        """Show how far the validation is. That after training has its own bar."""
+        self._step = trainer.global_step
+        self._show(trainer, f"validating {batch_idx + 1}/{sum(trainer.num_val_batches)}")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the line of a validation, as "step 20/400 · val PSNR 30.12 dB · SSIM 88.10 · 0:01:20 left"."""
         assert isinstance(pl_module, RunModule)
+        self._step = trainer.global_step
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         main = "val/psnr" if "val/psnr" in values else pl_module.config.monitor
         others = [name for it in pl_module.config.metrics if (name := f"val/{it}") in values and name != main]
@@ -155,46 +131,32 @@ class TrainingProgress(Callback):
         found = " · ".join(_with_unit(name, values[name], pl_module) for name in (main, *others))
         self._print(" · ".join([*place, f"val {found}", *self._pace_and_time(trainer)]))
         if trainer.state.fn != TrainerFn.FITTING:  # the last one, after training
-            self._end()
+            self._progress.end()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remove the bar, and say why training ends before its last step."""
-        self._end()
+        self._progress.end()
         if trainer.should_stop and trainer.global_step < self._total:
             self._print(f"training ends at step {trainer.global_step}: {_why_it_ends(trainer)}")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Remove the bar before the error is printed."""
-        self._end()
+        self._progress.end()
 
-    def _show(self, trainer: L.Trainer, validated: int | None = None) -> None:
-        """Draw the bar or print a line, if it is due. `validated`: batches of a validation that are done."""
-        if not self.enabled or trainer.progress_bar_callback is not None:
+    def _show(self, trainer: L.Trainer, validating: str = "") -> None:
+        """Draw the bar or print a line, if it is due. `validating`: how far a validation is."""
+        if not self.enabled or trainer.progress_bar_callback is not None or not self._progress.is_due():
             return
-        if self._bar is None and takes_a_bar(self.console):
-            self._bar = Bar(self.console)
-        if not (self._pace.due() if self._bar is None else self._bar.is_due()):
-            return
-        if validated is None:
-            loss = [f"loss {sum(map(float, self._losses)) / len(self._losses):#.3g}"] if self._losses else []
-            now = [*loss, *(f"{name} {float(value):#.3g}" for name, value in trainer.progress_bar_metrics.items())]
-        else:
-            now = [f"validating {validated}/{sum(trainer.num_val_batches)}"]
-        words = [*now, *self._last, *self._pace_and_time(trainer)]
-        if self._bar is None:
-            self._print(" · ".join([self._place(), *words]))
-        else:
-            total = self._total if math.isfinite(self._total) else None
-            self._bar.draw(self._place(), " · ".join(words), self._step, total)
+        now = [validating]
+        if not validating:  # values are read only when they are shown: that waits for a GPU
+            loss = trainer.callback_metrics.get("train/loss")
+            now = [] if loss is None else [f"loss {float(loss):#.3g}"]
+            now += [f"{name} {float(value):#.3g}" for name, value in trainer.progress_bar_metrics.items()]
+        after = " · ".join([*now, *self._last, *self._pace_and_time(trainer)])
+        self._progress.show(self._place(), after, self._step, self._total if math.isfinite(self._total) else None)
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)
-        self._pace.printed()
-
-    def _end(self) -> None:
-        if self._bar is not None:
-            self._bar.end()
-            self._bar = None
 
     def _place(self) -> str:
         return f"step {self._step}" if math.isinf(self._total) else f"step {self._step}/{self._total:.0f}"
@@ -212,11 +174,8 @@ class TrainingProgress(Callback):
 
 def _why_it_ends(trainer: L.Trainer) -> str:
     """The reason for which a callback ends training early, in the words of Lightning's EarlyStopping."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's, untyped
-    reasons = [it.stopping_reason_message for it in callbacks if isinstance(it, EarlyStopping)]
-    left = [it.time_remaining() for it in callbacks if isinstance(it, Timer)]
-    reasons += ["its time is over (trainer.max_time)" for it in left if it is not None and it <= 0]
-    return next(filter(None, reasons), "a callback set trainer.should_stop")
+    reasons = [it.stopping_reason_message for it in trainer.early_stopping_callbacks]
+    return next(filter(None, reasons), "its time is over (trainer.max_time), or a callback ended it")
 
 
 def _with_unit(name: str, value: float, module: RunModule) -> str:
@@ -232,8 +191,6 @@ def _with_unit(name: str, value: float, module: RunModule) -> str:
 _NOT_FOR_USERS = (
     "The .*dataloader.* does not have many workers",
     "The number of training batches .* is smaller than the logging interval",
-    "Checkpoint directory .* exists and is not empty",
-    "The dirpath has changed from",
     "(?s)You're resuming from a checkpoint that ended before the epoch ended",  # the sampler knows where it was
     "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
     "It is recommended to use `self.log\\('(step|samples)', ..., sync_dist=True",  # every rank has the same
