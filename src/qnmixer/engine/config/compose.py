@@ -7,9 +7,9 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
@@ -144,8 +144,10 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
         return words
     search = search_path_in(overrides)
     its_choices = compose_as_given(config_name, [*search, *experiment], with_hydra=True).hydra.runtime.choices
-    together = compose_as_given(config_name, overrides)
-    alone = compose_as_given(config_name, [*search, *(it for it in chosen if it not in experiment)])
+    own_choices = [it for it in chosen if it not in experiment]
+    # Not resolved: a key that the user must give, such as data.root, has its own error later.
+    together: Any = OmegaConf.to_container(compose_as_given(config_name, overrides))
+    alone: Any = OmegaConf.to_container(compose_as_given(config_name, [*search, *own_choices]))
     more = []
     for section in sections:
         if its_choices[section] == given[section]:
