@@ -177,10 +177,8 @@ class Group:
         function, given = self.load(), self.keywords()
         self._check_names(function, given)
         simple = {key: value for key, value in given.items() if not [*_parts(key, value)]}
-        for key, part in _parts(self.section, given):
-            its, words = _load_part(key, part), {TARGET, "_args_", *_WORDS}
-            partial = bool(part.get("_partial_") or part.get("_args_"))
-            check_names(key, str(part[TARGET]), its, part.keys() - words, partial=partial)
+        for key, part in _parts(self.section, given):  # Hydra checks their arguments when it builds them
+            _load_part(key, part)
         typed = converted_arguments(f"{self.section}.", function, simple)
         return self.changed(**{key: _plain(value) for key, value in typed.items() if key in self.arguments})
 

@@ -58,12 +58,6 @@ def values_of_option(group: str, option: str) -> dict[str, Any]:
 
 
 @cache
-def keys_of_options(group: str) -> dict[str, Collection[str]]:
-    """The keys of each option of a group."""
-    return {option: values_of_option(group, option).keys() - {TARGET, "name"} for option in options(group)}
-
-
-@cache
 def _by_target(group: str) -> dict[str, str]:
     """Option by target. If several have the same target, the shortest name wins: qn_mixer, not qn_mixer_paper."""
     named = sorted(options(group), key=len, reverse=True)
@@ -187,11 +181,6 @@ def has_no_value(key: str) -> ConfigError:
 
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 """Magnitudes of 32-bit floats, in which networks and optimizers compute."""
-_OWN_WORDS = {
-    "callable_type": "Input is no class or function: give module.name",
-    "missing": "Input has too few values",
-}
-"""By pydantic's type of an error, where its own words do not say what to type."""
 
 
 def converted(key: str, value: Any, hint: Any) -> Any:
@@ -213,24 +202,17 @@ def converted(key: str, value: Any, hint: Any) -> Any:
                 key, value = f"{key}.{part}", value[part]
         if way := answer(f"{key}={_shortened(first['input'])}"):
             raise ConfigError(way) from error
-        says = _OWN_WORDS.get(first["type"], first["msg"])  # "Input should be …"
+        says = first["msg"]  # "Input should be …"
         says = says.removeprefix("Input") if says.startswith("Input ") else f": {says[0].lower()}{says[1:]}"
         if first["type"] in ("list_type", "tuple_type"):
             says = f"{says}: write {key}=[…]"
         raise ConfigError(f"{key}={_shortened(first['input'])}{says}") from error
     except (PydanticUserError, NameError):
         return value
-    for given, taken in zip(_items(value), _items(found), strict=False):
-        if isinstance(given, bool) and isinstance(taken, int | float) and not isinstance(taken, bool):
-            raise ConfigError(f"{key}={_shortened(value)} should be a number")  # pydantic takes true as 1
-        if isinstance(taken, float) and isfinite(taken) and taken and not _SMALLEST < abs(taken) < _LARGEST:
+    for it in found if isinstance(found, list | tuple) else [found]:
+        if isinstance(it, float) and isfinite(it) and it and not _SMALLEST < abs(it) < _LARGEST:
             raise ConfigError(f"{key}={_shortened(value)} should be a 32-bit float: 0, or between 1e-37 and 3e38")
     return found
-
-
-def _items(value: Any) -> list[Any]:
-    """The items of a list, or the value alone."""
-    return [*value] if isinstance(value, list | tuple) else [value]
 
 
 def as_typed(value: Any) -> str:
@@ -287,8 +269,6 @@ def check_names(
     arguments: Collection[str],
     n_ours: int = 0,
     ours: Collection[str] = (),
-    *,
-    partial: bool = False,
 ) -> None:
     """Raise PluginError for an argument that a target does not have, or that is missing.
 
@@ -299,7 +279,6 @@ def check_names(
         arguments: names of those from the config section.
         n_ours: positional arguments that come from qnmixer.
         ours: names of arguments that come from qnmixer.
-        partial: others may be missing.
     """
     parameters = parameters_of(function)
     if parameters is None:
@@ -315,7 +294,7 @@ def check_names(
         takes = f"only {', '.join(own)}" if own else "and takes none"
         raise PluginError(f"{section}.{odd}: {target} has no such argument, {takes}")
     for name, parameter in own.items():
-        if parameter.default is parameter.empty and name not in arguments and not partial:
+        if parameter.default is parameter.empty and name not in arguments:
             raise PluginError(f"{section} needs an argument {name}: give it as +{section}.{name}=VALUE")
 
 
