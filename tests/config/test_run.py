@@ -8,7 +8,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
-from qnmixer.engine.config.compose import CONF, compose, with_length
+from qnmixer.engine.config.compose import CONF, compose, fitted
 from qnmixer.engine.config.data import AsTrained, FolderData, PhantomData
 from qnmixer.engine.config.run import (
     Config,
@@ -122,7 +122,7 @@ def test_bounds(option: str) -> None:
         ("data.foo=1", "data.foo: qnmixer.engine.data.phantoms.PhantomSource has no such argument"),
         ("loss._args_=[1]", "loss._args_ is not known: give _target_ and arguments of the target"),
         ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is not a function (image, truth), nor a"),
-        ("geometry.name=[1]", "geometry.name=[1] is not known"),
+        ("geometry.name=[1]", "geometry.name=[1] should be a valid string"),
         ("trainer.profiler=simpel", "trainer.profiler=simpel should be 'simple', 'advanced' or 'pytorch'"),
         ("trainer.limit_train_batches=1.5", "trainer.limit_train_batches=1.5 should be less than or equal to 1"),
         ("trainer.extra=a", "trainer.extra=a should be a valid dictionary"),
@@ -208,8 +208,8 @@ def test_files_of_other_versions() -> None:
 def test_epochs_given_alone_are_the_only_limit(overrides: list[str], length: tuple[int, int | None]) -> None:
     trainer = train(*overrides).trainer
     assert (trainer.max_steps, trainer.max_epochs) == length
-    once = with_length(["-m", *overrides])
-    assert with_length(once) == once
+    once = fitted("train", ["--cfg", "job", *overrides])
+    assert fitted("train", once) == once
 
 
 def test_evaluate_as_trained_and_otherwise() -> None:

@@ -33,7 +33,6 @@ from qnmixer.engine.config.compose import (
     fitted,
     is_override,
     key_of,
-    with_length,
     with_search_path,
 )
 from qnmixer.engine.config.options import (
@@ -124,10 +123,8 @@ def _compose_and_run(task: Task, check: Task, config_name: str, sweep: Sweep, co
 def completed(arguments: list[str], config_name: str, complete: Complete = list) -> list[str]:
     """The arguments for Hydra, from those that the user gave. `complete` and the errors are as in `run`."""
     arguments = with_search_path(_in_hydras_form(arguments))
-    if config_name in OF_A_RUN:
-        arguments = with_length(arguments)
-        if not _is_sweep(arguments):  # in a sweep the launcher does this for each job
-            arguments = fitted(config_name, arguments)
+    if config_name in OF_A_RUN and not _is_sweep(arguments):  # in a sweep the launcher does this for each job
+        arguments = fitted(config_name, arguments)
     arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
     if is_rank():
         arguments = _overrides_of_rank(arguments)
