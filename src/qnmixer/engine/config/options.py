@@ -39,7 +39,8 @@ def files_of(group: str, option: str) -> list[tuple[Path, str]]:
     path = CONF / group / f"{option}.yaml"
     if not path.is_file():
         return []
-    names = [name.partition("@") for name in OmegaConf.load(path).get("defaults", []) if isinstance(name, str)]
+    defaults = OmegaConf.select(OmegaConf.load(path), "defaults", default=[])
+    names = [name.partition("@") for name in defaults if isinstance(name, str)]
     return [(file, at) for name, _, at in names for file, _ in files_of(group, name)] + [(path, "")]
 
 
