@@ -108,6 +108,7 @@ def test_bounds(option: str) -> None:
     ("override", "message"),
     [
         ("seed=null", "seed=null should be a valid integer"),  # not data.seed, which follows it
+        ("seed=true", "seed=true should be a number"),
         ("data.augment=perhaps", "data.augment=perhaps should be a valid boolean"),
         ("model.hessian=bfg", "model.hessian=bfg should be 'bfgs', "),
         ("optimizer.betas=0.9", "optimizer.betas=0.9 should be a valid tuple: write optimizer.betas=[…]"),

@@ -210,8 +210,11 @@ def converted(key: str, value: Any, hint: Any) -> Any:
         raise ConfigError(f"{key}={_shortened(first['input'])}{says}") from error
     except (PydanticUserError, NameError):
         return value
-    for it in found if isinstance(found, list | tuple) else [found]:
-        if isinstance(it, float) and isfinite(it) and it and not _SMALLEST < abs(it) < _LARGEST:
+    pairs = zip(value, found, strict=False) if isinstance(found, list | tuple) else [(value, found)]
+    for given, taken in pairs:
+        if isinstance(given, bool) and isinstance(taken, int | float) and not isinstance(taken, bool):
+            raise ConfigError(f"{key}={_shortened(value)} should be a number")  # pydantic takes true as 1
+        if isinstance(taken, float) and isfinite(taken) and taken and not _SMALLEST < abs(taken) < _LARGEST:
             raise ConfigError(f"{key}={_shortened(value)} should be a 32-bit float: 0, or between 1e-37 and 3e38")
     return found
 
