@@ -1,6 +1,5 @@
 import inspect
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -8,10 +7,9 @@ from omegaconf import DictConfig, OmegaConf
 from qnmixer import models
 from qnmixer.engine.config.compose import CONF, compose
 from qnmixer.engine.config.options import options, values_of_option
-from qnmixer.engine.config.run import Config, parse
+from qnmixer.engine.config.run import parse
 
 FILES = sorted(CONF.rglob("*.yaml"))
-TARGETS = ("model", "data", "loss", "noise", "optimizer", "schedule")
 TRAINING_GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "experiment")
 OPTIONS = [
     (group, path.stem)
@@ -75,25 +73,9 @@ def test_every_experiment_composes_and_the_command_line_wins_over_it(experiment:
         assert values.data.seed == alone.data.seed
 
 
-@pytest.mark.parametrize(("group", "option"), [pair for pair in OPTIONS if pair[0] in TARGETS], ids=str)
-def test_options_open_with_their_target(group: str, option: str) -> None:
-    lines = [line for line in (CONF / group / f"{option}.yaml").read_text().splitlines() if not line.startswith("#")]
-    assert lines[0].startswith("_target_: ")
-    assert not any(line.startswith("name:") for line in lines)
-
-
 @pytest.mark.parametrize("option", [it for it in options("model") if it not in ("custom", "qn_mixer_paper")])
 def test_a_network_that_a_program_builds_is_the_one_of_the_command(option: str) -> None:
     values = values_of_option("model", option)
     network = getattr(models, str(values.pop("_target_")).rpartition(".")[2])
     _, *parameters = inspect.signature(network).parameters.values()
     assert {it.name: it.default for it in parameters if it.name != "variance"} == values  # the noise's, not an option
-
-
-def test_every_schema_can_be_chosen() -> None:
-    chosen = {(group, values_of_option(group, option).get("name")) for group, option in OPTIONS}
-    for group, base in get_type_hints(Config).items():
-        named = [
-            it.name for it in getattr(base, "__subclasses__", list)() if isinstance(getattr(it, "name", None), str)
-        ]
-        assert {(group, name) for name in named} <= chosen

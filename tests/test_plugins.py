@@ -25,26 +25,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("Thing", "model._target_=Thing is not module.name"),
         ("of_mine.my thing", "is not module.name"),
-        ("of_yours.Thing", "there is no module of_yours: put of_yours.py into the folder"),
-        ("of_yours.deep.Thing", "no module of_yours.deep: put of_yours/deep.py"),
+        ("of_yours.deep.Thing", "no module of_yours.deep: put of_yours/deep.py into the folder"),
+        ("of_them.part.Thing", "there is no module of_them.part"),
+        ("of_ruin.Thing", r"importing of_ruin fails \(ruin\)"),
+        ("of_mine.Other", r"there is no Other in .*of_mine\.py"),
+        ("sys.Nope", "there is no Nope in sys"),
     ],
 )
-def test_a_missing_module_is_reported_before_anything_is_run(here: Path, target: str, message: str) -> None:
-    with pytest.raises(PluginError, match=message):
-        check_plugin("model._target_", target)
-
-
-def test_checking_runs_nothing(here: Path) -> None:
+def test_a_target_that_cannot_be_loaded_is_one_line(here: Path, target: str, message: str) -> None:
     (here / "of_ruin.py").write_text("raise SystemError('ruin')")
-    check_plugin("model._target_", "of_ruin.Thing")
-    with pytest.raises(PluginError, match=r"importing of_ruin fails \(ruin\)"):
-        load_plugin("model._target_", "of_ruin.Thing", ANY)
-
-
-def test_a_target_that_is_not_there_is_refused(here: Path) -> None:
+    check_plugin("model._target_", "of_ruin.Thing")  # which runs nothing
+    (here / "of_them").mkdir()
+    (here / "of_them" / "__init__.py").write_text("1 / 0")
     assert load_plugin("model._target_", "collections.abc.Sized", ANY).__name__ == "Sized"
-    with pytest.raises(PluginError, match=r"there is no Other in .*of_mine\.py"):
-        load_plugin("model._target_", "of_mine.Other", ANY)
+    with pytest.raises(PluginError, match=message):
+        load_plugin("model._target_", target, ANY)
 
 
 @pytest.mark.parametrize("target", ["subprocess.run", "os.environ", "of_mine.Thing"])
@@ -66,12 +61,3 @@ def test_only_the_kind_of_class_that_is_asked_for_is_loaded(here: Path, target: 
 )
 def test_a_module_is_trusted_by_its_whole_name(target: str, is_ours: bool) -> None:
     assert is_trusted(target, ["of_mine"]) == is_ours
-
-
-def test_a_package_that_does_not_load_is_one_line(here: Path) -> None:
-    (here / "of_them").mkdir()
-    (here / "of_them" / "__init__.py").write_text("1 / 0")
-    with pytest.raises(PluginError, match=r"there is no module of_them\.part"):
-        check_plugin("model._target_", "of_them.part.Thing")
-    with pytest.raises(PluginError, match="there is no Nope in sys"):
-        load_plugin("model._target_", "sys.Nope", ANY)

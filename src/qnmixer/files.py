@@ -63,14 +63,9 @@ def naming(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        name_error(error, path)
+        if error.filename is None and error.errno in _OF_DISKS:
+            error.filename = str(path)
         raise
-
-
-def name_error(error: OSError, path: Path | str) -> None:
-    """The same for an error that has been caught."""
-    if error.filename is None and error.errno in _OF_DISKS:
-        error.filename = str(path)
 
 
 @contextmanager

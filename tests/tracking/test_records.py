@@ -9,7 +9,7 @@ from tests.limits import within_limits
 
 from qnmixer.engine.sweeps import rows_of
 from qnmixer.engine.tracking.loggers import MetricsFile
-from qnmixer.engine.tracking.records import read_results, read_sweep
+from qnmixer.engine.tracking.records import read_results
 from qnmixer.engine.tracking.run import overrides_of
 from qnmixer.errors import DataError
 
@@ -19,11 +19,6 @@ SWEEP = {"overrides": [], "varying": [], "git_commit": None, "jobs": None}
 
 def rows(folder: Path) -> object:
     return MetricsFile(folder, resumed_at=9).rows_before(), MetricsFile(folder, resumed_at=9).last_step()
-
-
-def jobs(folder: Path) -> object:
-    described = read_sweep(folder)
-    return rows_of(folder, described["jobs"], described["varying"])
 
 
 @pytest.mark.parametrize(
@@ -47,10 +42,10 @@ def jobs(folder: Path) -> object:
         ("results.json", b'{"overrides": "a\\nb"}', read_results),
         ("results.json", b'{"status": "done", "steps": "many"}', read_results),
         ("results.json", b'{"status": "done", "best": [1]}', read_results),
-        ("sweep.json", json.dumps(SWEEP | {"jobs": ["0"]}).encode(), jobs),
-        ("sweep.json", json.dumps(SWEEP | {"jobs": {"0": "seed=1"}}).encode(), jobs),
-        ("sweep.json", json.dumps(SWEEP | {"varying": 3}).encode(), jobs),
-        ("sweep.json", BRACKETS, jobs),
+        ("sweep.json", json.dumps(SWEEP | {"jobs": ["0"]}).encode(), rows_of),
+        ("sweep.json", json.dumps(SWEEP | {"jobs": {"0": "seed=1"}}).encode(), rows_of),
+        ("sweep.json", json.dumps(SWEEP | {"varying": 3}).encode(), rows_of),
+        ("sweep.json", BRACKETS, rows_of),
     ],
     ids=lambda it: it[:40].decode("latin-1") if isinstance(it, bytes) else None,
 )
@@ -72,5 +67,6 @@ def test_a_job_without_results_of_its_own_is_a_row(tmp_path: Path) -> None:
     (tmp_path / "0" / "results.json").write_text('{"status": "done", "best": {"val/psnr": -Infinity}}')
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "results.json").write_text("{}")
-    (first, second) = rows_of(tmp_path, None, ["seed"])
-    assert (first.monitor, first.best, second.status) == ("val/psnr", float("-inf"), "not begun")
+    (tmp_path / "sweep.json").write_text(json.dumps(SWEEP))
+    (first, second) = rows_of(tmp_path)
+    assert (first.best, second.status) == (float("-inf"), "not begun")

@@ -10,7 +10,6 @@ import io
 import os
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +22,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.engine.config.compose import (
     CONF,
@@ -34,7 +33,6 @@ from qnmixer.engine.config.compose import (
     fitted,
     is_override,
     key_of,
-    with_length,
     with_search_path,
 )
 from qnmixer.engine.config.options import (
@@ -43,14 +41,13 @@ from qnmixer.engine.config.options import (
     as_typed,
     files_of,
     flat_keys,
-    has_no_value,
     owners,
     unknown_key,
 )
 from qnmixer.engine.config.sections import PassedOn
 from qnmixer.engine.processes.process import is_rank, rank, wait_briefly, world_size
 from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, suggest, visible
-from qnmixer.files import name_error, naming, private_files
+from qnmixer.files import naming, private_files
 
 # Commands
 
@@ -126,10 +123,8 @@ def _compose_and_run(task: Task, check: Task, config_name: str, sweep: Sweep, co
 def completed(arguments: list[str], config_name: str, complete: Complete = list) -> list[str]:
     """The arguments for Hydra, from those that the user gave. `complete` and the errors are as in `run`."""
     arguments = with_search_path(_in_hydras_form(arguments))
-    if config_name in OF_A_RUN:
-        arguments = with_length(arguments)
-        if not _is_sweep(arguments):  # in a sweep the launcher does this for each job
-            arguments = fitted(config_name, arguments)
+    if config_name in OF_A_RUN and not _is_sweep(arguments):  # in a sweep the launcher does this for each job
+        arguments = fitted(config_name, arguments)
     arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
     if is_rank():
         arguments = _overrides_of_rank(arguments)
@@ -214,7 +209,6 @@ def _storing_errors(task: Task, failures: list[Exception]) -> Task:
 
 _EXTRA_OF = {"optuna": "search", "submitit": "slurm", "ray": "ray"}
 """What to install for a plugin of Hydra."""
-_OF_WORKER = re.compile(r"(?s)Caught \w+ in DataLoader worker .*\n\w+: \[Errno (\d+)\] ([^\n]*?)(?:: '([^\n]*)')?\s*$")
 
 
 def explain(error: BaseException, config_name: str) -> str | None:
@@ -253,8 +247,6 @@ def _explain(error: BaseException, config_name: str) -> str | None:
 def _explain_system(error: OSError | RuntimeError) -> str | None:
     """The line for an error of the system: of disks, open files, and the memory that data workers share."""
     text = f"{error} {error.__cause__ or ''}"  # torch names the worker's exit code in the cause only
-    if isinstance(error, OSError) and (of_worker := _OF_WORKER.search(text)):  # torch keeps its text only
-        error = OSError(int(of_worker[1]), of_worker[2], of_worker[3] or "a file that a data worker uses")
     if re.search(r"\[Errno 24\]|Too many open files|ancdata|DataLoader worker .* exit code 24\b", text):
         return "too many open files: raise the limit of this shell (ulimit -n 4096), or lower data.num_workers"
     if re.search(r"</torch_\d|out of shared memory|Bus error", text):
@@ -266,19 +258,15 @@ def _explain_system(error: OSError | RuntimeError) -> str | None:
         return f"a data worker {found[1]}: lower data.num_workers, or set it to 0 to see why"
     if isinstance(error, RuntimeError):
         return None
-    name_error(error, _folder_of_hydra(error))
-    if not error.filename:
-        return None
-    what = f"{error.filename} cannot be used ({error.strerror or first_line(error)})"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = f"the disk is full writing {error.filename}"
+        what = f"the disk is full writing {error.filename or 'a file'}"
+    elif error.filename:
+        what = f"{error.filename} cannot be used ({error.strerror or first_line(error)})"
+    elif "DataLoader worker" in text:  # torch keeps its text only
+        what = str(UserError(error))
+    else:
+        return None
     return f"{what}: choose another place (hydra.run.dir=…, output=…)"
-
-
-def _folder_of_hydra(error: BaseException) -> str:
-    """The folder into which Hydra was writing its files. It names none in its errors."""
-    found = (frame.f_locals.get("output_dir", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    return str(max(found, key=lambda it: len(str(it)), default=""))
 
 
 def _explain_word(word: str) -> str:
@@ -292,16 +280,10 @@ def _explain_word(word: str) -> str:
 
 
 def _explain_composition(error: Exception, config_name: str) -> str:
+    """The line for what Hydra cannot compose; Hydra's own text if no user meets it often."""
     text = " ".join(str(error).split())
-    if not text:  # of Hydra, for an option such as ${.}
-        return f"an option cannot be read ({first_line(error.__cause__ or error)}): give its name, as in data=dicom"
     if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
         return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{_EXTRA_OF[found[2]]}]"'
-    if isinstance(error, MissingMandatoryValue):  # while an experiment is fitted to another option
-        return str(has_no_value(str(error.full_key)))
-    if found := re.search(r"Error merging override (([^= ]+)\.[^.= ]+=.*)", text):
-        whole = key_of(found[2])
-        return f"{found[1]} cannot be set: give {whole} as a whole, {whole}=…"
     if isinstance(error, MissingConfigException) and (
         found := re.search(r"Could not (?:find|load) '(\w+(?:/\w+)?)/([^']*)'", text)  # "In 'experiment/mine': Could …"
     ):
@@ -310,32 +292,29 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         if known := [it.stem for it in sorted((CONF / group).glob("[!_]*.yaml")) if it.stem != left_out]:
             does_not_exist = f"{group}={name} does not exist: {suggest(name, known, most=99)}"
             return answer(f"{group}={name}") or does_not_exist
-    if found := re.search(r"Multiple values for (\S+)\. To|config groups is not supported: '\+\+([^=@]+)", text):
-        group = found[1] or found[2]
-        return f"{group} has an option already: leave out the +, as in {group}=…"
-    if found := re.search(r"An item is already at '([^']+)'", text):
-        return f"{found[1]} exists already: leave out the + before it"
+    if found := re.search(r"Multiple values for (\S+)\. To|An item is already at '([^']+)'", text):
+        key = found[1] or found[2]
+        return f"{key} exists already: leave out the + before it, as in {key}=…"
     if found := re.search(r"Could not [a-z. ]+ '([^']+)'", text):
-        return _explain_key(found[1].lstrip("+~").split("=")[0].split("@")[0], config_name)
-    return text
+        return _explain_key(key_of(found[1]).split("@")[0], config_name)
+    text, why = text or "an option cannot be read", first_line(error.__cause__ or "")
+    return text if why in text else f"{text} ({why})"
 
 
 def _explain_key(key: str, config_name: str) -> str:
     """The line for a key that the command does not have."""
-    group, known = key.partition(".")[0], _known_keys(config_name)
-    groups = [path.name for path in CONF.iterdir() if path.is_dir()]
+    group, _, name = key.partition(".")
+    groups, known = {path.name for path in CONF.iterdir() if path.is_dir()}, _known_keys(config_name)
     as_trained = (CONF / group / "as_trained.yaml").is_file() and group not in map(key_of, sys.argv)
     if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
-        way = ", or choose other slices with data=dicom" if group == "data" and group in known else ""
+        way = f", or choose another option of {group}" if group in known else ""
         return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
-    if key.startswith(("hydra.", "hydra/")):
-        return f"unknown key {key}: --cfg hydra prints those of Hydra"
-    line = str(unknown_key(key, [*groups, *known]))
-    its = [it for it in owners() if it.startswith(f"{group}.")]
-    takes_more = group in ("trainer", "sets") or any(it.endswith(f".{TARGET}") for it in its)
-    if not line.startswith("unknown key") or not takes_more or group == key:
+    line = str(unknown_key(key, {*groups, *known}))
+    targets = (it for it in owners() if it.endswith(f".{TARGET}"))
+    takes_more = group in ("trainer", "sets", *(it.partition(".")[0] for it in targets))
+    if not line.startswith("unknown key") or not takes_more or not name:
         return line
-    if key.endswith(f".{TARGET}") or (group == "trainer" and key.partition(".")[2] in PassedOn.__annotations__):
+    if group == "trainer" and name in PassedOn.__annotations__:
         line = f"unknown key {key}"  # what it is like would lead astray
     elif line.endswith("?") and f"{group}=custom" not in sys.argv:
         return line
@@ -406,7 +385,7 @@ def _key_lines(
     for key, value in values.items():
         if isinstance(value, dict) and value:
             names = [choices[key], *value] if key in choices else []  # a logger's keys are in the file of its name
-            files = [file for name in names for file in files_of(CONF / key / f"{name}.yaml", below=True)]
+            files = [file for name in names for file, _ in files_of(key, name)]
             yield from _key_lines(value, _comments(files) if files else comments, {}, f"{at}{key}.")
         elif key not in ("name", "_target_") or value == "???":
             yield f"  {f'{at}{key}={as_typed(value)}':<44} {comments.get(key, '')}".rstrip()

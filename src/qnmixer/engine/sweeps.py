@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +82,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; the same command runs the jobs that are not done") from None
         finally:  # also after Ctrl-C: the table shows what is done so far
-            rows = rows_of(folder, read_sweep(folder)["jobs"], varying)
+            rows = rows_of(folder)
             write_report(folder, rows)
         failed = [row.name for row in rows if row.status != "done"]
         if error is None and not rows:
@@ -383,26 +383,29 @@ def _say(line: str) -> None:
 
 @dataclass
 class JobRow:
-    """One job, as its results.json describes it."""
+    """One job: its folder in that of the sweep, the values of its overrides that vary, and its results.json."""
 
     name: str
-    values: dict[str, str]  # values of the overrides that vary
-    status: str
-    monitor: str
-    best: float | None
-    seconds: float | None
-    peak_mib: float | None
-    error: str
+    values: dict[str, str]
+    results: dict[str, Any]
+
+    @property
+    def status(self) -> str:
+        """How it ended."""
+        return str(self.results.get("status", "not begun"))
+
+    @property
+    def best(self) -> float | None:
+        """The best value of the monitored metric."""
+        return best_of(self.results)[1]
 
 
 def jobs_of(sweep: Path) -> dict[Path, list[str]]:
-    """The folders of a sweep's jobs with their overrides, in their order. Raises DataError for a damaged sweep.json."""
-    return _folders_of_jobs(sweep, read_sweep(sweep)["jobs"])
+    """The folders of a sweep's jobs with their overrides, in their order. Raises DataError for a damaged sweep.json.
 
-
-def _folders_of_jobs(sweep: Path, jobs: Mapping[str, list[str]] | None) -> dict[Path, list[str]]:
-    """The same. `jobs`: overrides by folder; None: all folders with a results.json."""
-    if jobs is not None:
+    A launcher that records no jobs leaves their folders: all that have a results.json.
+    """
+    if (jobs := read_sweep(sweep)["jobs"]) is not None:
         return {sweep / name: overrides for name, overrides in jobs.items()}
     paths = [path.parent for path in sweep.glob("**/results.json")]
     return {
@@ -410,24 +413,13 @@ def _folders_of_jobs(sweep: Path, jobs: Mapping[str, list[str]] | None) -> dict[
     }
 
 
-def rows_of(folder: Path, jobs: Mapping[str, list[str]] | None, varying: list[str]) -> list[JobRow]:
-    """The jobs of a sweep in their order. `jobs`: overrides by folder; None: all folders with a results.json."""
-    rows = []
-    for path, overrides in _folders_of_jobs(folder, jobs).items():
-        results, given = read_results(path), dict(o.lstrip("+").split("=", 1) for o in overrides if "=" in o)
-        monitor, best = best_of(results)
-        rows.append(
-            JobRow(
-                name=str(path.relative_to(folder)),
-                values={key: given.get(key, "") for key in varying},
-                status=results.get("status", "not begun"),
-                monitor=monitor,
-                best=best,
-                seconds=results.get("seconds"),
-                peak_mib=results.get("memory", {}).get("measured_step"),
-                error=first_line(results.get("error", "")),
-            )
-        )
+def rows_of(sweep: Path) -> list[JobRow]:
+    """The jobs of a sweep in their order."""
+    varying, rows = read_sweep(sweep)["varying"], []
+    for path, overrides in jobs_of(sweep).items():
+        given = dict(o.lstrip("+").split("=", 1) for o in overrides if "=" in o)
+        values = {key: given.get(key, "") for key in varying}
+        rows.append(JobRow(str(path.relative_to(sweep)), values, read_results(path)))
     return rows
 
 
@@ -435,20 +427,22 @@ def write_report(folder: Path, rows: list[JobRow]) -> None:
     """Print the table. Write sweep.csv and sweep.md, and sweep.png if an override is a number, into the folder."""
     if not rows:
         return
-    monitor = next((row.monitor for row in rows if row.best is not None), "best")
-    varying = [*rows[0].values]
-    lines = [[r.name, *r.values.values(), r.status, r.best, r.seconds, r.peak_mib, r.error] for r in rows]
-    write_text(
-        folder / "sweep.csv", csv_table([["job", *varying, "status", monitor, "seconds", "peak_mib", "error"], *lines])
-    )
-    headings = ["job", *varying, "status", monitor, "time", "peak MiB"]
-    cells = []
+    monitor = next((best_of(row.results)[0] for row in rows if row.best is not None), "best")
+    lines: list[list[Any]] = [["job", *rows[0].values, "status", monitor, "seconds", "peak_mib", "error"]]
+    headings, cells = ["job", *rows[0].values, "status", monitor, "time", "peak MiB"], []
+    errors = []
     for row in rows:
-        best = NOTHING if row.best is None else f"{row.best:.4g}"
-        lasted = NOTHING if row.seconds is None else duration(row.seconds)
-        peak = NOTHING if row.peak_mib is None else f"{row.peak_mib:,.0f}"
-        cells.append([row.name, *map(readable, row.values.values()), row.status, best, lasted, peak])
-    errors = [f"job {row.name}: {row.error}" for row in rows if row.error]
+        seconds, peak = row.results.get("seconds"), row.results.get("memory", {}).get("measured_step")
+        error = first_line(row.results.get("error", ""))
+        lines.append([row.name, *row.values.values(), row.status, row.best, seconds, peak, error])
+        numbers = [
+            NOTHING if row.best is None else f"{row.best:.4g}",
+            NOTHING if seconds is None else duration(seconds),
+            NOTHING if peak is None else f"{peak:,.0f}",
+        ]
+        cells.append([row.name, *map(readable, row.values.values()), row.status, *numbers])
+        errors += [f"job {row.name}: {error}"] * bool(error)
+    write_text(folder / "sweep.csv", csv_table(lines))
     listed = "\n".join(f"- {error}" for error in errors)
     write_text(folder / "sweep.md", f"{markdown_table(headings, cells)}\n\n{listed}".rstrip() + "\n")
     drawn = _draw(folder / "sweep.png", [row for row in rows if row.best is not None], monitor)

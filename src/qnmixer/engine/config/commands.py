@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.data import AsTrained, DataConfig
 from qnmixer.engine.config.groups import NoiseConfig, parse_section
-from qnmixer.engine.config.options import TARGET, keys_of_options, plain_values, unknown_key
+from qnmixer.engine.config.options import TARGET, plain_values, unknown_key, values_of_option
 from qnmixer.engine.config.run import Config, Seed, check_targets, parse, require_sections, schema_of
 from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, check_window
 from qnmixer.errors import ConfigError, suggest
@@ -163,7 +163,7 @@ def parse_compare(cfg: DictConfig) -> CompareConfig:
 def needs_root(overrides: list[str]) -> bool:
     """Whether a test needs a folder of slices that its overrides do not name."""
     chosen = dict(override.split("=", 1) for override in overrides if "=" in override)
-    return "root" in keys_of_options("data").get(chosen.get("data", ""), ()) and "data.root" not in chosen
+    return "root" in values_of_option("data", chosen.get("data", "")) and "data.root" not in chosen
 
 
 def parse_plan(cfg: DictConfig) -> PlanConfig:

@@ -7,9 +7,9 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
@@ -59,14 +59,6 @@ def of_hydra(override: str) -> bool:
     return re.search(r"(^|@)\s*hydra\b", key_of(override)) is not None
 
 
-def with_length(overrides: list[str]) -> list[str]:
-    """The overrides, with max_steps=-1 if they set max_epochs only: max_steps of a config file must not end the run."""
-    given = values_of(overrides)
-    if given.get("trainer.max_epochs", "null") in ("null", "") or "trainer.max_steps" in given:
-        return overrides
-    return [*overrides, "trainer.max_steps=-1"]
-
-
 def with_search_path(arguments: list[str]) -> list[str]:
     """Put the user's config folders into one override, `hydra.searchpath=[…]`, with absolute paths.
 
@@ -74,17 +66,17 @@ def with_search_path(arguments: list[str]) -> list[str]:
     override. Raises ConfigError for a folder that does not exist, or that has a file with the name of one of ours:
     Hydra would take ours.
     """
-    rest, folders, given = [], [], ""
+    rest, folders, given = [], [], list[str]()
     words = iter(arguments)
     for word in words:
         flag, equal, value = word.partition("=")
         if flag in _FLAGS:
             folders.append(value if equal else next(words, ""))
         elif key_of(word) == SEARCH_PATH:
-            given = word
+            given = _places(word)
         else:
             rest.append(word)
-    places = [*map(_located, [*folders, *places_of(given)])]
+    places = [*map(_located, [*folders, *given])]
     return [f"{SEARCH_PATH}=[{','.join(map(quoted, places))}]", *rest] if places else rest
 
 
@@ -93,10 +85,8 @@ def search_path_in(overrides: list[str]) -> list[str]:
     return [override for override in overrides if key_of(override) == SEARCH_PATH]
 
 
-def places_of(override: str) -> list[str]:
-    """The folders that such an override names; [] if it is empty. Raises ConfigError if it is no list of texts."""
-    if not override:
-        return []
+def _places(override: str) -> list[str]:
+    """The folders that such an override names. Raises ConfigError if it is no list of texts."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     (parsed,) = OverridesParser.create().parse_overrides([override])
@@ -121,22 +111,26 @@ def _located(place: str) -> str:
 def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
     """The config of a command, without running anything. `with_hydra`: with Hydra's own part."""
     if config_name in OF_A_RUN:
-        overrides = fitted(config_name, with_length(overrides))
+        overrides = fitted(config_name, overrides)
     return compose_as_given(config_name, overrides, with_hydra)
 
 
 def fitted(config_name: str, overrides: list[str]) -> list[str]:
-    """Add overrides that make an experiment fit the options that the command chooses.
+    """Add overrides that make config files fit the words of a command. Nothing is added twice.
+
+    max_epochs alone is the only limit of a run: max_steps of a file must not end it.
 
     `experiment=demo model=tv` is TV in the setting of demo. Keys of an experiment are for the options that it chooses
     itself. Another option keeps its own values, and takes only those of `_FOR_EVERY_OPTION` from the experiment. Keys
-    that the command names stay. Nothing is added twice.
+    that the command names stay.
 
     Args:
         overrides: of a command line. Other words, such as flags, stay unchanged.
     """
     words, overrides = overrides, [*filter(is_override, overrides)]
     given = values_of(overrides)
+    if given.get("trainer.max_epochs", "null") not in ("null", "") and "trainer.max_steps" not in given:
+        words = [*words, "trainer.max_steps=-1"]
     chosen = [it for it in overrides if (CONF / key_of(it)).is_dir() and "/" not in key_of(it) and it[:1] != "~"]
     sections = [key for key in map(key_of, chosen) if key != "experiment"]
     experiment = [it for it in overrides if key_of(it).partition("/")[0] == "experiment"]
@@ -144,8 +138,10 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
         return words
     search = search_path_in(overrides)
     its_choices = compose_as_given(config_name, [*search, *experiment], with_hydra=True).hydra.runtime.choices
-    together = compose_as_given(config_name, overrides)
-    alone = compose_as_given(config_name, [*search, *(it for it in chosen if it not in experiment)])
+    own_choices = [it for it in chosen if it not in experiment]
+    # Not resolved: a key that the user must give, such as data.root, has its own error later.
+    together: Any = OmegaConf.to_container(compose_as_given(config_name, overrides))
+    alone: Any = OmegaConf.to_container(compose_as_given(config_name, [*search, *own_choices]))
     more = []
     for section in sections:
         if its_choices[section] == given[section]:

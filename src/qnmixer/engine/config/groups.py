@@ -9,8 +9,8 @@ import importlib
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_type_hints
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from annotated_types import Ge, Gt, Le
 
@@ -54,26 +54,18 @@ def parse_section(section: str, schema: type, value: Any, **parsed: Any) -> Any:
     prefix = f"{section}." if section else ""
     declared = {f.name: f for f in fields(schema) if f.name not in ("arguments", "section")}
     rest = {str(name): it for name, it in value.items() if name not in declared}
-    given = dict(parsed)
     if issubclass(schema, Group):
-        given |= {"arguments": rest, "section": section}
+        parsed |= {"arguments": rest, "section": section}
     elif "extra" in declared:
-        given["extra"] = converted(f"{prefix}extra", value.get("extra") or {}, dict[str, Any]) | rest
+        parsed["extra"] = converted(f"{prefix}extra", value.get("extra") or {}, dict[str, Any]) | rest
     elif rest:
         raise unknown_key(f"{prefix}{next(iter(rest))}", [f"{prefix}{name}" for name in declared])
-    for name, hint in _hints(schema).items():
-        if name in value and name not in given:
-            given[name] = converted(f"{prefix}{name}", value[name], hint)
-        elif name not in given and declared[name].default is declared[name].default_factory is MISSING:
+    own = {name: value[name] for name in declared if name in value and name not in parsed}
+    given = parsed | converted_arguments(prefix, schema, own)
+    for name, its in declared.items():
+        if name not in given and its.default is its.default_factory is MISSING:
             raise has_no_value(f"{prefix}{name}")
     return schema(**given)
-
-
-@cache
-def _hints(schema: type) -> dict[str, Any]:
-    """The declared types of a dataclass by key."""
-    hints = get_type_hints(schema, include_extras=True)
-    return {f.name: hints[f.name] for f in fields(schema) if f.name not in ("arguments", "section")}
 
 
 @dataclass(kw_only=True)
@@ -185,11 +177,9 @@ class Group:
         function, given = self.load(), self.keywords()
         self._check_names(function, given)
         simple = {key: value for key, value in given.items() if not [*_parts(key, value)]}
-        for key, part in _parts(self.section, given):
-            its, words = _load_part(key, part), {TARGET, "_args_", *_WORDS}
-            partial = bool(part.get("_partial_") or part.get("_args_"))
-            check_names(key, str(part[TARGET]), its, part.keys() - words, partial=partial)
-        typed = converted_arguments(self.section, function, simple)
+        for key, part in _parts(self.section, given):  # Hydra checks their arguments when it builds them
+            _load_part(key, part)
+        typed = converted_arguments(f"{self.section}.", function, simple)
         return self.changed(**{key: _plain(value) for key, value in typed.items() if key in self.arguments})
 
     def build(self, *args: Any, offered: Mapping[str, Any] | None = None, **ours: Any) -> Any:
@@ -206,7 +196,7 @@ class Group:
         ours |= taken(function, {name: value for name, value in (offered or {}).items() if name not in given})
         self._check_names(function, given, ours)
         built = {key: self._built(f"{self.section}.{key}", value) for key, value in given.items()}
-        return partial(function, **ours, **converted_arguments(self.section, function, built))
+        return partial(function, **ours, **converted_arguments(f"{self.section}.", function, built))
 
     def _check_names(self, function: Any, given: Mapping[str, Any], ours: Collection[str] = ()) -> None:
         """Raise ConfigError for arguments that the target lacks or misses."""

@@ -34,28 +34,28 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith(_NO_OPTIONS))
 
 
-def files_of(path: Path, *, below: bool = False) -> list[Path]:
-    """The files of an option: those that it includes, then its own. `below`: also files for a part of it (FILE@KEY)."""
-    values = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if path.is_file() else {}
-    names = values.get("defaults", []) if isinstance(values, dict) else []
-    parts = [name.partition("@") for name in names if isinstance(name, str)]
-    included = [path.with_name(f"{name}.yaml") for name, at, _ in parts if below or not at]
-    return [file for one in included if one.is_file() for file in files_of(one, below=below)] + [path] * path.is_file()
+def files_of(group: str, option: str) -> list[tuple[Path, str]]:
+    """The files of an option, those that it includes first. Each with the key at which it stands (FILE@KEY), or ""."""
+    path = CONF / group / f"{option}.yaml"
+    if not path.is_file():
+        return []
+    defaults = OmegaConf.select(OmegaConf.load(path), "defaults", default=[])
+    names = [name.partition("@") for name in defaults if isinstance(name, str)]
+    return [(file, at) for name, _, at in names for file, _ in files_of(group, name)] + [(path, "")]
 
 
 def values_of_option(group: str, option: str) -> dict[str, Any]:
     """The values in the files of an option, not resolved."""
-    merged = OmegaConf.merge(*[{}, *map(OmegaConf.load, files_of(CONF / group / f"{option}.yaml"))])
+    merged = OmegaConf.create()
+    for path, at in files_of(group, option):
+        if at:
+            OmegaConf.update(merged, at, OmegaConf.load(path))
+        else:
+            merged.merge_with(OmegaConf.load(path))
     values = OmegaConf.to_container(merged, resolve=False)
     assert isinstance(values, dict)
     values.pop("defaults", None)
     return {str(key): value for key, value in (values.get(group) or values).items()}  # _global_: its group
-
-
-@cache
-def keys_of_options(group: str) -> dict[str, Collection[str]]:
-    """The keys of each option of a group."""
-    return {option: values_of_option(group, option).keys() - {TARGET, "name"} for option in options(group)}
 
 
 @cache
@@ -120,34 +120,22 @@ def unknown_key(key: str, known: Collection[str] = ()) -> ConfigError:
 
     known: keys beside those of the options in conf/.
     """
-    section, _, name = key.partition(".")
-    parent, _, leaf = key.rpartition(".")
+    (section, _, name), (parent, _, leaf) = key.partition("."), key.rpartition(".")
     if way := answer(key):
         return ConfigError(way)
     if name == "name":
         return ConfigError(f"{key} is no key: choose an option by its name, as in {section}={options(section)[0]}")
     if its := owners().get(key):
         return ConfigError(f"{key} works with {section}={' or '.join(its)} only: choose that, or leave {key} out")
-    everything = {*known, *owners()} - {key}
-    if parent.startswith("data.sources."):  # a source has the keys of its own option
-        near = difflib.get_close_matches(leaf, {it.rpartition(".")[2] for it in everything}, n=1)
-        way = f"did you mean {parent}.{near[0]}?" if near and near[0] != leaf else "choose data=mixed"
-        return ConfigError(f"unknown key {key}: {way}")
-    same = [it for it in sorted(everything) if "." in it and it.rpartition(".")[2] == leaf]
-    if same := [it for it in same if it.startswith(f"{section}.")] or same:
-        return ConfigError(f"unknown key {key}: did you mean {' or '.join(same)}?")
-    siblings = {it.rpartition(".")[2]: it for it in sorted(everything) if name and it.startswith(f"{section}.")}
-    beside = {it.rpartition(".")[2]: it for it in siblings.values() if it.rpartition(".")[0] == parent}
-    for names in (beside, siblings):
-        if alike := difflib.get_close_matches(leaf, names, n=1):
-            return ConfigError(f"unknown key {key}: did you mean {names[alike[0]]}?")
-    if 0 < len(beside) <= _MOST_LISTED:
+    others = [(it.rpartition("."), it) for it in sorted({*known, *owners()}) if not it.endswith(TARGET)]
+    same = [it for (above, _, its), it in others if above and its == leaf]
+    beside = {its: it for (above, _, its), it in others if above == parent}
+    near = [beside[its] for its in difflib.get_close_matches(leaf, beside, n=1)]
+    if found := [it for it in same if it.startswith(f"{section}.")] or same or near:
+        return ConfigError(f"unknown key {key}: did you mean {' or '.join(found)}?")
+    if parent and 0 < len(beside) <= _MOST_LISTED:
         return ConfigError(f"unknown key {key}: choose {', '.join(sorted(beside.values()))}")
-    if parent in everything and not beside:
-        return ConfigError(f"unknown key {key}: did you mean {parent}?")
-    if not name and (alike := difflib.get_close_matches(key, everything, n=1)):
-        return ConfigError(f"unknown key {key}: did you mean {alike[0]}?")
-    return ConfigError(f"unknown key {key}: run with --cfg job to see all keys")
+    return ConfigError(f"unknown key {key}: --cfg job prints all keys, --cfg hydra those of Hydra")
 
 
 def answer(word: str) -> str | None:
@@ -194,11 +182,6 @@ def has_no_value(key: str) -> ConfigError:
 
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 """Magnitudes of 32-bit floats, in which networks and optimizers compute."""
-_OWN_WORDS = {
-    "callable_type": "Input is no class or function: give module.name",
-    "missing": "Input has too few values",
-}
-"""By pydantic's type of an error, where its own words do not say what to type."""
 
 
 def converted(key: str, value: Any, hint: Any) -> Any:
@@ -220,24 +203,20 @@ def converted(key: str, value: Any, hint: Any) -> Any:
                 key, value = f"{key}.{part}", value[part]
         if way := answer(f"{key}={_shortened(first['input'])}"):
             raise ConfigError(way) from error
-        says = _OWN_WORDS.get(first["type"], first["msg"])  # "Input should be …"
+        says = first["msg"]  # "Input should be …"
         says = says.removeprefix("Input") if says.startswith("Input ") else f": {says[0].lower()}{says[1:]}"
         if first["type"] in ("list_type", "tuple_type"):
             says = f"{says}: write {key}=[…]"
         raise ConfigError(f"{key}={_shortened(first['input'])}{says}") from error
     except (PydanticUserError, NameError):
         return value
-    for given, taken in zip(_items(value), _items(found), strict=False):
+    pairs = zip(value, found, strict=False) if isinstance(found, list | tuple) else [(value, found)]
+    for given, taken in pairs:
         if isinstance(given, bool) and isinstance(taken, int | float) and not isinstance(taken, bool):
             raise ConfigError(f"{key}={_shortened(value)} should be a number")  # pydantic takes true as 1
         if isinstance(taken, float) and isfinite(taken) and taken and not _SMALLEST < abs(taken) < _LARGEST:
             raise ConfigError(f"{key}={_shortened(value)} should be a 32-bit float: 0, or between 1e-37 and 3e38")
     return found
-
-
-def _items(value: Any) -> list[Any]:
-    """The items of a list, or the value alone."""
-    return [*value] if isinstance(value, list | tuple) else [value]
 
 
 def as_typed(value: Any) -> str:
@@ -270,11 +249,11 @@ def _adapter(hint: Any) -> Any:
 # Arguments of a class or function
 
 
-def converted_arguments(section: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def converted_arguments(prefix: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a function or class as the types that its signature declares.
 
     Args:
-        section: what messages put before their names, such as model.
+        prefix: what messages put before their names, such as "model."; "" for root keys.
         function: it.
         arguments: by name. Those without a declared type stay as they are.
 
@@ -282,7 +261,7 @@ def converted_arguments(section: str, function: Callable[..., Any], arguments: M
     """
     hints = {it.name: _hint(function, it) for it in parameters_of(function) or () if it.name in arguments}
     return {
-        name: converted(f"{section}.{name}", value, hints[name]) if name in hints else value
+        name: converted(f"{prefix}{name}", value, hints[name]) if name in hints else value
         for name, value in arguments.items()
     }
 
@@ -294,8 +273,6 @@ def check_names(
     arguments: Collection[str],
     n_ours: int = 0,
     ours: Collection[str] = (),
-    *,
-    partial: bool = False,
 ) -> None:
     """Raise PluginError for an argument that a target does not have, or that is missing.
 
@@ -306,7 +283,6 @@ def check_names(
         arguments: names of those from the config section.
         n_ours: positional arguments that come from qnmixer.
         ours: names of arguments that come from qnmixer.
-        partial: others may be missing.
     """
     parameters = parameters_of(function)
     if parameters is None:
@@ -315,14 +291,14 @@ def check_names(
     own = {it.name: it for it in parameters[n_ours:] if it.kind in named and it.name not in ours}
     takes_all = any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters)
     for odd in (name for name in arguments if name not in own and not takes_all):
-        if f"{section}.{odd}" in owners():
+        if answer(f"{section}.{odd}") or f"{section}.{odd}" in owners():
             raise unknown_key(f"{section}.{odd}")
         if near := difflib.get_close_matches(odd, own, n=1):
             raise PluginError(f"unknown key {section}.{odd}: did you mean {section}.{near[0]}?")
         takes = f"only {', '.join(own)}" if own else "and takes none"
         raise PluginError(f"{section}.{odd}: {target} has no such argument, {takes}")
     for name, parameter in own.items():
-        if parameter.default is parameter.empty and name not in arguments and not partial:
+        if parameter.default is parameter.empty and name not in arguments:
             raise PluginError(f"{section} needs an argument {name}: give it as +{section}.{name}=VALUE")
 
 

@@ -133,10 +133,9 @@ def schema_of(section: str, value: Any) -> type:
     base = get_type_hints(Config)[section]
     if issubclass(base, Group):
         return base.schema_of(value)
-    by_name = {getattr(schema, "name", None): schema for schema in base.__subclasses__()}
-    name = value.get("name") if isinstance(value, Mapping) else None
-    known = isinstance(name, str | None) and (not by_name or name in by_name or name in options(section))
-    if not known:
+    by_name = {schema.name: schema for schema in base.__subclasses__()}
+    name = str(value.get("name")) if isinstance(value, Mapping) else ""
+    if name and by_name and name not in (*by_name, *options(section)):
         raise ConfigError(f"{section}.name={name} is not known: choose one of {', '.join(options(section))}")
     return by_name.get(name, base)
 

@@ -7,12 +7,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from qnmixer.engine.config.groups import FUNCTION_OR_MODULE, Group, parse_section
-from qnmixer.engine.config.options import TARGET, converted, options, unknown_key, values_of_option
+from qnmixer.engine.config.options import TARGET, check_names, converted, converted_arguments, options, values_of_option
 from qnmixer.engine.plugins import Kind, subclass_of
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
@@ -223,26 +223,25 @@ class TrainerConfig:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(PassedOn, include_extras=True)
-        if odd := next((name for name in self.extra if name not in hints), None):
-            raise unknown_key(f"trainer.{odd}", [f"trainer.{name}" for name in (*vars(self), *hints)])
-        self.extra = {name: converted(f"trainer.{name}", value, hints[name]) for name, value in self.extra.items()}
+        check_names("trainer", "lightning.Trainer", PassedOn, self.extra)
+        self.extra = converted_arguments("trainer.", PassedOn, self.extra)
 
 
+@dataclass(kw_only=True)
 class PassedOn:
     """Arguments of Lightning's Trainer that are not in conf/: `+trainer.NAME=…` sets one."""
 
-    benchmark: bool | None
-    enable_autolog_hparams: bool | None
-    enable_progress_bar: bool | None
-    gradient_clip_algorithm: Literal["norm", "value"] | None
-    inference_mode: bool | None
-    limit_train_batches: Annotated[float, Gt(0), Le(1)] | Annotated[int, Gt(0)] | None  # a share, or a number
-    max_time: str | None  # DAYS:HOURS:MINUTES:SECONDS
-    min_epochs: Count | None
-    min_steps: Count | None
-    profiler: Literal["simple", "advanced", "pytorch"] | None
-    sync_batchnorm: bool | None
+    benchmark: bool | None = None
+    enable_autolog_hparams: bool | None = None
+    enable_progress_bar: bool | None = None
+    gradient_clip_algorithm: Literal["norm", "value"] | None = None
+    inference_mode: bool | None = None
+    limit_train_batches: Annotated[float, Gt(0), Le(1)] | Annotated[int, Gt(0)] | None = None  # a share, or a number
+    max_time: str | None = None  # DAYS:HOURS:MINUTES:SECONDS
+    min_epochs: Count | None = None
+    min_steps: Count | None = None
+    profiler: Literal["simple", "advanced", "pytorch"] | None = None
+    sync_batchnorm: bool | None = None
 
 
 @dataclass(kw_only=True)
