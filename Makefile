@@ -8,7 +8,7 @@ into_readme = $(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md')
 	r.write_text(re.sub(r'(<!-- $(1) -->\n).*?(<!-- end of $(1))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train compare test test-all test-gpu test-with lint site bench readme real results levers clean
+.PHONY: help install lock train compare test test-all test-gpu lint site bench readme real results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
@@ -58,18 +58,6 @@ test-all: install ## run all tests
 test-gpu: install ## test this machine's GPU in minutes; writes bench/gpu.md
 	QNMIXER_GPU_RESULTS=bench/gpu.md $(BIN)/python -m pytest -m cuda -rs $(TESTS); code=$$?; \
 	[ ! -e bench/gpu.md ] || cat bench/gpu.md; exit $$code
-
-# e.g. make test-with SET=lowest PYTHON=3.11; make test-with PYTHON=3.13 TORCH=2.14. uv downloads a missing Python.
-# pyproject.toml says which versions are the lowest and the newest; pinned are those of requirements.lock.
-SET ?= newest
-OF_SET := $(if $(filter lowest,$(SET)),--resolution lowest-direct)$(if $(filter pinned,$(SET)),--constraint requirements.lock)
-test-with: ## run the short tests with other versions: SET=lowest, pinned or newest, PYTHON=, TORCH=
-	@[ -n "$(filter lowest pinned newest,$(SET))" ] || { echo "error: SET=$(SET) is none of lowest, pinned, newest" >&2; exit 1; }
-	@command -v uv >/dev/null || { echo "error: make test-with needs uv: pip install uv" >&2; exit 1; }
-	uv venv --quiet --clear --python $(PYTHON) .venv-$(SET)
-	uv pip install --quiet --python .venv-$(SET) $(OF_SET) -e ".[dev]" $(TORCH:%=torch==%.*)
-	uv pip list --quiet --python .venv-$(SET) | grep -iE "^(torch|lightning|hydra-core|wandb|numpy|pydicom) "
-	.venv-$(SET)/bin/python -m pytest -m "not slow and not long" -W ignore::DeprecationWarning
 
 lint: install ## check style, types, and imports between rooms
 	$(BIN)/ruff check .
