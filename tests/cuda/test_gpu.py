@@ -3,13 +3,12 @@
 Every body takes the device as a parameter, and runs on the CPU too: none is run first on somebody's GPU.
 """
 
-import csv
 import pickle
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -44,8 +43,8 @@ from qnmixer.fit import fit
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
 
-from ..benchmarks.measuring import Row
-from ..conftest import PHANTOMS, TINY
+from ..benchmarks.measuring import Row, medians
+from ..conftest import PHANTOMS, TINY, metrics
 from ..promises.test_gradients_of_one_process import COMPETITORS, MODEL
 
 SMALL = [word for word in TINY if not word.startswith("model.")] + ["data.n_train=8", "data.n_val=3", "data.n_test=4"]
@@ -248,23 +247,14 @@ def bytes_moved(projector: FanBeamProjector, matrix: ScanMatrix, batch: int) -> 
     return sum(buffer.nbytes for buffer in matrix.buffers()) // 2 + numbers * 4
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, rounds: int = 9) -> float:
-    """Median of a call, the first left out, up to when the device is done."""
-    times = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+ROUNDS = 9
 
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written a second."""
     source = torch.ones(2**28 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * len(source) / seconds_of(lambda: target.copy_(source), device)
+    return 2 * len(source) / medians({"": lambda: target.copy_(source)}, ROUNDS)[""]
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -276,8 +266,7 @@ def test_time_of_the_operator(device: torch.device, findings: list[Row], batch: 
     of = f"Time of the operator, {size}², 32 views ({FLOOR})"
     floor = bytes_moved(projector, projector._rays, batch) / bandwidth
     findings.append(Row(of, "copy", f"batch {batch}", bandwidth / 1e9, "GB/s"))
-    for name, call in (("A", lambda: projector(x)), ("Aᵀ", lambda: projector.adjoint(y))):
-        seconds = seconds_of(call, device)
+    for name, seconds in medians({"A": lambda: projector(x), "Aᵀ": lambda: projector.adjoint(y)}, ROUNDS).items():
         findings.append(Row(of, name, f"batch {batch}", seconds * 1e3, "ms", seconds / floor))
         assert seconds > 0
 
@@ -331,8 +320,7 @@ def train(folder: Path, accelerator: str, *overrides: str) -> list[float]:
     new = [*TINY, *PHANTOMS, f"trainer.accelerator={accelerator}", f"hydra.run.dir={folder}"]
     words = [f"resume={folder}"] if folder.exists() else new
     subprocess.run([sys.executable, "-m", "qnmixer.train", *words, *overrides], check=True, cwd=folder.parent)
-    with (folder / "metrics.csv").open(newline="") as stream:
-        return [float(line["train/loss"]) for line in csv.DictReader(stream) if line["train/loss"]]
+    return metrics(folder)["train/loss"]
 
 
 @pytest.mark.slow

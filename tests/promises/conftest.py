@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ..conftest import environment
 from ..wandb_server import wandb_server
 from ..warm import FORK_RANKS, Warm
-from .commands import Command, Outcome, environment, training, write_ct
+from .commands import Command, Outcome, training, write_ct
 
 __all__ = ["command", "ct", "minmax", "noise_free", "place", "trained", "wandb_server"]
 

@@ -19,8 +19,9 @@ from PIL import Image
 from qnmixer.engine.checkpoints import digest_of_weights, load_run
 from qnmixer.module import ReconstructionModule
 
+from ..conftest import environment, metrics
 from ..nvidia import fake_nvidia_smi
-from .commands import PHANTOMS, STEPS, TINY, Outcome, environment, metrics, record, run, slice_hu, training, weights
+from .commands import PHANTOMS, STEPS, TINY, Outcome, record, run, slice_hu, training, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 

@@ -21,10 +21,11 @@ from qnmixer.engine.memory.usage import MIB
 from qnmixer.module import ReconstructionModule
 from qnmixer.weights import CHECKPOINT_KEY
 
+from ..conftest import environment
 from ..memory.test_advice import TINY
 from ..memory.test_plan import SMALL
 from ..warm import Warm
-from .commands import Command, environment
+from .commands import Command
 
 pytestmark = pytest.mark.slow
 Build = Callable[..., ReconstructionModule]
