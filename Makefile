@@ -8,7 +8,7 @@ into_readme = $(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md')
 	r.write_text(re.sub(r'(<!-- $(1) -->\n).*?(<!-- end of $(1))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train compare test test-all test-gpu test-with lint site bench readme real results levers clean
+.PHONY: help install lock train compare test test-all test-gpu lint site bench readme real results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
@@ -55,22 +55,9 @@ test: install ## run the tests, but not the long ones; e.g. TESTS=tests/models
 test-all: install ## run all tests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
-test-gpu: install ## test this machine's GPU in minutes; writes bench/gpu.md and bench/gpu.json
-	mkdir -p bench
-	QNMIXER_GPU_RESULTS=bench/gpu.json $(BIN)/python -m pytest -m cuda -rs $(TESTS); code=$$?; \
+test-gpu: install ## test this machine's GPU in minutes; writes bench/gpu.md
+	QNMIXER_GPU_RESULTS=bench/gpu.md $(BIN)/python -m pytest -m cuda -rs $(TESTS); code=$$?; \
 	[ ! -e bench/gpu.md ] || cat bench/gpu.md; exit $$code
-
-# e.g. make test-with SET=lowest PYTHON=3.11; make test-with PYTHON=3.13 TORCH=2.14. uv downloads a missing Python.
-# pyproject.toml says which versions are the lowest and the newest; pinned are those of requirements.lock.
-SET ?= newest
-OF_SET := $(if $(filter lowest,$(SET)),--resolution lowest-direct)$(if $(filter pinned,$(SET)),--constraint requirements.lock)
-test-with: ## run the short tests with other versions: SET=lowest, pinned or newest, PYTHON=, TORCH=
-	@[ -n "$(filter lowest pinned newest,$(SET))" ] || { echo "error: SET=$(SET) is none of lowest, pinned, newest" >&2; exit 1; }
-	@command -v uv >/dev/null || { echo "error: make test-with needs uv: pip install uv" >&2; exit 1; }
-	uv venv --quiet --clear --python $(PYTHON) .venv-$(SET)
-	uv pip install --quiet --python .venv-$(SET) $(OF_SET) -e ".[dev]" $(TORCH:%=torch==%.*)
-	uv pip list --quiet --python .venv-$(SET) | grep -iE "^(torch|lightning|hydra-core|wandb|numpy|pydicom) "
-	.venv-$(SET)/bin/python -m pytest -m "not slow and not long" -W ignore::DeprecationWarning
 
 lint: install ## check style, types, and imports between rooms
 	$(BIN)/ruff check .
@@ -85,12 +72,12 @@ site: install ## build the website into build/site, without a network
 		evaluation.n_pictures=2 hydra.run.dir=build/gallery
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --config-file docs/site/mkdocs.yml
 
-# Against those of another commit: python tests/benchmarks/report.py bench --before ITS_BENCH
 # It looks for deepinv and ASTRA, as installed by: pip install -e ".[bench]" && pip install --no-deps deepinv
-bench: install ## time and memory of steps, ours beside deepinv and ASTRA, and of the rest, in 20 minutes: bench/bench.md
-	for what in step data reconstruction memory strategies; do \
-		$(BIN)/python tests/benchmarks/bench_$$what.py --json bench/$$what.json || exit; done
-	$(BIN)/python tests/benchmarks/report.py bench --output bench/bench.md
+bench: install ## our operator beside deepinv's and ASTRA's, steps of QN-Mixer, and their memory beside the plan: bench/bench.md
+	mkdir -p bench
+	$(BIN)/python tests/benchmarks/bench_step.py > bench/bench.md
+	$(BIN)/python tests/benchmarks/bench_memory.py >> bench/bench.md
+	cat bench/bench.md
 
 readme: install ## run the demo and put its table and picture into README.md
 	rm -rf runs/readme
@@ -108,14 +95,10 @@ real: install ## compare run=pretrained with total variation on the slices in CT
 
 results: install ## copy the tables of make compare, bench and test-gpu into notebooks/results
 	mkdir -p notebooks/results
-	[ ! -e bench/bench.md ] || cp bench/bench.md notebooks/results/
-ifneq ($(wildcard bench/gpu.md),)
-	cp bench/gpu.md bench/gpu.json notebooks/results/
-endif
+	for table in bench gpu; do [ ! -e bench/$$table.md ] || cp bench/$$table.md notebooks/results/; done
 	[ ! -e $(SWEEP)/comparison ] || cp $(SWEEP)/comparison/comparison.md notebooks/results/$(EXPERIMENT).md
-ifeq ($(EXPERIMENT),compare_small)
-	[ ! -e $(SWEEP)/comparison ] || cp $(SWEEP)/comparison/comparison.png notebooks/results/compare_small.png
-endif
+	[ "$(EXPERIMENT)" != compare_small ] || [ ! -e $(SWEEP)/comparison ] || \
+		cp $(SWEEP)/comparison/comparison.png notebooks/results/compare_small.png
 
 levers: install ## write the table of memory levers into README.md
 	$(BIN)/python -m qnmixer.plan format=levers data.batch_size=4 > levers.md

@@ -49,7 +49,23 @@ PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
 # For a module in this process, which is evaluated too.
 TINY_RUN = [*TINY[:-1], "data.n_train=8", "data.n_val=3", "data.n_test=4"]
 
+# What of the surroundings of a test would change a command.
+OUTER = ("HYDRA", "SLURM", "TORCHELASTIC", "WANDB", "GIT_")
+
 TinyConfig = Callable[..., Config]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of this process, for a command that takes nothing from it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OUTER)}
+    return kept | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | more
+
+
+def metrics(folder: Path) -> dict[str, list[float]]:
+    """metrics.csv by column, without the empty cells."""
+    with (folder / "metrics.csv").open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    return {key: [float(line[key]) for line in lines if line[key]] for key in lines[0]}
 
 
 @cache
@@ -194,8 +210,7 @@ class Command:
         return json.loads((self.folder / "results.json").read_text())
 
     def losses(self) -> list[float]:
-        with (self.folder / "metrics.csv").open(newline="") as stream:
-            return [float(line["train/loss"]) for line in csv.DictReader(stream) if line["train/loss"]]
+        return metrics(self.folder)["train/loss"]
 
 
 @pytest.fixture
@@ -213,15 +228,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         folder: Path | None = tmp_path / "run",
     ) -> Command:
         mark = f"qnmixer-test-{uuid.uuid4().hex}"
-        drop = ("HYDRA", "SLURM", "TORCHELASTIC", "WANDB")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-        environment |= {"OMP_NUM_THREADS": "1", "QNMIXER_TEST_MARK": mark} | (env or {})
+        variables = environment(QNMIXER_TEST_MARK=mark) | (env or {})
         arguments = [*TINY, *([] if "data=numpy" in overrides else PHANTOMS), *overrides]
         if folder:
             arguments.append(f"hydra.run.dir={folder}")
         process = subprocess.Popen(
             [*under, "-m", "qnmixer.train", *arguments], cwd=tmp_path,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables, start_new_session=True,
         )  # fmt: skip
         begun.append(Command(process, mark, folder or tmp_path))
         return begun[-1]

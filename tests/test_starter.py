@@ -85,25 +85,3 @@ def test_the_map_of_rooms_is_that_of_the_import_contracts(pyproject: dict[str, A
     assert {*mapped(engine.split("**Extras**")[0])} == {
         *walled("Rooms of the engine import lower floors only")
     } - hidden
-
-
-@pytest.mark.parametrize(
-    ("words", "given"),
-    [
-        ("SET=lowest PYTHON=3.11", "--resolution lowest-direct -e "),
-        ("SET=pinned", "--constraint requirements.lock -e "),
-        ("SET=newest TORCH=2.14", '-e ".[dev]" torch==2.14.*'),
-        ("TORCH=2.14", '--python .venv-newest -e ".[dev]" torch==2.14.*'),
-    ],
-)
-def test_each_set_of_versions_is_installed_by_its_rule(words: str, given: str) -> None:
-    done = subprocess.run(["make", "-n", "test-with", *words.split()], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("uv pip install")]
-    assert given in " ".join(line.split())
-
-
-def test_a_set_of_versions_that_is_none_is_refused() -> None:
-    done = subprocess.run(["make", "test-with", "SET=lowst"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert done.stderr.startswith("error: SET=lowst is none of lowest, pinned, newest\n")

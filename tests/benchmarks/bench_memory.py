@@ -5,6 +5,7 @@ a process of its own whose C library gives freed memory back at once; on CUDA it
 measured on the CPU, one such process a device.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -14,8 +15,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from measuring import GIVE_BACK, MIB, in_own_process, peak_mib
-from report import Row, finish, options_of
+from measuring import GIVE_BACK, MIB, Row, in_own_process, markdown, peak_mib
 
 from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config.compose import compose
@@ -169,18 +169,15 @@ def _compared(title: str, line: str, planned: float, measured: float) -> Iterato
 
 def main() -> None:
     """Run all of it, or one measurement in this process."""
-    parser = options_of(__doc__)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--one", help="overrides of the one config to measure; prints MiB")
-    parser.add_argument("--configs", type=int, nargs="*", default=range(len(CONFIGS)), help="which of them to compare")
-    parser.add_argument("--pipelines", type=int, nargs="*", default=range(len(PIPELINES)), help="which to compare")
     arguments = parser.parse_args()
     if arguments.one is not None:
         if found := measured_here(arguments.one):
             print(json.dumps(found))
         return
-    rows = [row for k in arguments.configs for row in plan_rows(CONFIGS[k])]
-    rows += [row for k in arguments.pipelines for row in pipeline_rows(*PIPELINES[k])]
-    finish(rows, arguments.json)
+    rows = [row for overrides in CONFIGS for row in plan_rows(overrides)]
+    print(markdown([*rows, *(row for pair in PIPELINES for row in pipeline_rows(*pair))]), end="")
 
 
 if __name__ == "__main__":

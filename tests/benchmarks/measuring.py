@@ -1,13 +1,14 @@
-"""What the benches share: the time of calls that take turns, and the memory of a process of its own."""
+"""What the benches share: the time of calls that take turns, the memory of a process of its own, and tables."""
 
 import os
+import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -78,3 +79,42 @@ def in_own_process(script: str, *arguments: str) -> str:
     return subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **GIVE_BACK}
     ).stdout
+
+
+class Row(NamedTuple):
+    """One figure: a cell of a table."""
+
+    title: str  # of the table
+    line: str
+    column: str
+    value: float | str  # a word where there is no figure
+    unit: str = ""
+    ratio: float | None = None  # in brackets; the title says to what
+
+
+def machine() -> str:
+    """What the figures are of."""
+    gpus = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    processor = f"{len(gpus)} × {gpus[0]}" if gpus else platform.processor() or platform.machine()
+    return f"{processor}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """A table for each title."""
+    tables: dict[str, dict[str, dict[str, str]]] = {}
+    for row in rows:
+        tables.setdefault(row.title, {}).setdefault(row.line, {})[row.column] = _cell(row)
+    text = ""
+    for title, lines in tables.items():
+        columns = dict.fromkeys(column for cells in lines.values() for column in cells)
+        text += f"\n## {title}\n\n| {' | '.join(['', *columns])} |\n|{'---|' * (len(columns) + 1)}\n"
+        for line, cells in lines.items():
+            text += f"| {' | '.join([line, *(cells.get(column, '') for column in columns)])} |\n"
+    return text
+
+
+def _cell(row: Row) -> str:
+    if isinstance(row.value, str):
+        return row.value
+    number = f"{row.value:.3g}" if row.value < 1000 else f"{row.value:,.0f}"
+    return f"{number} {row.unit}".strip() + (f" ({row.ratio:.2f})" if row.ratio is not None else "")

@@ -1,4 +1,4 @@
-"""The scan of deepinv and of ASTRA as modules with our projector's methods, as a user would write them."""
+"""A, Aᵀ and FBP of deepinv and of ASTRA, by the names of our projector, for the same scan."""
 
 import importlib
 import importlib.util
@@ -8,7 +8,6 @@ import types
 import warnings
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,29 +15,8 @@ from torch import Tensor, nn
 
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
-Map = Callable[[Tensor], Tensor]
 
-
-class Operator(nn.Module):
-    """What LEARN and a data term ask of a projector, from A, Aᵀ and FBP."""
-
-    def filtered_residual(self, x: Tensor, y: Tensor) -> Tensor:
-        """FBP(A x − y)."""
-        return self.fbp(self(x) - y)
-
-    @torch.no_grad()
-    def operator_norm(self) -> float:
-        """‖A‖₂ by power iteration, close enough for a step size; computed once."""
-        if not hasattr(self, "_norm"):
-            size = self.geometry.image_size
-            x = torch.ones(1, 1, size, size)
-            for _ in range(10):
-                x = self.adjoint(self(x / x.norm()))
-            self._norm = math.sqrt(float(x.norm()))
-        return self._norm
-
-
-class DeepInv(Operator):
+class DeepInv(nn.Module):
     """`deepinv.physics.Tomography` with the same fan beam. Its A sums samples a pixel apart, so mm are a factor.
 
     It does not weight slanted rays. Where it pads an image by an odd number, as at 64² and 256², the image is half a
@@ -73,7 +51,7 @@ class DeepInv(Operator):
         return self.physics.fbp(y.mT / self.geometry.pixel_size)
 
 
-class Astra(Operator):
+class Astra(nn.Module):
     """ASTRA on the CPU, along lines, image by image. It has no FBP of a fan there: a ramp by torch, then Aᵀ."""
 
     def __init__(self, geometry: FanBeamGeometry) -> None:
@@ -95,11 +73,11 @@ class Astra(Operator):
 
     def forward(self, x: Tensor) -> Tensor:
         """A x."""
-        return Linear.apply(x, self.project, self.backproject)
+        return self.project(x)
 
     def adjoint(self, y: Tensor) -> Tensor:
         """Aᵀ y."""
-        return Linear.apply(y, self.backproject, self.project)
+        return self.backproject(y)
 
     def fbp(self, y: Tensor) -> Tensor:
         """Aᵀ after the ramp."""
@@ -107,24 +85,9 @@ class Astra(Operator):
         return self.adjoint(torch.fft.irfft(torch.fft.rfft(y, 2 * n) * self.ramp, 2 * n)[..., :n])
 
 
-def batched(apply: Callable[[np.ndarray], np.ndarray]) -> Map:
+def batched(apply: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensor], Tensor]:
     """A function of arrays, image by image, as one of tensors."""
     return lambda x: torch.stack([torch.from_numpy(apply(one.contiguous().numpy())) for one in x[:, 0]])[:, None]
-
-
-class Linear(torch.autograd.Function):
-    """A linear map and its transpose, differentiable as often as is asked."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, apply: Map, transpose: Map) -> Tensor:
-        """M x."""
-        ctx.maps = transpose, apply
-        return apply(x.detach())
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
-        """Mᵀ g."""
-        return Linear.apply(cotangent, *ctx.maps), None, None
 
 
 OPERATORS: dict[str, Callable[[FanBeamGeometry], nn.Module]] = {

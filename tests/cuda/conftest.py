@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from .findings import Findings, asked_for
+from ..benchmarks.measuring import Row
+from .findings import asked_for, write
 
-_FINDINGS = Findings()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+_FOUND: list[Row] = []
+_PASSED: dict[str, bool] = {}
 
 
 @pytest.fixture(params=DEVICES)
@@ -15,20 +17,16 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
-def findings(device: torch.device) -> Findings:
+def findings(device: torch.device) -> list[Row]:
     """Where a test puts what it measures; of a GPU it is kept."""
-    return _FINDINGS if device.type == "cuda" else Findings()
+    return _FOUND if device.type == "cuda" else []
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if "cuda" in report.keywords and report.when == "call":
-        if report.passed:
-            _FINDINGS.passed += 1
-        elif report.failed:
-            _FINDINGS.failed.append(report.nodeid)
+    if "cuda" in report.keywords and report.when == "call" and not report.skipped:
+        _PASSED[report.nodeid] = report.passed
 
 
 def pytest_sessionfinish() -> None:
-    if (path := asked_for()) is not None and _FINDINGS.passed + len(_FINDINGS.failed):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _FINDINGS.write(path)
+    if (path := asked_for()) is not None and _PASSED:
+        write(path, _PASSED, _FOUND)

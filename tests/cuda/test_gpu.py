@@ -3,13 +3,12 @@
 Every body takes the device as a parameter, and runs on the CPU too: none is run first on somebody's GPU.
 """
 
-import csv
 import pickle
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -44,9 +43,9 @@ from qnmixer.fit import fit
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
 
-from ..conftest import PHANTOMS, TINY
+from ..benchmarks.measuring import Row, medians
+from ..conftest import PHANTOMS, TINY, metrics
 from ..promises.test_gradients_of_one_process import COMPETITORS, MODEL
-from .findings import Findings
 
 SMALL = [word for word in TINY if not word.startswith("model.")] + ["data.n_train=8", "data.n_val=3", "data.n_test=4"]
 NETWORKS = {"qn_mixer": MODEL} | COMPETITORS
@@ -54,6 +53,7 @@ IN_32 = 1e-4
 """Relative error of loss and gradient against those of a CPU in 32. Half precision may add `allowed`."""
 ROUNDING = {"32": 0.0, "16-mixed": 2.0**-11, "bf16-mixed": 2.0**-8}
 """Relative error of one rounding."""
+FLOOR = "× as long as the bytes take that must be moved, at the speed of the copy"
 
 
 @cache
@@ -100,7 +100,7 @@ def allowed(model: str, precision: str) -> tuple[float, float]:
 )
 def test_losses_and_gradients_are_those_of_a_cpu(
     device: torch.device,
-    findings: Findings,
+    findings: list[Row],
     monkeypatch: pytest.MonkeyPatch,
     model: str,
     memory: str,
@@ -113,7 +113,7 @@ def test_losses_and_gradients_are_those_of_a_cpu(
     monkeypatch.setattr(modes, "_SMALLEST_OFFLOADED", 0)
     exact = on_a_cpu(model)
     errors = errors_of(loss_and_gradients(small(model, memory, precision), device), exact)
-    findings.add("gradient against a CPU in 32", f"{model}, {memory}, {precision}", errors[1], "relative")
+    findings.append(Row("Relative error of a gradient, to a CPU in 32", f"{model}, {memory}", precision, errors[1]))
     loss, gradient = allowed(model, precision)
     assert errors[0] <= loss
     assert errors[1] <= gradient
@@ -124,14 +124,15 @@ def projector_of(size: int) -> FanBeamProjector:
     return FanBeamProjector(FanBeamGeometry.paper(32, image_size=size))
 
 
-def test_adjointness_and_gain(device: torch.device, findings: Findings) -> None:
+def test_adjointness_and_gain(device: torch.device, findings: list[Row]) -> None:
     """⟨A x, y⟩ = ⟨x, Aᵀ y⟩; A, Aᵀ and FBP are those of the CPU; FBP gives a disc back."""
+    of = "The operator, 64², 32 views"
     projector, moved = projector_of(64), FanBeamProjector(projector_of(64).geometry).to(device)
     x, y = torch.rand(2, 1, 64, 64), torch.rand(2, 1, 32, projector.geometry.n_detectors)
     ax, aty, fbp = (f(z.to(device)).cpu() for f, z in ((moved, x), (moved.adjoint, y), (moved.fbp, y)))
     left, right = (ax.double() * y).sum(), (aty.double() * x).sum()
     error = float((left - right).abs() / left)
-    findings.add("⟨A x, y⟩ against ⟨x, Aᵀ y⟩", "64², 32 views", error, "relative")
+    findings.append(Row(of, "⟨A x, y⟩ against ⟨x, Aᵀ y⟩, relative", "", error))
     assert error < 1e-6
     for found, expected in ((ax, projector(x)), (aty, projector.adjoint(y)), (fbp, projector.fbp(y))):
         assert float((found - expected).norm() / expected.norm()) < 1e-5
@@ -139,7 +140,7 @@ def test_adjointness_and_gain(device: torch.device, findings: Findings) -> None:
     disc = (axis**2 + axis[:, None] ** 2 < 0.25).float()[None, None]
     inside = axis**2 + axis[:, None] ** 2 < 0.15
     gain = float(moved.fbp(moved(disc))[0, 0][inside].mean())
-    findings.add("FBP of a disc of 1", "64², 32 views", gain)
+    findings.append(Row(of, "FBP of a disc of 1", "", gain))
     assert gain == pytest.approx(1, abs=0.02)
 
 
@@ -209,7 +210,7 @@ def size_for(device: torch.device) -> list[str]:
     "overrides", ["", "memory=recompute", "memory=offload", "trainer.precision=16-mixed"], ids=lambda it: it or "keep"
 )
 def test_the_measured_peak_is_that_of_the_plan(
-    device: torch.device, findings: Findings, tmp_path: Path, overrides: str
+    device: torch.device, findings: list[Row], tmp_path: Path, overrides: str
 ) -> None:
     """On a GPU of the default network, with what cuBLAS and the allocator take."""
     if device.type == "cpu" and "offload" in overrides:
@@ -222,7 +223,7 @@ def test_the_measured_peak_is_that_of_the_plan(
     trained(config, device, tmp_path, monitor)
     assert monitor.measured_mib is not None
     ratio = monitor.measured_mib * MIB / planned
-    findings.add("measured peak : plan for a GPU", f"T = {config.model.T}, {overrides or 'keep'}", ratio)
+    findings.append(Row(f"Measured peak : plan for a GPU, T = {config.model.T}", overrides or "keep", "", ratio))
     assert ratio == pytest.approx(1, abs=0.05)
 
 
@@ -246,36 +247,27 @@ def bytes_moved(projector: FanBeamProjector, matrix: ScanMatrix, batch: int) -> 
     return sum(buffer.nbytes for buffer in matrix.buffers()) // 2 + numbers * 4
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, rounds: int = 9) -> float:
-    """Median of a call, the first left out, up to when the device is done."""
-    times = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+ROUNDS = 9
 
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written a second."""
     source = torch.ones(2**28 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * len(source) / seconds_of(lambda: target.copy_(source), device)
+    return 2 * len(source) / medians({"": lambda: target.copy_(source)}, ROUNDS)[""]
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_time_of_the_operator(device: torch.device, findings: Findings, batch: int) -> None:
+def test_time_of_the_operator(device: torch.device, findings: list[Row], batch: int) -> None:
     size = 256 if device.type == "cuda" else 64
     projector = FanBeamProjector(projector_of(size).geometry).to(device)
     x = torch.rand(batch, 1, size, size, device=device)
     y, bandwidth = projector(x), copy_bandwidth(device)
+    of = f"Time of the operator, {size}², 32 views ({FLOOR})"
     floor = bytes_moved(projector, projector._rays, batch) / bandwidth
-    findings.add("copy", "256 MiB", bandwidth / 1e9, "GB/s")
-    for name, call in (("A", lambda: projector(x)), ("Aᵀ", lambda: projector.adjoint(y))):
-        seconds = seconds_of(call, device)
-        findings.add(name, f"{size}², 32 views, batch {batch}", seconds * 1e3, "ms", seconds / floor)
+    findings.append(Row(of, "copy", f"batch {batch}", bandwidth / 1e9, "GB/s"))
+    for name, seconds in medians({"A": lambda: projector(x), "Aᵀ": lambda: projector.adjoint(y)}, ROUNDS).items():
+        findings.append(Row(of, name, f"batch {batch}", seconds * 1e3, "ms", seconds / floor))
         assert seconds > 0
 
 
@@ -303,7 +295,7 @@ COMPILED = ["compile=true", "compile=true data.batch_size=4", "compile=true data
 
 
 @pytest.mark.parametrize("overrides", [*STEPS, *COMPILED])
-def test_time_of_a_step(device: torch.device, findings: Findings, tmp_path: Path, overrides: str) -> None:
+def test_time_of_a_step(device: torch.device, findings: list[Row], tmp_path: Path, overrides: str) -> None:
     """The floor: the peak of the step's memory, read and written once."""
     if device.type == "cpu" and overrides:
         pytest.skip("one setting shows on a CPU that the body runs")
@@ -315,8 +307,8 @@ def test_time_of_a_step(device: torch.device, findings: Findings, tmp_path: Path
     assert monitor.measured_mib is not None
     floor = 2 * monitor.measured_mib * 2**20 / copy_bandwidth(device)
     seconds = statistics.median(steps)
-    setting = f"T = {config.model.T}, {config.data.image_size}², {overrides or 'keep, 32'}"
-    findings.add("training step", setting, seconds * 1e3, "ms", seconds / floor)
+    of = f"A training step, T = {config.model.T}, {config.data.image_size}² ({FLOOR})"
+    findings.append(Row(of, overrides or "keep, 32", "", seconds * 1e3, "ms", seconds / floor))
     assert seconds > 0
 
 
@@ -328,8 +320,7 @@ def train(folder: Path, accelerator: str, *overrides: str) -> list[float]:
     new = [*TINY, *PHANTOMS, f"trainer.accelerator={accelerator}", f"hydra.run.dir={folder}"]
     words = [f"resume={folder}"] if folder.exists() else new
     subprocess.run([sys.executable, "-m", "qnmixer.train", *words, *overrides], check=True, cwd=folder.parent)
-    with (folder / "metrics.csv").open(newline="") as stream:
-        return [float(line["train/loss"]) for line in csv.DictReader(stream) if line["train/loss"]]
+    return metrics(folder)["train/loss"]
 
 
 @pytest.mark.slow

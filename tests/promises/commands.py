@@ -1,9 +1,7 @@
 """The commands on a network that learns in a second, in this process, and what they leave behind."""
 
-import csv
 import io
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -88,12 +86,6 @@ def training(folder: Path, *overrides: str) -> Outcome:
     return run("train", *TINY, *phantoms, *overrides, f"hydra.run.dir={folder}")
 
 
-def environment(**more: str) -> dict[str, str]:
-    """That of this process, without anything of W&B."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA", "GIT_"))}
-    return kept | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | more
-
-
 def record(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
@@ -101,13 +93,6 @@ def record(folder: Path) -> dict[str, Any]:
 def weights(run_folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
     checkpoint = torch.load(run_folder / "checkpoints" / f"{name}.ckpt", weights_only=True)
     return checkpoint["state_dict"]
-
-
-def metrics(folder: Path) -> dict[str, list[float]]:
-    """metrics.csv by column, without the empty cells."""
-    with (folder / "metrics.csv").open(newline="") as stream:
-        lines = list(csv.DictReader(stream))
-    return {key: [float(line[key]) for line in lines if line[key]] for key in lines[0]}
 
 
 def slice_hu(number: int, size: int = 48) -> np.ndarray[Any, Any]:

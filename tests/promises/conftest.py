@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ..conftest import environment
 from ..wandb_server import wandb_server
 from ..warm import FORK_RANKS, Warm
-from .commands import Command, Outcome, environment, training, write_ct
+from .commands import Command, Outcome, training, write_ct
 
 __all__ = ["command", "ct", "minmax", "noise_free", "place", "trained", "wandb_server"]
 
@@ -34,29 +35,30 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("commands")
 
 
+def run_of(folder: Path, *words: str) -> Path:
+    """A run folder, and beside its files what the command has said."""
+    outcome = training(folder, *words)
+    assert outcome.code == 0, outcome.stderr
+    (folder / "stdout.txt").write_text(outcome.stdout)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def trained(place: Path) -> Path:
     """A run folder on phantoms, with the field's noise."""
-    outcome = training(place / "trained", "noise=field")
-    assert outcome.code == 0, outcome.stderr
-    (place / "trained" / "stdout.txt").write_text(outcome.stdout)
-    return place / "trained"
+    return run_of(place / "trained", "noise=field")
 
 
 @pytest.fixture(scope="session")
 def noise_free(place: Path) -> Path:
     """A run folder without noise, on whose simulated sinograms one can count."""
-    outcome = training(place / "noise_free", "test_after_training=false")
-    assert outcome.code == 0, outcome.stderr
-    return place / "noise_free"
+    return run_of(place / "noise_free", "test_after_training=false")
 
 
 @pytest.fixture(scope="session")
 def minmax(place: Path) -> Path:
     """A run folder whose slices have no scale."""
-    outcome = training(place / "minmax", "data.scaling=minmax", "test_after_training=false")
-    assert outcome.code == 0, outcome.stderr
-    return place / "minmax"
+    return run_of(place / "minmax", "data.scaling=minmax", "test_after_training=false")
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,9 @@ from qnmixer.engine import cli
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse, to_plain
 
+from ..conftest import environment
 from ..heavy import LOADED, path_without
 from ..warm import Warm
-from .commands import environment
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +33,8 @@ done
 
 def real(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A process of its own, from the start of Python on."""
-    kept = {name: value for name, value in environment().items() if not name.startswith(("SLURM", "TORCHELASTIC"))}
     words = (sys.executable, *words)
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=kept | variables, timeout=120)
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment(**variables), timeout=120)
 
 
 def first_lines(folder: Path, *words: str, **variables: str) -> list[str]:

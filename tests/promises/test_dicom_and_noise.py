@@ -21,12 +21,12 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.noise import attenuation_per_value
 
+from ..conftest import metrics
 from .commands import (
     BINS,
     SIZE,
     VIEWS,
     contents,
-    metrics,
     reconstruction,
     record,
     run,

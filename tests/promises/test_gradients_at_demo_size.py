@@ -6,7 +6,6 @@ README's commands at the demo's own size, where parts that only act on large ten
 seen once.
 """
 
-import csv
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ..conftest import metrics
 from .commands import Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo size")]
@@ -59,8 +59,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Train:
         run_folder = folder / str(len(list(folder.iterdir())))
         words = f"experiment=demo {FEW} {overrides}".split()
         assert command(folder, "train", *words, f"hydra.run.dir={run_folder}").code == 0
-        with (run_folder / "metrics.csv").open(newline="") as stream:
-            losses = [float(line["train/loss"]) for line in csv.DictReader(stream) if line["train/loss"]]
+        losses = metrics(run_folder)["train/loss"]
         checkpoint = torch.load(run_folder / "checkpoints" / "last.ckpt", weights_only=True)
         states = checkpoint["optimizer_states"][0]["state"].values()
         moments = [state["momentum"] if "momentum" in state else state["exp_avg"] for state in states]

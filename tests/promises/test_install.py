@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("install")]
 
+PATH = "/usr/bin:/bin"  # without uv
 V100, A100, RTX_5090 = "7.0, 580.65.06", "8.0, 580.65.06", "12.0, 580.65.06"
 
 # Builds the project itself without setuptools, which a new environment does not have on every Python.
@@ -94,18 +95,15 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Machine:
     """A copy of the project on a machine of its own."""
 
-    def __init__(self, template: Path, folder: Path, path: str = "/usr/bin:/bin") -> None:
+    def __init__(self, template: Path, folder: Path) -> None:
         shutil.copytree(template / "project", folder / "project", symlinks=True)
         self.project, self.bin = folder / "project", folder / "bin"
         self.bin.mkdir()
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "CUDA_"))}
-        pypi = (template / "pypi").as_uri()
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "CUDA_"))}
         self.environment = kept | {
-            "PATH": f"{self.bin}:{path}",
+            "PATH": f"{self.bin}:{PATH}",
             "PIP_CONFIG_FILE": os.devnull,
-            "PIP_INDEX_URL": pypi,
-            "UV_DEFAULT_INDEX": pypi,
-            "UV_CACHE_DIR": str(folder / "uv"),
+            "PIP_INDEX_URL": (template / "pypi").as_uri(),
             "TORCH_INDEX": (template / "whl").as_uri(),
         }
 
@@ -133,11 +131,11 @@ class Machine:
 
 @pytest.fixture
 def machine(template: Path, tmp_path: Path) -> Callable[..., Machine]:
-    def make(*gpus: str, path: str = "/usr/bin:/bin") -> Machine:
-        made = Machine(template, tmp_path, path)
+    def make(*gpus: str) -> Machine:
+        made = Machine(template, tmp_path)
         if gpus:
             fake_nvidia_smi(made.bin, *gpus)
-        elif shutil.which("nvidia-smi", path=path):  # that of the machine that runs this test
+        elif shutil.which("nvidia-smi", path=PATH):  # that of the machine that runs this test
             fake_nvidia_smi(made.bin, "No devices were found", code=6)
         return made
 

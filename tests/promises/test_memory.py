@@ -21,10 +21,11 @@ from qnmixer.engine.memory.usage import MIB
 from qnmixer.module import ReconstructionModule
 from qnmixer.weights import CHECKPOINT_KEY
 
+from ..conftest import environment
 from ..memory.test_advice import TINY
 from ..memory.test_plan import SMALL
 from ..warm import Warm
-from .commands import Command, environment
+from .commands import Command
 
 pytestmark = pytest.mark.slow
 Build = Callable[..., ReconstructionModule]
@@ -83,13 +84,17 @@ main()
 """
 
 
+def save(module: ReconstructionModule, path: Path) -> None:
+    """As the checkpoint of a run."""
+    content = {"format": 1, "config": to_plain(module.config), "largest_norm": 0.0}
+    torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
+
+
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is read from /proc")
 def test_a_batch_that_does_not_fit_is_halved(tiny_module: Build, tmp_path: Path) -> None:
     """Real allocations that the system refuses, 150 MiB above what is there."""
-    module = tiny_module("data.image_size=128", "model.n_iterations=1", "model.channels=32")
-    content = {"format": 1, "config": to_plain(module.config), "largest_norm": 0.0}
-    torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, tmp_path / "a.ckpt")
+    save(tiny_module("data.image_size=128", "model.n_iterations=1", "model.channels=32"), tmp_path / "a.ckpt")
     np.save(tmp_path / "a.npy", np.stack([phantom(32, seed=0, part="test", index=k) for k in range(64)]))
     # Freed memory goes back to the system. Else it depends on chance how much of the address space is left.
     steady = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -105,3 +110,32 @@ def test_a_batch_that_does_not_fit_is_halved(tiny_module: Build, tmp_path: Path)
     assert found[0][1] == "64"  # type: ignore[index]
     assert all(match and int(match[2]) == int(match[1]) // 2 for match in found)
     assert len(list((tmp_path / "out").glob("*.npy"))) == 64
+
+
+_PEAK = """
+import runpy
+try:
+    runpy.run_module("qnmixer.reconstruct", run_name="__main__")
+finally:
+    with open("/proc/self/status") as status:
+        print(*(line.split()[1] for line in status if line.startswith("VmHWM:")))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_a_long_series_needs_the_memory_of_a_short_one(tiny_module: Build, tmp_path: Path) -> None:
+    """All its slices together have 100 MiB."""
+    save(tiny_module(), tmp_path / "a.ckpt")
+    hu, peaks = phantom(256, seed=0, part="test", index=0).astype(np.float32), []
+    for n in (40, 400):
+        (folder := tmp_path / str(n)).mkdir()
+        for k in range(n):
+            np.save(folder / f"{k}.npy", hu)
+        words = ["run=a.ckpt", f"input={n}", f"output=out{n}", "accelerator=cpu", "formats=[npy]"]
+        command = [sys.executable, "-c", _PEAK, *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment())
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout.splitlines()[-1]))
+    assert len(list((tmp_path / "out400").iterdir())) == 400
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.1)

@@ -3,7 +3,6 @@
 The command `new`: a project of one's own, which takes no place of files, and whose training step is the user's.
 """
 
-import csv
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from qnmixer import module, new
 
-from ..conftest import PHANTOMS
+from ..conftest import PHANTOMS, metrics
 from ..conftest import TINY as COMMON
 from .commands import Command
 
@@ -56,11 +55,6 @@ def test_nothing_is_written_but_into_one_new_folder(
     assert [path.name for path in tmp_path.rglob("*")] == ["here", "conf"]
 
 
-def column(run: Path, name: str) -> list[float]:
-    with (run / "metrics.csv").open(newline="") as stream:
-        return [float(row[name]) for row in csv.DictReader(stream) if row[name]]
-
-
 @pytest.mark.slow
 def test_its_training_step_is_the_users_and_goes_on(tmp_path: Path, command: Command) -> None:
     folder = tmp_path / "mine"
@@ -71,13 +65,12 @@ def test_its_training_step_is_the_users_and_goes_on(tmp_path: Path, command: Com
     assert plain in step.read_text()
     step.write_text(step.read_text().replace(plain, plain.replace("return", "return 10 *")))
     assert command(folder, "train", *MINE, "hydra.run.dir=run").code == 0
-    (before, _), (after, _) = (column(folder / run, "train/loss") for run in ("before", "run"))
-    assert after == pytest.approx(10 * before, rel=1e-5)
-    (before,), (after,) = (column(folder / run, "val/loss") for run in ("before", "run"))
-    assert after == pytest.approx(before, rel=0.5)  # other weights, but the same measure
+    before, after = (metrics(folder / run) for run in ("before", "run"))
+    assert after["train/loss"][0] == pytest.approx(10 * before["train/loss"][0], rel=1e-5)
+    assert after["val/loss"] == pytest.approx(before["val/loss"], rel=0.5)  # other weights, but the same measure
 
     assert command(folder, "train", "resume=run", "trainer.max_steps=3").code == 0  # the run is this user's
-    assert len(column(folder / "run", "train/loss")) == 3
+    assert len(metrics(folder / "run")["train/loss"]) == 3
     evaluate = ["run=run", "hydra.run.dir=evaluated"]
     word = command(folder, "evaluate", *evaluate).error.rpartition("add ")[2].strip("'")
     assert word == "trust=my_network"

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from ..conftest import environment
 from .commands import TINY as COMMON
-from .commands import Command, environment, write_ct
+from .commands import Command, write_ct
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharing")]
 
@@ -40,8 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(REPOSITORY / name, checkout / name, symlinks=True, ignore=ignored)
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        subprocess.run(["git", *who, *words], cwd=checkout, check=True, env=environment, capture_output=True)
+        subprocess.run(["git", *who, *words], cwd=checkout, check=True, env=environment(), capture_output=True)
     (checkout / "conf" / ".env").write_text(f"WANDB_API_KEY={SECRET}\n")
     (checkout / "src" / "qnmixer" / "local_settings.py").write_text(f"PASSWORD = '{SECRET}'\n")
     (checkout / "src" / "qnmixer" / "notes.txt").write_text(f"{SECRET}\n")

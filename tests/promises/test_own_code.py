@@ -17,9 +17,9 @@ import torch
 from qnmixer.engine.config.run import parse_file, to_plain
 from qnmixer.weights import CHECKPOINT_KEY
 
-from ..conftest import PHANTOMS
+from ..conftest import PHANTOMS, environment, metrics
 from ..conftest import TINY as COMMON
-from .commands import Command, environment
+from .commands import Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("own")]
 
@@ -110,9 +110,7 @@ def test_every_part_of_the_run_is_the_users(here: Path) -> None:
     (optimizer,) = found["optimizer_states"]
     assert [(group["beta"], group["weight_decay"]) for group in optimizer["param_groups"]] == [(0.95, 0.0)] * 2
     assert "mean" in optimizer["state"][0]
-    with (here / "run" / "metrics.csv").open(newline="") as stream:
-        rates = [float(row["train/lr"]) for row in csv.DictReader(stream) if row["train/lr"]]
-    assert rates == pytest.approx([0.0, 1e-3 * 0.5 / 0.7])
+    assert metrics(here / "run")["train/lr"] == pytest.approx([0.0, 1e-3 * 0.5 / 0.7])
     assert (here / "counted.0").read_text() == "2"
     assert {"train/loss", "train/roughness", "train/range"} <= rows_of(here / "run")[0].keys()
 

@@ -20,7 +20,7 @@ import torch
 
 from qnmixer.engine.checkpoints import read_checkpoint
 
-from ..conftest import PHANTOMS, TINY
+from ..conftest import PHANTOMS, TINY, environment
 from ..warm import Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resuming")]
@@ -68,12 +68,7 @@ class Runs:
         self.folder, self.warm = folder, warm
         self.warm_start = DRAWING * drawing + TRAIN
         (folder / "sitecustomize.py").write_text(AT_START * drawing)
-        drop = ("HYDRA", "SLURM", "TORCHELASTIC", "WANDB")
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-        self.environment |= {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        }
+        self.environment = environment(PYTHONPATH=f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
     def start(self, *overrides: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -3,6 +3,7 @@
 A run on a terminal: its bar, Ctrl-C, and how it goes on.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -57,7 +58,10 @@ def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     assert any(line.endswith("warning: warned by a callback") for line in lines)
     assert any(re.fullmatch(r"memory: \d+ MiB in tensors at the peak of a step", line) for line in lines)
     assert [line.split(" · ")[:1] for line in lines if "val PSNR" in line][:2] == [["step 10/5000"], ["step 20/5000"]]
-    (end,) = re.findall(r"^interrupted after step (\d+), to resume: ", lines[-1])
+    go_on = r"interrupted after step (\d+), to resume: python -m qnmixer.train resume=run"
+    (end,) = re.findall(go_on, lines[-1])
+    stopped = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (stopped["status"], "error" in stopped) == ("interrupted", False)
 
     more = ["resume=run", f"trainer.max_steps={int(end) + 5}"]
     again = in_terminal([*warm.under, *train, *more], cwd=tmp_path, env=environment)
@@ -69,7 +73,9 @@ def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     assert steps[0] == int(end)
     assert steps == sorted(steps)
 
-    for part in offline_runs(tmp_path):  # W&B gets no word of the terminal
+    first, second = offline_runs(tmp_path)
+    assert (first.exit_code, second.exit_code) == (255, 0)  # what wandb calls interrupted, and done
+    for part in (first, second):  # W&B gets no word of the terminal
         assert not [it for it in part.records if it["type"] in ("output_raw", "output_logger")]
 
 

@@ -22,10 +22,10 @@ from wandb.sdk.launch.sweeps.utils import DEFAULT_SWEEP_COMMAND, create_sweep_co
 from qnmixer.engine.config.compose import CONF
 from qnmixer.engine.tracking.records import read_metrics, read_results
 
-from ..conftest import PHANTOMS
+from ..conftest import PHANTOMS, environment
 from ..conftest import TINY as COMMON
 from ..warm import Warm
-from .commands import STEPS, TINY, Command, environment
+from .commands import STEPS, TINY, Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wandb")]  # else each worker would train the three methods
 

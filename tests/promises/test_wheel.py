@@ -100,10 +100,19 @@ def test_a_project_of_ones_own_trains(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "run" / "checkpoints" / "best.ckpt").is_file()
 
 
+MORE = """
+import sys
+assert (image.shape, sinogram.shape, reconstruction.shape) == ((1, 1, 256, 256), (1, 1, 64, 512), (1, 1, 256, 256))
+error, of_fbp = (float((x - image).square().mean()) for x in (reconstruction, network.projector.fbp(sinogram)))
+assert error < 0.05 * of_fbp
+print(qnmixer.__file__, {'lightning', 'hydra'} & {*sys.modules})
+"""
+
+
 def test_ten_lines_of_plain_pytorch(run: Run, tmp_path: Path) -> None:
     (ten_lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
-    more = "import sys; print(qnmixer.__file__, {'lightning', 'hydra'} & {*sys.modules})"
-    last = run("python", "-c", ten_lines + more, cwd=tmp_path).splitlines()[-1]
+    assert len([line for line in ten_lines.splitlines() if line]) == 10
+    last = run("python", "-c", ten_lines + MORE, cwd=tmp_path).splitlines()[-1]
     assert re.fullmatch(r"\S+/site-packages/qnmixer/__init__.py set\(\)", last)
 
 

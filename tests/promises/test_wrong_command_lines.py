@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ..conftest import environment
 from ..heavy import path_without
 from ..warm import Done, Warm
 
@@ -152,23 +153,22 @@ def command_of(case: str, folder: Path, light: str) -> tuple[list[str], dict[str
     """Arguments of Python, and the environment."""
     (folder / "a_file").touch()
     name, *arguments = shlex.split(case) if "='" not in case else case.split()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HYDRA", "SLURM"))}
-    return ["-m", f"qnmixer.{name}", *arguments], environment | {"PYTHONPATH": light}
+    return ["-m", f"qnmixer.{name}", *arguments], environment(PYTHONPATH=light)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_line_at_once(case: str, cold: Warm, light: str, tmp_path: Path) -> None:
-    arguments, environment = command_of(case, tmp_path, light)
-    done = cold.run(*arguments, cwd=tmp_path, env=environment, timeout=60)
+    arguments, variables = command_of(case, tmp_path, light)
+    done = cold.run(*arguments, cwd=tmp_path, env=variables, timeout=60)
     check(case, done, tmp_path)
 
 
 @pytest.mark.parametrize("case", {case.split()[0]: case for case in CASES}.values())
 def test_a_command_of_its_own_says_the_same(case: str, light: str, tmp_path: Path) -> None:
     """One of each, from the start of Python on."""
-    arguments, environment = command_of(case, tmp_path, light)
+    arguments, variables = command_of(case, tmp_path, light)
     words = [sys.executable, *arguments]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=variables)
     check(case, Done(done.returncode, done.stdout, done.stderr), tmp_path)
 
 
@@ -187,8 +187,8 @@ def test_nifti_is_refused(case: str, cold: Warm, light: str, tmp_path: Path) -> 
         path = tmp_path / "ct" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"any")
-    arguments, environment = command_of(case, tmp_path, light)
-    done = cold.run(*arguments, cwd=tmp_path, env=environment, timeout=60)
+    arguments, variables = command_of(case, tmp_path, light)
+    done = cold.run(*arguments, cwd=tmp_path, env=variables, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert re.search(r"^error: .*(input|root)=ct.* is NIfTI, which qnmixer cannot read: .* convert it to \.npy", line)

@@ -43,31 +43,25 @@ def test_a_hub_gets_weights_and_card_and_gives_them_back(hub_server: HubServer, 
 
     ours, theirs = (qnmixer.load_pretrained(it).state_dict() for it in (output, "hf://me/a-b.c"))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    (downloaded,) = (tmp_path / "hub").glob("models--me--a-b.c/snapshots/*/model.safetensors")
-    assert downloaded.read_bytes() == output.read_bytes()
     np.save(tmp_path / "slice.npy", phantom(48, seed=0, part="test", index=0))
     words = ["run=hf://me/a-b.c", f"input={tmp_path}/slice.npy", f"output={tmp_path / 'out'}", "formats=[npy]"]
     code, _, stderr = run(reconstruct, check_reconstruct, "reconstruct", *words)
     assert code == 0, stderr
 
 
-def test_a_push_that_fails_changes_nothing(
-    hub_server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_that_fails_changes_nothing(hub_server: HubServer, tmp_path: Path) -> None:
     folder = save(tmp_path / "run", *TINY)
     given = f"run={folder}", "push=me/mine"
     assert run(export, check, "export", *given)[0] == 0
     before, here = hub_server.files["me/mine"].copy(), {*tmp_path.rglob("*")}
     save(folder, *TINY, seed=1)
-    hub_server.refuses = "/commit/"
+    hub_server.refuses = True
     line = refusal(*given)
     assert line.startswith("push=me/mine failed (HfHubHTTPError: ")
     assert "403" in line
     assert "no file was changed there: log in by `hf auth login`" in line
     assert hub_server.files["me/mine"] == before
     assert {*tmp_path.rglob("*")} == here
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody listens
-    assert "push=me/mine failed (" in refusal(*given)
 
 
 def test_what_no_hub_has_is_refused(
