@@ -32,6 +32,10 @@ class Learning(torch.nn.Module):
     def forward(self, image, truth):
         return (self.layer(image) - self.layer(truth)).abs().mean((1, 2, 3))
 
+def of_step(step):
+    return 1.0
+
+
 def nothing(step, n_steps):
     return None
 
@@ -102,9 +106,10 @@ def test_a_loss_that_takes_no_two_images_is_one_line(tiny_config: TinyConfig, ta
 
 
 def test_results_that_do_not_fit(tiny_config: TinyConfig) -> None:
-    factor = learning_rate_factor(tiny_config(*chosen("schedule", "options_of_mine.nothing")).schedule, 10)
-    with pytest.raises(PluginError, match="gives None at step 3: it must give a finite number"):
-        factor(3)
+    for name, why in {"nothing": "NoneType", "of_step": "takes 1 positional argument"}.items():
+        schedule = tiny_config(*chosen("schedule", f"options_of_mine.{name}"), "schedule.warmup=0.5").schedule
+        with pytest.raises(PluginError, match=rf"{name} fails at step 5 \(.*{why}.*must take \(step, n_steps\)"):
+            learning_rate_factor(schedule, 10)  # before the first step, though the warm-up does not call it
     noise = build_noise(tiny_config(*chosen("noise", "options_of_mine.Short")))
     with pytest.raises(PluginError, match=r"Short\.sample gives \[8, 24\] for a sinogram \[1, 8, 24\]"):
         noise(torch.zeros(1, 1, 8, 24), [(1,)])

@@ -14,6 +14,7 @@ from qnmixer.engine.batch import Batch
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reconstructor import sample_measurement
 from qnmixer.engine.training.callbacks import StepMetrics
+from qnmixer.errors import PluginError
 from qnmixer.module import ReconstructionModule
 
 Build = Callable[..., ReconstructionModule]
@@ -74,6 +75,11 @@ def test_a_loss_is_checked_before_the_next_one(tiny_module: Build, value: float,
     with pytest.raises(FloatingPointError, match=f"the loss became {value} at step 3"):
         ask(value, 1.0)
     ask(1.0)  # said once
+
+
+def test_a_loss_for_each_image_is_refused(tiny_module: Build) -> None:
+    with pytest.raises(PluginError, match=r"Module\.training_step gives a tensor \[3\]: it must give one number"):
+        StepMetrics().on_before_backward(SimpleNamespace(global_step=0), tiny_module(), torch.ones(3))  # type: ignore[arg-type]
 
 
 def test_weights_that_are_not_finite_are_not_written(tiny_module: Build, tmp_path: Path) -> None:

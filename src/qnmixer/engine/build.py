@@ -14,7 +14,7 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.metrics import build_metrics, one_for_each, try_loss
 from qnmixer.engine.reconstructor import Measurement, build_geometry, build_network, sample_measurement
 from qnmixer.engine.run_module import RunModule
-from qnmixer.errors import ConfigError, PluginError
+from qnmixer.errors import ConfigError, PluginError, first_line
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector
 
@@ -113,15 +113,14 @@ def learning_rate_factor(config: ScheduleConfig, n_steps: int) -> Callable[[int]
     def factor(step: int) -> float:  # no object: LambdaLR writes an object's attributes into checkpoints
         if step < n_warmup:
             return (step + 1) / (n_warmup + 1)
-        value = schedule(step, n_steps)
         try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
+            number = float(schedule(step, n_steps))
+        except (TypeError, ValueError) as error:
+            why = f"fails at step {step} ({first_line(error)})"
+            raise PluginError(f"{config.said} {why}: it must take (step, n_steps) and give a number") from error
         if not math.isfinite(number):
-            raise PluginError(
-                f"schedule._target_={config._target_} gives {value} at step {step}: it must give a finite number"
-            )
+            raise PluginError(f"{config.said} gives {number} at step {step}: it must give a finite number")
         return number
 
+    factor(n_warmup)  # so that a function that does not fit ends the run before its first step
     return factor

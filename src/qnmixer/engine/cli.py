@@ -316,7 +316,7 @@ def _explain_key(key: str, config_name: str) -> str:
         return line
     if group == "trainer" and name in PassedOn.__annotations__:
         line = f"unknown key {key}"  # what it is like would lead astray
-    elif line.endswith("?") and f"{group}=custom" not in sys.argv:
+    elif line.endswith("?") and not any(it.startswith((f"{group}=custom", f"{group}.{TARGET}=")) for it in sys.argv):
         return line
     return f"{line}{'' if line.endswith('?') else '.'} An argument that is not in conf/ takes a plus: +{key}=…"
 

@@ -79,6 +79,9 @@ class StepMetrics(Callback):
         If the host reads a number from a GPU, it waits for all queued work, and then the GPU waits for the host. So the
         answer is copied in the background, and read before the weights change. The GPU has the backward pass meanwhile.
         """
+        if loss.numel() > 1:
+            own = f"{type(pl_module).__name__}.training_step"
+            raise PluginError(f"{own} gives a tensor {list(loss.shape)}: it must give one number, the mean over images")
         self._raise_if_not_finite()  # with accumulation, the loss of the batch before is still unchecked
         loss = loss.detach()
         finite = torch.isfinite(loss).to("cpu", non_blocking=True)  # into pinned memory

@@ -45,6 +45,8 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
             f"slice{'s' * (batch > 1)} an optimizer step",
             f"training ends after {' or '.join(limits)}",
         ]
+        if getattr(config.optimizer.load(), "takes_hidden_weights", False) and not module.network.hidden_weights():
+            lines.append(f"the network names no hidden_weights(): optimizer={config.optimizer.name} uses AdamW for all")
     if config.debug.name in ("few_batches", "overfit"):
         lines.append(f"debug={config.debug.name}: the numbers of such a run mean little")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
