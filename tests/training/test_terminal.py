@@ -23,7 +23,7 @@ EIGHT = ["data.n_train=8", "trainer.max_steps=-1", "trainer.val_every_n_steps=nu
         (["model=fbp"], ""),
         (["data.batch_size=1", "trainer.max_steps=4", "data.n_train=8"], "= 1 slice an optimizer step\n"),
         (["trainer.max_steps=4", "data.n_train=16"], "training ends after 4 steps\n"),
-        ([*OWN, "model.n_iterations=2", "optimizer=muon"], "names no hidden_weights(): optimizer=muon uses AdamW for all\n"),
+        ([*OWN, "model.n_iterations=2", "optimizer=muon"], "hidden_weights(): optimizer=muon uses AdamW for all\n"),
         ([*EIGHT, "trainer.max_epochs=1", "trainer.max_steps=3"], "ends after 3 steps or 1 epochs\n"),
     ],
 )
