@@ -269,9 +269,9 @@ def _plan_stage(
     with tracker, torch.autocast("cpu", enabled=False):
         if config.trainer.precision != "32":
             forward()  # makes these copies
-        before = dict(tracker.now)
+        before = tracker.now["activations"]
         made = forward()
-        held, host = (tracker.now[kind] - before[kind] for kind in ("activations", "host"))
+        held = tracker.now["activations"] - before
         made.backward(*gradient)
         del made
         torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])  # the sum over the devices
@@ -282,7 +282,6 @@ def _plan_stage(
         peak,
         activations=peak.activations + (most - 1) * held,
         strategy=at_once * n_bytes(received + gradient) + late * n_bytes(received),
-        host=most * host,
     )
 
 

@@ -66,7 +66,6 @@ def as_object(config: Config, planner: Planner, devices: list[str]) -> dict[str,
         "peak_mib": _mib(footprint.peak),
         "per_iteration_mib": None if grows is None else _mib(grows),
         "parts": {name: _mib(value) for name, value in footprint.parts().items()},
-        "host_mib": _mib(footprint.host),
         "fits": {name: footprint.peak / MIB <= usable(name) for name in devices},
         "devices": [_mib(device.footprint.peak) for device in planner.devices(config)],
     }
@@ -115,8 +114,6 @@ def _print_run(console: Console, config: Config, planner: Planner, assumed: str)
     ]
     if grows is not None:
         lines.append(f"each further iteration adds {grows / MIB:,.1f} MiB")
-    if footprint.host:
-        lines.append(f"moved to host memory: {footprint.host / MIB:,.0f} MiB")
     if config.trainer.accelerator != "cpu":
         lines.append(
             f"a run on a GPU shows about {on_a_gpu(footprint.peak) / MIB:,.0f} MiB: cuBLAS's workspaces "

@@ -77,14 +77,16 @@ class PeakTracker(TorchDispatchMode):
     torch has a similar tracker, `torch.distributed._tools.mem_tracker`. Its import alone takes a second. It takes twice
     as long for each operator, and its hooks on modules prevent that graphs are freed.
 
+    Shapes on `HOST` do not count either.
+
     Attributes:
-        now: bytes by kind (parameters, gradients, optimizer, operator, activations, and `host`, see `HOST`).
-        peak: the same when the sum of all kinds but `host` was largest.
+        now: bytes by kind (parameters, gradients, optimizer, operator, activations).
+        peak: the same when their sum was largest.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = dict.fromkeys(("parameters", "gradients", "optimizer", "operator", "activations", "host"), 0)
+        self.now = dict.fromkeys(("parameters", "gradients", "optimizer", "operator", "activations"), 0)
         self.peak = dict(self.now)
         self._kinds: dict[int, str] = {}  # of each storage that is alive
         self._alive: dict[int, weakref.ref[Any]] = {}
@@ -113,7 +115,7 @@ class PeakTracker(TorchDispatchMode):
     @property
     def peak_bytes(self) -> int:
         """The largest number of bytes at once."""
-        return sum(self.peak.values()) - self.peak["host"]
+        return sum(self.peak.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # more than half of all calls; fake tensors ask for it
@@ -122,8 +124,8 @@ class PeakTracker(TorchDispatchMode):
             return NotImplemented  # a wrapper calls this again with the tensors inside it
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._count(value, "host" if getattr(value, "fake_device", None) == HOST else "activations")
+            if isinstance(value, Tensor) and getattr(value, "fake_device", None) != HOST:
+                self._count(value, "activations")
         return result
 
     def __exit__(self, *args: Any) -> None:
@@ -141,7 +143,7 @@ class PeakTracker(TorchDispatchMode):
         # Of the storage, not the tensor: views share it, and it is freed with the last of them.
         self._alive[key] = weakref.ref(storage, partial(self._forget, key, size))
         self.now[kind] += size
-        if sum(self.now.values()) - self.now["host"] > self.peak_bytes:
+        if sum(self.now.values()) > self.peak_bytes:
             self.peak = dict(self.now)
 
     def _forget(self, key: int, size: int, _: Any) -> None:

@@ -29,7 +29,7 @@ def on_a_gpu(n_bytes: float, workspace: float = WORKSPACE) -> float:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on the device at the peak of a training step, by kind. `host`: bytes that offloading moved to the host.
+    """Bytes on the device at the peak of a training step, by kind.
 
     `strategy`: the copies that a strategy adds (messages, receive buffers, gathered weights); 0 for single.
     """
@@ -40,7 +40,6 @@ class Footprint:
     activations: float
     operator: float
     strategy: float = 0.0
-    host: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -49,7 +48,7 @@ class Footprint:
 
     def parts(self) -> dict[str, float]:
         """The kinds whose sum is `peak`."""
-        return {name: value for name, value in vars(self).items() if name != "host"}
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
