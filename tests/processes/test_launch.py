@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from qnmixer.engine.processes.launch import RankTraceback, launch
-from qnmixer.engine.processes.process import threads_each
 from qnmixer.errors import RankFailed, Stopped
+from qnmixer.machine import threads_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launch")]
 

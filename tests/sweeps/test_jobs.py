@@ -12,10 +12,10 @@ import pytest
 
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
-from qnmixer.engine.processes.process import threads_each
 from qnmixer.engine.sweeps import Job, objective, run_jobs
 from qnmixer.engine.tracking.records import read_results
 from qnmixer.errors import ConfigError
+from qnmixer.machine import threads_each
 
 PROGRAM = f"""#!{sys.executable}
 import json, os, pathlib, sys, time

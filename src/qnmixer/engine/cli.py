@@ -45,9 +45,10 @@ from qnmixer.engine.config.options import (
     unknown_key,
 )
 from qnmixer.engine.config.sections import PassedOn
-from qnmixer.engine.processes.process import is_rank, rank, wait_briefly, world_size
+from qnmixer.engine.processes.process import is_rank, rank, world_size
 from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, suggest, visible
 from qnmixer.files import naming, private_files
+from qnmixer.machine import wait_briefly
 
 # Commands
 

@@ -26,7 +26,7 @@ from qnmixer.engine.cli import TRACEBACK
 from qnmixer.engine.config.compose import quoted
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import modes_of, parse_metrics
-from qnmixer.engine.processes.process import SIGNALS, THREADS, die_with_parent, handle_signals, threads_each
+from qnmixer.engine.processes.process import SIGNALS, die_with_parent, handle_signals
 from qnmixer.engine.reports.terminal import NOTHING, Console, csv_table, markdown_table, terminal_table
 from qnmixer.engine.tracking.records import (
     SWEEP,
@@ -46,6 +46,7 @@ from qnmixer.engine.tracking.records import (
 from qnmixer.engine.tracking.run import RUNS, run_lock
 from qnmixer.errors import ConfigError, SweepFailed, UserError, first_line, visible
 from qnmixer.files import atomic_file, check_unused, last_change, path_of, write_text
+from qnmixer.machine import THREADS, threads_each
 
 # The sweep
 

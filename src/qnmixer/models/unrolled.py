@@ -79,7 +79,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         return []
 
     def step_scalars(self) -> list[nn.Parameter]:
-        """The few scalars that size a step. Their learning rate is `optimizer.lr` · `optimizer.step_size_lr_factor`."""
+        """The few scalars that size a step. They have a learning rate of their own, a multiple of the weights'."""
         return [*self.step_sizes]
 
     def hidden_weights(self) -> list[nn.Parameter]:

@@ -4,7 +4,6 @@ The system matrix A has the exact intersection lengths of rays and pixels (Siddo
 """
 
 import math
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qnmixer.errors import GeometryError
+from qnmixer.machine import memory
 from qnmixer.physics.fbp import backprojection_matrix, matched_gain, ramp_response, ray_weights, with_even_sides
 from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.scan import Numbering, ScanMatrix
@@ -224,20 +224,12 @@ def _require_memory(geometry: FanBeamGeometry) -> None:
     rays = geometry.n_distinct_views * geometry.n_distinct_bins
     needed = _BYTES_OF_MATRICES * rays * geometry.image_size * (1 + geometry.image_size / geometry.n_detectors)
     needed += _BYTES_OF_PIXEL * geometry.image_size**2
-    there = _memory()
+    there = memory()
     if needed > there:
         raise GeometryError(
             f"n_views={geometry.n_views} and n_detectors={geometry.n_detectors} need {needed / 2**30:.0f} GiB of "
             f"matrices at image_size={geometry.image_size}, and this machine has {there / 2**30:.0f} GiB: lower one"
         )
-
-
-def _memory() -> float:
-    """Bytes of memory of this machine; infinite if the system does not report them, as on Windows."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError):
-        return math.inf
 
 
 # The system matrix

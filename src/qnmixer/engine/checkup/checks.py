@@ -33,9 +33,9 @@ from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_repl
 from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.usage import MIB
 from qnmixer.engine.parallel.devices import resolve_devices
-from qnmixer.engine.processes.process import n_cores
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import RankFailed, UserError
+from qnmixer.machine import n_cores
 
 PATIENCE = 180.0
 """If no rank makes progress for so many seconds, those furthest behind have hung."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qnmixer.engine.processes.process import memory_limit
+from qnmixer.machine import memory
 
 # What a step takes
 
@@ -133,7 +133,7 @@ def memory_of(device: torch.device) -> float:
     import resource  # not on Windows, where reconstruct needs this file
 
     page = os.sysconf("SC_PAGE_SIZE")
-    total = min(os.sysconf("SC_PHYS_PAGES") * page, memory_limit()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    total = memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # A limit counts address space, of which the libraries have taken some.
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:

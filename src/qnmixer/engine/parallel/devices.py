@@ -12,8 +12,8 @@ import torch
 
 from qnmixer.engine.config.rules import validate
 from qnmixer.engine.config.run import Config
-from qnmixer.engine.processes.process import THREADS, n_cores
 from qnmixer.errors import ConfigError
+from qnmixer.machine import THREADS, n_cores
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.torch_builds import GPU, NoBuildError, fix, visible_gpus
 

@@ -18,8 +18,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from qnmixer.engine.processes.process import SIGNALS, THREADS, Echo, handle_signals, threads_each
+from qnmixer.engine.processes.process import SIGNALS, Echo, handle_signals
 from qnmixer.errors import RankFailed, Stopped
+from qnmixer.machine import THREADS, threads_each
 
 # A rank whose partner died may end with these: NCCL's watchdog aborts, and the agent sends SIGTERM.
 _SIGNALS_OF_OTHERS = (signal.SIGABRT, signal.SIGTERM)

@@ -1,12 +1,7 @@
-"""This process: its rank among several, how it ends, the signals that stop it, and the cores that it may use.
-
-The limits of cores and memory are those of a container or of a job on a cluster (Linux control groups, version 2).
-No torch import.
-"""
+"""This process: its rank among several, how it ends, and the signals that stop it. No torch import."""
 
 import ctypes
 import json
-import math
 import os
 import select
 import signal
@@ -15,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -302,56 +297,3 @@ class Echo:
             self._first = number, now
             return False
         return number == self._first[0] and now - self._first[1] < _SECONDS_OF_ECHO
-
-
-# Cores and memory
-
-THREADS = "OMP_NUM_THREADS"
-_SPINS = "GOMP_SPINCOUNT"
-_SET_BY_USER = {_SPINS, "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY"}
-
-
-# PyTorch starts a thread for each core. A waiting thread spins, so the thread that it waits for may get no core. Beside
-# busy programs on two cores, a step took six times as long as with one thread. With short waits it took 8 % more.
-def wait_briefly() -> None:
-    """Let threads of GNU OpenMP sleep after ten microseconds of waiting, unless the user has set how they wait.
-
-    It must be called before torch is loaded. If threads sleep at once, a quiet demo step takes twice as long.
-    """
-    if _SET_BY_USER.isdisjoint(os.environ):
-        os.environ[_SPINS] = "10000"
-
-
-def n_cores() -> int:
-    """The CPU cores that this process may use: those of its container or of its job on a cluster."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(there, cpu_limit())))
-
-
-def threads_each(n_processes: int) -> int:
-    """Threads for each of some processes that share these cores."""
-    return max(1, n_cores() // n_processes)
-
-
-_OWN_GROUP, _ALL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-
-
-def cpu_limit() -> float:
-    """The number of cores that may be busy at a time, as by `docker --cpus=2`; infinite without a limit."""
-    return min([math.inf, *(busy / period for busy, period in _limits("cpu.max"))])
-
-
-def memory_limit() -> float:
-    """Bytes of memory, as by `docker --memory=8g` or SLURM's --mem, in control groups of version 2."""
-    return min([math.inf, *(found[0] for found in _limits("memory.max"))])
-
-
-def _limits(name: str) -> Iterator[list[float]]:
-    """The numbers in a file of this process's control group, and of the groups around it, whose limits hold too."""
-    with suppress(OSError):  # no Linux
-        for line in _OWN_GROUP.read_text(encoding="utf-8").splitlines():
-            if line.startswith("0::"):
-                group = _ALL_GROUPS / line.removeprefix("0::").strip("/")
-                for folder in (group, *group.parents):
-                    with suppress(OSError, ValueError):  # no such file, or "max"
-                        yield [float(word) for word in (folder / name).read_text(encoding="utf-8").split()]

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from qnmixer import machine
 from qnmixer.engine.memory.usage import MIB, memory_of
 from qnmixer.engine.parallel.devices import choose_device
-from qnmixer.engine.processes import process
-from qnmixer.engine.processes.process import cpu_limit, memory_limit, n_cores, threads_each, wait_briefly
+from qnmixer.errors import GeometryError
+from qnmixer.machine import cpu_limit, n_cores, threads_each, wait_briefly
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 SLURM = "0::/slurm/job_7/step_0\n"
 V1 = "4:memory:/docker/ab\n"
@@ -57,14 +59,15 @@ def test_limits(
     n: float,
     memory: float,
 ) -> None:
-    monkeypatch.setattr(process, "_OWN_GROUP", tmp_path / "groups")
-    monkeypatch.setattr(process, "_ALL_GROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_OWN_GROUP", tmp_path / "groups")
+    monkeypatch.setattr(machine, "_ALL_GROUPS", tmp_path)
     if groups is not None:
         (tmp_path / "groups").write_text(groups)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert (cpu_limit(), memory_limit()) == (n, memory)
+    assert cpu_limit() == n
+    assert machine.memory() == min(memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if math.isfinite(n):
         assert n_cores() == 1
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -77,3 +80,5 @@ def test_limits(
             torch.set_num_threads(before)
     if math.isfinite(memory):
         assert memory_of(torch.device("cpu")) * MIB <= memory // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        with pytest.raises(GeometryError, match="this machine has 0 GiB"):
+            FanBeamProjector(FanBeamGeometry.paper(image_size=256, n_views=64))
