@@ -120,16 +120,17 @@ def unknown_key(key: str, known: Collection[str] = ()) -> ConfigError:
 
     known: keys beside those of the options in conf/.
     """
-    (section, _, name), (parent, _, leaf) = key.partition("."), key.rpartition(".")
+    section, _, name = key.partition(".")
+    parent, _, leaf = key.rpartition(".")
     if way := answer(key):
         return ConfigError(way)
     if name == "name":
         return ConfigError(f"{key} is no key: choose an option by its name, as in {section}={options(section)[0]}")
     if its := owners().get(key):
         return ConfigError(f"{key} works with {section}={' or '.join(its)} only: choose that, or leave {key} out")
-    others = [(it.rpartition("."), it) for it in sorted({*known, *owners()}) if not it.endswith(TARGET)]
-    same = [it for (above, _, its), it in others if above and its == leaf]
-    beside = {its: it for (above, _, its), it in others if above == parent}
+    others = sorted(it for it in {*known, *owners()} if not it.endswith(TARGET))
+    same = [it for it in others if it.endswith(f".{leaf}")]
+    beside = {it.rpartition(".")[2]: it for it in others if it.rpartition(".")[0] == parent}
     near = [beside[its] for its in difflib.get_close_matches(leaf, beside, n=1)]
     if found := [it for it in same if it.startswith(f"{section}.")] or same or near:
         return ConfigError(f"unknown key {key}: did you mean {' or '.join(found)}?")
