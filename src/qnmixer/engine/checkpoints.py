@@ -218,7 +218,7 @@ def split_of(path: Path) -> SplitRecord | None:
 _FIXED_SECTIONS = ("model", "data", "geometry", "noise", "loss", "optimizer")
 """Sections that a resumed run may not change."""
 _FREE_KEYS = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir", "root"}
-"""Keys of slices that a resumed run may change. A folder may move: its slices are known by their pixels."""
+"""Keys of slices that a resumed run may change. A folder may move: slices of ours are known by their pixels."""
 
 
 def resumable(config: Config, run: Path) -> Path:
