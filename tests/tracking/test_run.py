@@ -57,13 +57,13 @@ def test_an_end_that_nobody_recorded(tmp_path: Path) -> None:
 
 def test_where_a_strangers_run_began_is_not_signed(tmp_path: Path) -> None:
     """Without its checkpoints it would begin there again, on the user's own word."""
-    stranger = {"status": "interrupted", "overrides": ["finetune=hf://evil/net", "seed=1"]}
-    (tmp_path / "results.json").write_text(json.dumps(stranger))
+    overrides = ["finetune=hf://evil/net", "seed=1"]
+    (tmp_path / "results.json").write_text(json.dumps({"status": "interrupted", "overrides": overrides}))
     run = Run(tmp_path, ["seed=1", f"resume={tmp_path}"], str(tmp_path))
     with run.recording():
         run.record_resume(3)
-    assert read(tmp_path)["overrides"] == ["seed=1"]
-    assert is_signed(read(tmp_path))
+    assert read(tmp_path)["overrides"] == overrides
+    assert not is_signed(read(tmp_path))
 
 
 def test_an_error_between_the_lock_and_the_record_is_recorded(tmp_path: Path) -> None:

@@ -121,11 +121,11 @@ class Run:
         self.resumed_at: int | None = None
         self.resumes_in_place = resumes_in_place(folder, resume)
         self._before: dict[str, Any] = {}
+        self._is_mine = True
         if self.resumes_in_place:
             self._before = read_results(folder)
             began = [it for it in overrides_of(folder) if key_of(it) in BEGINNING]
-            if not is_signed(self._before):  # the user has not seen where a stranger's began
-                began = []
+            self._is_mine = not began or is_signed(self._before)  # the user has not seen where a stranger's began
             self.overrides = [*began, *_without_keys(self.overrides, *BEGINNING)]
 
     @property
@@ -171,7 +171,8 @@ class Run:
         """Record that the run resumes in its folder from a checkpoint of this optimizer step, with its overrides."""
         self.resumed_at = step
         resumed = [*self.record.get("resumed", []), {"step": step, "at": now()}]
-        self.record |= signed(self.overrides) | {"resumed": resumed}
+        overrides = signed(self.overrides) if self._is_mine else {"overrides": self.overrides, "signature": None}
+        self.record |= overrides | {"resumed": resumed}
         if rank() == 0:
             write_results(self.folder, self.record)  # at once, because the run may be killed
 
