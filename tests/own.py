@@ -21,15 +21,6 @@ def mae(image, truth):
     return (image - truth).abs().mean((1, 2, 3))
 
 
-class Perceptual(nn.Module):
-    def __init__(self, width=4):
-        super().__init__()
-        self.features = nn.Conv2d(1, width, 3, padding=1)
-
-    def forward(self, image, truth):
-        return (self.features(image) - self.features(truth)).abs().mean((1, 2, 3))
-
-
 class Lion(torch.optim.Optimizer):
     def __init__(self, params, lr, beta=0.9):
         super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": 0.0})

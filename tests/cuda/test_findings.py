@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from ..benchmarks.measuring import Row
-from .findings import write
+from .conftest import write
 
 
 def test_what_failed_and_what_was_measured_is_one_file(tmp_path: Path) -> None:

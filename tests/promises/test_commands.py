@@ -164,17 +164,19 @@ def test_training_on_a_bad_folder(tmp_path: Path, make: str, words: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("overrides", "words"),
     [
         ("geometry.source_to_axis=100", "geometry.source_to_axis=100.0 mm puts the source inside the image"),
         ("geometry.angle_span=360", "geometry.angle_span=360.0 is outside"),
         ("trainer.accelerator=cuda", "trainer.accelerator=cuda"),
+        ("finetune={} data.image_size=16", "was trained at data.image_size=32, this run has 16"),
+        ("finetune={} model.n_iterations=3", "has another network: to build the same one, set model.n_iterations=2"),
     ],
 )
-def test_what_only_shows_when_a_run_is_built(tmp_path: Path, override: str, words: str) -> None:
-    if "cuda" in override and torch.cuda.is_available():
+def test_what_only_shows_when_a_run_is_built(trained: Path, tmp_path: Path, overrides: str, words: str) -> None:
+    if "cuda" in overrides and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    assert words in training(tmp_path, override).error
+    assert words in training(tmp_path, *overrides.format(trained).split()).error
     assert record(tmp_path)["status"] == "failed"
 
 
@@ -187,17 +189,6 @@ def test_finetuning_starts_from_the_weights_of_a_run(trained: Path, tmp_path: Pa
     start_from, ended = weights(trained, "best"), weights(tmp_path, "last")
     for name, value in start_from.items():
         torch.testing.assert_close(ended[name], value, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("data.image_size=16", "was trained at data.image_size=32, this run has 16"),
-        ("model.n_iterations=3", "has another network: to build the same one, set model.n_iterations=2"),
-    ],
-)
-def test_finetuning_refuses_another_network(trained: Path, tmp_path: Path, override: str, words: str) -> None:
-    assert words in training(tmp_path, f"finetune={trained}", override).error
 
 
 # Evaluation
