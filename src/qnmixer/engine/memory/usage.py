@@ -132,7 +132,6 @@ def memory_of(device: torch.device) -> float:
         return torch.cuda.mem_get_info(device)[0] / MIB
     import resource  # not on Windows, where reconstruct needs this file
 
-    page = os.sysconf("SC_PAGE_SIZE")
     total = memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # A limit counts address space, of which the libraries have taken some.
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
