@@ -157,6 +157,10 @@ def test_the_table_says_how_each_job_ended(tmp_path: Path, capsys: pytest.Captur
     ]  # fmt: skip
     write_report(tmp_path, rows)
     assert not (tmp_path / "sweep.png").exists()  # no number varies
+    assert "means over seeds" not in capsys.readouterr().out
+    begun(tmp_path, ["seed"], {"1": ["seed=1"], "3": ["seed=3"]})
+    write_report(tmp_path, rows_of(tmp_path))
+    assert f"means over seeds: python -m qnmixer.compare sweep={tmp_path}" in capsys.readouterr().out
 
 
 def test_who_failed_is_named_whatever_the_sweeper_raises(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ processes; this process only watches them.
 import hashlib
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -451,7 +452,10 @@ def write_report(folder: Path, rows: list[JobRow]) -> None:
     console = Console()
     console.print(terminal_table(headings, cells, words=len(headings) - 3))
     files = ["sweep.csv", "sweep.md", *["sweep.png"] * drawn]
-    console.print("\n".join([*errors, f"sweep folder: {folder} ({', '.join(files)})"]), soft_wrap=True, highlight=False)
+    ends = [*errors, f"sweep folder: {folder} ({', '.join(files)})"]
+    if "seed" in rows[0].values:
+        ends.append(f"means over seeds: python -m qnmixer.compare {shlex.quote(f'sweep={quoted(folder)}')}")
+    console.print("\n".join(ends), soft_wrap=True, highlight=False)
 
 
 def _draw(path: Path, rows: list[JobRow], monitor: str) -> bool:
