@@ -24,6 +24,7 @@ from qnmixer.engine.config.sections import LONGEST_TAG, METRICS_FILE, LoggerConf
 from qnmixer.engine.processes.process import rank
 from qnmixer.engine.reconstructor import method_name
 from qnmixer.engine.tracking.records import (
+    as_number,
     damaged,
     git_commit,
     name_of_job,
@@ -184,6 +185,7 @@ def _csv_lines(columns: list[str], rows: list[dict[str, Any]]) -> str:
 
 CODE_DIFF = "code.diff"
 RUN_ID = Path("wandb", "run_id")
+KNOWN_UNTIL = Path("wandb", "known_until")  # W&B has all steps before this one, also those that metrics.csv dropped
 _STEP_KEY = "trainer/global_step"  # as Lightning's logger calls it
 
 # Only one kind of network has these. They get a curve, but no column in the table of runs.
@@ -223,8 +225,21 @@ class WandbRun(WandbLogger):
 def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: list[str], file: MetricsFile) -> WandbRun:
     """Start the W&B run of a folder. If it resumes, W&B goes on where it was."""
     resumes = file.resumed_at is not None and (folder / RUN_ID).is_file()
-    run = _start_wandb(config, options, folder, overrides, resumes)
-    return WandbRun(run, file.last_step() if resumes else 0, options.log_checkpoint)
+    known = max(file.last_step(), _known_steps(folder / KNOWN_UNTIL)) if resumes else 0
+    write_text(folder / KNOWN_UNTIL, str(known))  # a run may be killed and resumed several times
+    logger = WandbRun(_start_wandb(config, options, folder, overrides, resumes), known, options.log_checkpoint)
+    for row in file.rows_before()[-1:] if resumes else ():  # a killed W&B lacks it, and training does not repeat it
+        values = {name: it for name, text in row.items() if name != "step" and (it := as_number(text)) is not None}
+        logger.log_metrics(values, int(row["step"]))
+    return logger
+
+
+def _known_steps(path: Path) -> int:
+    """The number in wandb/known_until; 0 without it. Raises DataError if it is none."""
+    text = read_text(path) if path.is_file() else "0"
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise damaged(path, "it is no number of steps", f"remove {path.parent}, and W&B starts a new run")
+    return int(text)
 
 
 def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: list[str], resumes: bool) -> Any:
