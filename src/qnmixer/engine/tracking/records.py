@@ -27,6 +27,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_type_hints
 
+from filelock import FileLock
+
 from qnmixer.engine.config.options import converted
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.files import atomic_file, make_own_folder, private_files, write_text
@@ -285,12 +287,18 @@ def _signature(overrides: list[str]) -> str | None:
         home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"  # a cache may be deleted
         path = Path(home) / "qnmixer" / "key"
         make_own_folder(path.parent)
-        if not path.exists() or path.stat().st_size != _KEY_BYTES:
-            with private_files(), atomic_file(path) as stream:
-                stream.write(secrets.token_bytes(_KEY_BYTES))
+        if not _is_key(path):
+            with private_files(), FileLock(path.with_name("key.lock")):  # the first two jobs may come here at once
+                if not _is_key(path):
+                    with atomic_file(path) as stream:
+                        stream.write(secrets.token_bytes(_KEY_BYTES))
         return hmac.digest(path.read_bytes(), json.dumps(overrides).encode(), "sha256").hex()
     except (OSError, RuntimeError):  # a disk that cannot be written, or no home
         return None
+
+
+def _is_key(path: Path) -> bool:
+    return path.exists() and path.stat().st_size == _KEY_BYTES
 
 
 # The version of the code
