@@ -109,7 +109,7 @@ def _giving(module: Any, y: Tensor, image: Tensor, add: Callable[..., None]) -> 
         )
 
     # In the objects, so that hooks of `forward` still run.
-    no_iterates: dict[str, Any] = dict.fromkeys(_OF_ITERATES, refuse)
+    no_iterates = dict.fromkeys(_OF_ITERATES, refuse)
     with (
         patch.multiple(module.network, forward=forward, **no_iterates),
         patch.multiple(module, measure=lambda batch, stream: y, log=add),
