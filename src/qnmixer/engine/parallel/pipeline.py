@@ -13,7 +13,6 @@ from datetime import timedelta
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -109,12 +108,18 @@ def _giving(module: Any, y: Tensor, image: Tensor, add: Callable[..., None]) -> 
         )
 
     # In the objects, so that hooks of `forward` still run.
-    no_iterates = dict.fromkeys(_OF_ITERATES, refuse)
-    with (
-        patch.multiple(module.network, forward=forward, **no_iterates),
-        patch.multiple(module, measure=lambda batch, stream: y, log=add),
-    ):
+    ours: list[tuple[Any, dict[str, Any]]] = [
+        (module.network, {"forward": forward} | dict.fromkeys(_OF_ITERATES, refuse)),
+        (module, {"measure": lambda batch, stream: y, "log": add}),
+    ]
+    for it, methods in ours:
+        vars(it).update(methods)
+    try:
         yield
+    finally:
+        for it, methods in ours:
+            for name in methods:
+                del vars(it)[name]
 
 
 def _add_logged(logged: Logged, share: float, name: str, value: Any, *args: Any, **options: Any) -> None:
