@@ -9,9 +9,9 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
-from unittest.mock import patch
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -49,11 +49,10 @@ def launch(
     """
     _quieten_agent()
     stop = _AskToStop(ask_to_stop)
-    threads = os.environ.get(THREADS) or str(threads_each(n_processes))
     with (
         tempfile.TemporaryDirectory(prefix="qnmixer-ranks-") as log_dir,
         handle_signals(SIGNALS, stop),
-        patch.dict(os.environ, {THREADS: threads}),
+        _threads(threads_each(n_processes)),
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -99,6 +98,19 @@ class _AskToStop:
             return
         if again or not self.ask():
             raise SignalException("stopped by a signal", signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+
+@contextmanager
+def _threads(n: int) -> Iterator[None]:
+    """Set OMP_NUM_THREADS for the ranks while the block runs, unless the user has set it."""
+    if THREADS in os.environ:
+        yield
+        return
+    os.environ[THREADS] = str(n)
+    try:
+        yield
+    finally:
+        del os.environ[THREADS]
 
 
 def _rank_failed(failures: dict[int, ProcessFailure]) -> RankFailed:
