@@ -13,8 +13,8 @@ from qnmixer.engine.tracking.run import Run, latest, resume_hint, resume_overrid
 from qnmixer.errors import CheckpointError, ConfigError
 
 Make = Callable[..., Path]
-KEPT = "hydra.output_subdir=null"
-IN_A = ["resume=runs/a", KEPT, "hydra.run.dir=runs/a"]
+NEXT = "hydra.output_subdir=.hydra.next"
+IN_A = ["resume=runs/a", NEXT, "hydra.run.dir=runs/a"]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_run_resumes_in_its_folder_with_its_own_overrides(
 ) -> None:
     make("a", *before)
     for path in ("runs/a", "runs/a/checkpoints/last.ckpt"):
-        where = [f"resume={path}", KEPT, "hydra.run.dir=runs/a"]
+        where = [f"resume={path}", NEXT, "hydra.run.dir=runs/a"]
         assert resume_overrides([f"resume={path}", *given]) == [*after, *where]
         assert record("runs/a", [*after, *where]) == after
 
@@ -94,11 +94,11 @@ def test_the_same_command_resumes_the_run_in_its_folder(make: Make, tmp_path: Pa
     for folder in folders:
         got = resume_overrides(["seed=1", f"hydra.run.dir={folder}", "finetune=runs/base"])
         assert got[:2] == ["seed=1", f"hydra.run.dir={folder}"]
-        assert (Path(values_of(got)["resume"]).resolve(), got[3:]) == (tmp_path / "runs" / "1", [KEPT])
+        assert (Path(values_of(got)["resume"]).resolve(), got[3:]) == (tmp_path / "runs" / "1", [NEXT])
     # Hydra would merge a group of keys with what the record has before it.
     words = ["+data={a: 1}", "hydra.run.dir=runs/2"]
     make("2", "+data={b: 2}", words[0], mine=False)
-    assert resume_overrides([*words]) == [*words, "resume=runs/2", KEPT]
+    assert resume_overrides([*words]) == [*words, "resume=runs/2", NEXT]
 
 
 def test_another_run_is_not_begun_where_one_is(make: Make) -> None:

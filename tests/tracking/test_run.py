@@ -101,7 +101,9 @@ def test_one_process_holds_the_lock_and_a_killed_one_releases_it(tmp_path: Path)
     os.close(release)  # ends the child
 
 
-@pytest.mark.parametrize("name", [".lock", "checkpoints", ".hydra/config.yaml", "evaluation", "0/output.log"])
+@pytest.mark.parametrize(
+    "name", [".lock", "checkpoints", ".hydra.next", ".hydra/config.yaml", "evaluation", "0/output.log"]
+)
 def test_what_a_link_leads_to_stays_as_it_is(tmp_path: Path, name: str) -> None:
     """Also where the folder that it leads to is not there yet."""
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run"

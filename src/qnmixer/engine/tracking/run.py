@@ -30,7 +30,7 @@ from qnmixer.engine.tracking.records import (
     write_results,
 )
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.files import check_no_links, check_unused, is_temporary, newest_complete, path_of
+from qnmixer.files import check_no_links, check_unused, is_temporary, newest_complete, path_of, remove, replace
 from qnmixer.weights import checkpoint_in
 
 # Finding a run
@@ -93,6 +93,9 @@ def overrides_of(run: Path) -> list[str]:
 
 # Writing one
 
+HYDRA = ".hydra"
+NEXT_HYDRA = ".hydra.next"
+"""Where Hydra writes its files if a run resumes: they take the place of the others when the resume is accepted."""
 BEGINNING = ("finetune", "resume")
 """Keys that say where a run began. Its record keeps them when it resumes in its folder."""
 
@@ -157,6 +160,8 @@ class Run:
                 if read_results(self.folder).get("status") == "running":  # the user's fit.py cannot be imported, say
                     self.record_end("failed", error)
                 raise
+            finally:
+                remove(self.folder / NEXT_HYDRA)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -175,6 +180,8 @@ class Run:
         self.record |= overrides | {"resumed": resumed}
         if rank() == 0:
             write_results(self.folder, self.record)  # at once, because the run may be killed
+            if (accepted := self.folder / NEXT_HYDRA).is_dir():
+                replace(accepted, self.folder / HYDRA)
 
     def record_end(self, status: str, error: BaseException | None = None) -> None:
         """Set the end of the run in results.json, if `recording` could not. A refused resume leaves a done run done."""
@@ -281,9 +288,9 @@ def _in_place(run: Path, path: Path, given: list[str]) -> list[str]:
     before, where = overrides_of(run), [] if folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
     if not has_checkpoint(run):  # killed before its first checkpoint: it starts from step 0
         return [*_merged(before, given), *where]
-    # The checkpoint has the weights: those of finetune are not read again. A resume may still be refused, so .hydra/
-    # stays as it is.
-    now = [f"resume={quoted(path)}", "hydra.output_subdir=null"]
+    # The checkpoint has the weights: those of finetune are not read again. A resume may still be refused, so Hydra
+    # writes its files elsewhere.
+    now = [f"resume={quoted(path)}", f"hydra.output_subdir={NEXT_HYDRA}"]
     return [*_merged(_without_keys(before, *BEGINNING), given), *now, *where]
 
 
