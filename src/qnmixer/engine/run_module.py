@@ -52,6 +52,8 @@ class RunModule(L.LightningModule):
     def measure(self, batch: Batch, stream: str) -> Tensor:
         """The noisy sinogram y [B, 1, V, D] of a batch. Its noise depends on (seed, stream, sample) only.
 
+        The loader may have made y already, as `batch["sinogram"]`: with noise, or from a scanner. Else it is made here.
+
         stream: train, val or test.
         """
         y: Tensor = self.measurement(batch, stream)

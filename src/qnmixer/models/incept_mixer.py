@@ -75,7 +75,8 @@ class Inception(nn.Module):
 class Branch(nn.Module):
     """One branch of c = C/4 features: [1×1], perhaps [k×k], each with ReLU, then patches: → [B, H/P, W/P, C].
 
-    Patchify is a product of matrices. A 1×1 branch looks at single pixels, so it is cut first.
+    As convolutions: patchify(relu(spatial(relu(pixel(x))))), where patchify is P×P with stride P. Here 1×1 and P×P are
+    products of matrices. A 1×1 branch looks at single pixels, so it is cut first: its features need one layout only.
     """
 
     def __init__(self, channels: int, patch_size: int, size: int | None) -> None:

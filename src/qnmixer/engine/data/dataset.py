@@ -156,12 +156,12 @@ class EpochSampler(DistributedSampler[Pick]):
             for start, end in zip(starts, ends, strict=True)
         ]
 
-    def _weight(self, position: int, n: int) -> float:
-        """The weight of a sample in its batch of n."""
+    def _weight(self, position: int, n_in_batch: int) -> float:
+        """The weight of a sample, so that batches and devices together give the mean over the slices of a step."""
         if position >= self.length or self.fixed:
             return float(position < self.length)
         begin_of_step = position - position % self.step_size
-        return self.step_size / min(self.step_size, self.length - begin_of_step) * (n / self.batch_size)
+        return self.step_size / min(self.step_size, self.length - begin_of_step) * (n_in_batch / self.batch_size)
 
     def __len__(self) -> int:
         return sum(map(len, self._batches()))

@@ -205,8 +205,8 @@ def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...],
     dataset.PixelSpacing = [format_number_as_ds(its) for its in new]
     if not position or not orientation:
         return
-    along_row, along_column = np.asarray(orientation[:3]), np.asarray(orientation[3:])
-    first = np.asarray(position) + along_row * right + along_column * down
+    to_next_column, to_next_row = np.asarray(orientation[:3]), np.asarray(orientation[3:])  # directions of length 1
+    first = np.asarray(position) + to_next_column * right + to_next_row * down
     dataset.ImagePositionPatient = [format_number_as_ds(float(value)) for value in first]
 
 
