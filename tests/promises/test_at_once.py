@@ -17,6 +17,7 @@ from qnmixer.engine.config.run import parse, to_plain
 
 from ..conftest import environment
 from ..heavy import LOADED, path_without
+from ..warm import Warm
 
 pytestmark = pytest.mark.slow
 
@@ -152,6 +153,18 @@ BESIDE = [
     "experiment=paper_aapm data=phantoms",
 ]
 """Words of an experiment, beside an option that cannot have what the experiment sets."""
+
+
+@pytest.mark.parametrize("words", [BESIDE[0], BESIDE[-2], BESIDE[-1]])
+def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, words: str) -> None:
+    """All checks are before this line."""
+    path = {"PYTHONPATH": path_without(tmp_path)}
+    done = cold.run("-m", "qnmixer.train", *words.split(), "hydra.run.dir=run", cwd=tmp_path, env=os.environ | path)
+    assert (done.returncode, done.stderr) == (LOADED, "")
+    (line, _) = done.stdout.splitlines()
+    start, _, told = line.removesuffix(" (loading PyTorch …)").partition(": ")
+    assert start == f"starting a run in {tmp_path / 'run'}"
+    assert {word for word in words.split() if not word.startswith("data.root")} <= {*told.split(", ")}
 
 
 @pytest.mark.parametrize("words", BESIDE)

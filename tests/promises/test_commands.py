@@ -6,8 +6,11 @@ The three commands from end to end, on a network that learns in a second.
 import csv
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from .commands import PHANTOMS, STEPS, TINY, Outcome, record, run, slice_hu, tra
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 
+OfflineRuns = Callable[[Path], list[Any]]
 UNTESTED = "test_after_training=false"
 
 
@@ -82,6 +86,41 @@ def test_the_terminal_shows_progress_the_table_and_last_the_picture(trained: Pat
     assert any(line.startswith("step 4/4 · val PSNR ") for line in lines)
     assert any("QN-Mixer over FBP" in line for line in lines)
     assert any("2 × accumulation 1 = 2 slices" in line for line in lines)
+
+
+def test_a_nan_loss_ends_with_a_line_that_names_the_slices(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    error = training(tmp_path, "logger=wandb", "optimizer.lr=1e9", "trainer.max_steps=20").error
+    for words in ("the loss became nan at step", "train-phantom-", "lower optimizer.lr"):
+        assert words in error
+    results = record(tmp_path)
+    assert results["status"] == "failed"
+    assert results["error"].startswith("FloatingPointError: the loss became nan")
+    (run,) = offline_runs(tmp_path)
+    assert run.exit_code == 1
+
+
+def test_ctrl_c_ends_in_order(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    folder = tmp_path / "run"
+    arguments = [*TINY, *PHANTOMS, "logger=wandb", "trainer.max_steps=100000", f"hydra.run.dir={folder}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qnmixer.train", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(), start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200  # the machine may be busy
+    while not list(folder.glob("pictures/iterates_0000004.png")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=200)
+    assert stderr.startswith("interrupted after step ")
+    assert stderr.endswith(f", to resume: python -m qnmixer.train resume={folder}\n")
+    assert process.returncode == 130
+    assert record(folder)["status"] == "interrupted"
+    assert "error" not in record(folder)
+    weights(folder, "last")
+    (run,) = offline_runs(folder)
+    assert run.exit_code == 255  # what wandb calls interrupted
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
