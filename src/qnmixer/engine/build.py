@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qnmixer.engine.config.groups import LossConfig, OptimizerConfig, ScheduleConfig
-from qnmixer.engine.config.run import Config
+from qnmixer.engine.config.run import Config, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.metrics import build_metrics, one_for_each, try_loss
 from qnmixer.engine.reconstructor import Measurement, build_geometry, build_network, sample_measurement
@@ -33,7 +33,7 @@ def build_module(config: Config, projector: FanBeamProjector | None = None) -> R
         schedule=partial(learning_rate_factor, config.schedule),
         metrics=build_metrics(config.metrics, config.data.own_range),
     )
-    module.attach(config, measurement)
+    module.attach(config, to_plain(config), measurement)
     return module
 
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.config.run import Config, to_plain
 from qnmixer.engine.lightning_private import set_position
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, TRAINED_KEY
 
 if TYPE_CHECKING:
+    from qnmixer.engine.config.run import Config
     from qnmixer.engine.reconstructor import Measurement
     from qnmixer.physics import FanBeamProjector
 
@@ -33,16 +33,17 @@ class RunModule(L.LightningModule):
     """
 
     network: UnrolledNetwork[Any]
-    config: Config
+    config: "Config"
     measurement: "Measurement"
 
     def __init__(self) -> None:
         super().__init__()
         self.means = nn.ModuleDict()
+        self.settings: dict[str, Any] = {}  # the config as plain data, for checkpoints
 
-    def attach(self, config: Config, measurement: "Measurement") -> None:
+    def attach(self, config: "Config", settings: dict[str, Any], measurement: "Measurement") -> None:
         """Give the module what the run knows. The builder of a run calls it once."""
-        self.config, self.measurement = config, measurement
+        self.config, self.settings, self.measurement = config, settings, measurement
 
     @property
     def projector(self) -> "FanBeamProjector":
@@ -107,7 +108,7 @@ class RunModule(L.LightningModule):
         """
         if not math.isfinite(norm := float(gather(torch.nn.utils.get_total_norm(list(self.parameters()))))):
             raise FloatingPointError(f"the norm of the weights became {norm} at step {self.global_step}")
-        checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": to_plain(self.config)}
+        checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": self.settings}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Resume at the same place in the data, whatever the strategy, and with the weights that were trained."""
