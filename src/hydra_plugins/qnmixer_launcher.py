@@ -46,18 +46,13 @@ class ProcessLauncher(Launcher):
         if self.jobs_at_once is not None and (not isinstance(self.jobs_at_once, int) or self.jobs_at_once < 1):
             raise ConfigError(f"hydra.launcher.jobs_at_once={self.jobs_at_once} must be at least 1")
         where = search_path_in([*self.config.hydra.overrides.hydra])
-        jobs_fitted = [fitted("train", [*where, *overrides])[len(where) :] for overrides in job_overrides]
-        configs = []
-        for number, overrides in enumerate(jobs_fitted, initial_job_idx):
-            config = self.context.config_loader.load_sweep_config(self.config, overrides)
-            config.hydra.job.num = number
-            configs.append(config)
-        names = [([*where, *its], config.hydra.sweep.subdir) for its, config in zip(jobs_fitted, configs, strict=True)]
-        folders = place_jobs(Path(self.config.hydra.sweep.dir), names)
-        jobs = [
-            Job(folder, overrides, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
-            for folder, (overrides, _), config in zip(folders, names, configs, strict=True)
-        ]
+        fits = [fitted("train", [*where, *overrides])[len(where) :] for overrides in job_overrides]
+        folders = place_jobs(Path(self.config.hydra.sweep.dir), [[*where, *its] for its in fits])
+        jobs = []
+        for folder, its in zip(folders, fits, strict=True):
+            config = self.context.config_loader.load_sweep_config(self.config, its)
+            config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+            jobs.append(Job(folder, [*where, *its], config))
         objectives = run_jobs(jobs, check, self.jobs_at_once)
         return [_returned(job, objective) for job, objective in zip(jobs, objectives, strict=True)]
 

@@ -28,12 +28,11 @@ from qnmixer.engine.config.compose import quoted
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import modes_of, parse_metrics
 from qnmixer.engine.processes.process import SIGNALS, die_with_parent, handle_signals
-from qnmixer.engine.reports.terminal import NOTHING, Console, csv_table, markdown_table, terminal_table
+from qnmixer.engine.reports.terminal import Console, csv_table, in_digits, markdown_table, terminal_table
 from qnmixer.engine.tracking.records import (
     SWEEP,
     Sweep,
     amend,
-    as_number,
     best_of,
     duration,
     git_commit,
@@ -45,8 +44,8 @@ from qnmixer.engine.tracking.records import (
     write_sweep,
 )
 from qnmixer.engine.tracking.run import RUNS, run_lock
-from qnmixer.errors import ConfigError, SweepFailed, UserError, first_line, visible
-from qnmixer.files import atomic_file, check_unused, last_change, path_of, write_text
+from qnmixer.errors import ConfigError, Stopped, SweepFailed, UserError, first_line, visible
+from qnmixer.files import check_unused, last_change, path_of, write_text
 from qnmixer.machine import THREADS, threads_each
 
 # The sweep
@@ -56,7 +55,7 @@ _FOLDER_KEY = "hydra.sweep.dir"
 
 @contextmanager
 def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
-    """Prepare a sweep before its jobs run, and report after them: sweep.json, then table, picture and failed jobs.
+    """Prepare a sweep before its jobs run, and report after them: sweep.json, then table and failed jobs.
 
     Args:
         overrides: of the command line.
@@ -81,8 +80,9 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
             yield f"{_FOLDER_KEY}={quoted(folder.absolute())}"  # absolute: a job may start in another working directory
         except Exception as raised:  # for example, optuna raises if no job has a result
             error = raised
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted; the same command runs the jobs that are not done") from None
+        except KeyboardInterrupt as stop:
+            line = "interrupted; the same command runs the jobs that are not done"
+            raise Stopped(getattr(stop, "number", signal.SIGINT), line) from None
         finally:  # also after Ctrl-C: the table shows what is done so far
             rows = rows_of(folder)
             write_report(folder, rows)
@@ -124,27 +124,23 @@ def _name_of_sweep(overrides: list[str], varying: list[str]) -> str:
     return "-".join([*(key.replace("/", ".").rpartition(".")[2] for key in varying), mark])
 
 
-def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
-    """Choose the folder of each job, and record it in sweep.json.
+def place_jobs(folder: Path, jobs: list[list[str]]) -> list[Path]:
+    """Choose the folder of each job by its overrides, and record it in sweep.json.
 
-    A job gets the folder in which a job with the same overrides ran before. Else it gets the folder that Hydra chose,
-    or, if that is taken, the next free number: a search that repeats failed jobs then draws other jobs than before.
-
-    Args:
-        folder: of the sweep.
-        jobs: for each job its overrides and the folder name that Hydra chose.
+    A job gets the folder in which a job with the same overrides ran before, else the next free number. So a search that
+    repeats failed jobs, and then draws other jobs than before, takes no folder of another job.
     """
     described = read_sweep(folder)
-    placed = {folder / name: overrides for name, overrides in (described["jobs"] or {}).items()}
-    ran = {path.parent: read_results(path.parent).get("overrides") for path in sorted(folder.glob("**/results.json"))}
-    places: list[Path] = []
-    for overrides, name in jobs:
-        wanted = (folder / name, *(folder / str(n) for n in range(len(ran) + len(placed) + 1)))
-        same = [path for path in (wanted[0], *ran) if ran.get(path) == overrides and path not in placed]
-        place = same[0] if same else next(path for path in wanted if path not in ran and path not in placed)
-        placed[place] = overrides
-        places.append(place)
-    write_sweep(folder, described | {"jobs": {str(path.relative_to(folder)): its for path, its in placed.items()}})
+    ran = {path.parent.name: read_results(path.parent).get("overrides", []) for path in folder.glob("*/results.json")}
+    placed, places = dict(described["jobs"] or {}), []
+    for overrides in jobs:
+        taken = ran | placed
+        # In any order: a resumed run puts finetune= first.
+        same = [name for name, its in taken.items() if sorted(its) == sorted(overrides)]
+        name = same[0] if same else next(str(n) for n in range(len(taken) + 1) if str(n) not in taken)
+        placed[name] = overrides
+        places.append(folder / name)
+    write_sweep(folder, described | {"jobs": placed})
     return places
 
 
@@ -213,9 +209,12 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
 
     Raises ConfigError if a folder has another job; KeyboardInterrupt or SystemExit after all jobs have ended.
     """
-    waiting = [(job, config) for job in jobs if not _is_done(job) and (config := _checked(job, check))]
+    of_folder = {job.folder: job for job in jobs}  # a search may draw the same job twice
+    unfinished = [job for job in of_folder.values() if not _is_done(job)]
+    waiting = [(job, config) for job in unfinished if (config := _checked(job, check))]
     gpus = _gpus() if any(config.trainer.accelerator != "cpu" for _, config in waiting) else []
     limit = at_once or len(gpus) or 1
+    n_threads = threads_each(max(limit, len(gpus))) if limit > 1 else None  # no job waits for the cores of another
     running: list[_Running] = []
     with _stopping(running):
         while waiting or running:
@@ -235,7 +234,6 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
                 # Jobs start in order: a large job would wait forever if small ones could overtake it. With nothing
                 # running it starts in any case, and asking for too many GPUs is its own error.
                 if needed <= len(free) or not running:
-                    n_threads = _threads(config, limit, len(gpus)) if limit > 1 else None
                     running.append(_start(job, free[:needed], n_threads))
                     waiting.pop(0)
                     continue
@@ -296,12 +294,6 @@ def _n_gpus(config: Config, n_gpus: int) -> int:
     return 1 if config.strategy.name == "single" else config.trainer.devices or n_gpus
 
 
-def _threads(config: Config, limit: int, n_gpus: int) -> int:
-    """Threads for each process of a job. Jobs that run side by side share the cores, so no job waits for another."""
-    each = _n_gpus(config, n_gpus) or config.trainer.devices or 1
-    return threads_each(max(n_gpus, limit * each if limit > n_gpus else 0))
-
-
 def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
     job.folder.mkdir(parents=True, exist_ok=True)
     if read_results(job.folder):  # a resumed job must not show the end of its first part
@@ -341,23 +333,20 @@ def _conclude(job: Job, code: int) -> None:
 @contextmanager
 def _stopping(running: list[_Running]) -> Iterator[None]:
     """Stop the running jobs on every stop signal of this process. Each job first writes a checkpoint."""
-    received = 0
 
     def leave(number: int, _: object) -> None:
-        nonlocal received
-        received = number
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        raise Stopped(number)
 
     # Keep submitit's own handlers: they put the job back into the queue.
     by_default = [it for it in SIGNALS if signal.getsignal(it) in (signal.SIG_DFL, signal.default_int_handler)]
     with handle_signals(by_default, leave) as handled:
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             for number in handled:  # the jobs get their time to stop; a second Ctrl-C ends them at once
                 if number != signal.SIGINT:
                     signal.signal(number, signal.SIG_IGN)
-            _stop(running, received or signal.SIGTERM)
+            _stop(running, getattr(error, "number", None) or signal.SIGTERM)
             raise
 
 
@@ -397,9 +386,15 @@ class JobRow:
         return str(self.results.get("status", "not begun"))
 
     @property
-    def best(self) -> float | None:
-        """The best value of the monitored metric."""
-        return best_of(self.results)[1]
+    def error(self) -> str:
+        """The first line of its error; empty without one."""
+        return first_line(self.results.get("error", ""))
+
+    @property
+    def numbers(self) -> list[float | None]:
+        """The best value of the monitored metric, seconds, and the MiB of a step; None for what is not known."""
+        memory = self.results.get("memory", {})
+        return [best_of(self.results)[1], self.results.get("seconds"), memory.get("measured_step")]
 
 
 def jobs_of(sweep: Path) -> dict[Path, list[str]]:
@@ -426,55 +421,21 @@ def rows_of(sweep: Path) -> list[JobRow]:
 
 
 def write_report(folder: Path, rows: list[JobRow]) -> None:
-    """Print the table. Write sweep.csv and sweep.md, and sweep.png if an override is a number, into the folder."""
+    """Print the table of a sweep, and write it into the folder as sweep.csv and sweep.md, with the errors of jobs."""
     if not rows:
         return
-    monitor = next((best_of(row.results)[0] for row in rows if row.best is not None), "best")
-    lines: list[list[Any]] = [["job", *rows[0].values, "status", monitor, "seconds", "peak_mib", "error"]]
-    headings, cells = ["job", *rows[0].values, "status", monitor, "time", "peak MiB"], []
-    errors = []
-    for row in rows:
-        seconds, peak = row.results.get("seconds"), row.results.get("memory", {}).get("measured_step")
-        error = first_line(row.results.get("error", ""))
-        lines.append([row.name, *row.values.values(), row.status, row.best, seconds, peak, error])
-        numbers = [
-            NOTHING if row.best is None else f"{row.best:.4g}",
-            NOTHING if seconds is None else duration(seconds),
-            NOTHING if peak is None else f"{peak:,.0f}",
-        ]
-        cells.append([row.name, *map(readable, row.values.values()), row.status, *numbers])
-        errors += [f"job {row.name}: {error}"] * bool(error)
-    write_text(folder / "sweep.csv", csv_table(lines))
+    monitor = next((best_of(row.results)[0] for row in rows if row.results.get("best")), "best")
+    headings = ["job", *rows[0].values, "status", monitor, "seconds", "peak MiB"]
+    lines = [[row.name, *row.values.values(), row.status, *row.numbers, row.error] for row in rows]
+    write_text(folder / "sweep.csv", csv_table([[*headings, "error"], *lines]))
+    cells = [[row.name, *map(readable, row.values.values()), row.status, *map(in_digits, row.numbers)] for row in rows]
+    errors = [f"job {row.name}: {row.error}" for row in rows if row.error]
     listed = "\n".join(f"- {error}" for error in errors)
     write_text(folder / "sweep.md", f"{markdown_table(headings, cells)}\n\n{listed}".rstrip() + "\n")
-    drawn = _draw(folder / "sweep.png", [row for row in rows if row.best is not None], monitor)
 
     console = Console()
     console.print(terminal_table(headings, cells, words=len(headings) - 3))
-    files = ["sweep.csv", "sweep.md", *["sweep.png"] * drawn]
-    ends = [*errors, f"sweep folder: {folder} ({', '.join(files)})"]
+    ends = [*errors, f"sweep folder: {folder} (sweep.csv, sweep.md)"]
     if "seed" in rows[0].values:
         ends.append(f"means over seeds: python -m qnmixer.compare {shlex.quote(f'sweep={quoted(folder)}')}")
     console.print("\n".join(ends), soft_wrap=True, highlight=False)
-
-
-def _draw(path: Path, rows: list[JobRow], monitor: str) -> bool:
-    """Draw the best value over each numeric override. Returns False, and draws nothing, if none takes two values."""
-    points = {
-        key: [(x, row.best) for row in rows if (x := as_number(row.values[key])) is not None]
-        for key in (rows[0].values if rows else ())
-    }
-    numeric = {key: its for key, its in points.items() if len({x for x, _ in its}) > 1}
-    if not numeric:
-        return False
-    from matplotlib.figure import Figure  # imported here, because it takes half a second
-
-    figure = Figure(figsize=(5 * len(numeric), 4), layout="constrained")
-    for axes, (key, its) in zip(figure.subplots(1, len(numeric), squeeze=False)[0], numeric.items(), strict=True):
-        axes.plot(*zip(*its, strict=True), "o")
-        xs = [x for x, _ in its]
-        axes.set(xlabel=key, ylabel=monitor, xscale="log" if 0 < 10 * min(xs) <= max(xs) else "linear")
-        axes.grid(alpha=0.3)
-    with atomic_file(path) as stream:
-        figure.savefig(stream, format="png", dpi=150)
-    return True
