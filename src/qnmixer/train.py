@@ -27,7 +27,7 @@ from qnmixer.engine.processes.process import is_rank, loading
 from qnmixer.engine.sweeps import Job, run_jobs, sweep
 from qnmixer.engine.tracking.run import Run, resume_overrides
 from qnmixer.engine.training.worker import check_processes, fit_as_rank, fit_in_processes
-from qnmixer.errors import ConfigError, UserError
+from qnmixer.errors import ConfigError
 from qnmixer.files import private_files
 from qnmixer.weights import check_weights
 
@@ -89,14 +89,10 @@ def run(cfg: DictConfig) -> Trained | float | None:
         print_begin(record, hydra_config)
         with loading():  # torch takes seconds
             from qnmixer.engine.checkpoints import find_checkpoint
-            from qnmixer.engine.parallel.devices import cpu_threads, resolve_devices
+            from qnmixer.engine.parallel.devices import resolve_devices
 
-        try:
-            config = resolve_devices(check(cfg))
-            check_processes(config)
-        except UserError as error:
-            record.record_end("failed", error)
-            raise
+        config = resolve_devices(check(cfg))
+        check_processes(config)
         if is_rank():
             best = fit_as_rank(config, record, FIT)
         elif config.strategy.name != "single":
@@ -104,8 +100,7 @@ def run(cfg: DictConfig) -> Trained | float | None:
         else:
             with loading():  # Lightning takes more seconds; the process that only watches ranks does not load it
                 from qnmixer.fit import fit
-            with cpu_threads(record.threads):
-                best = fit(config, record)
+            best = fit(config, record)
     return Trained(folder, find_checkpoint(folder), config.monitor, best)
 
 

@@ -6,7 +6,6 @@ import torch
 from qnmixer.engine.parallel.devices import (
     check_precision,
     choose_device,
-    cpu_threads,
     gpu_problem,
     resolve_devices,
     runs_on,
@@ -132,20 +131,3 @@ def test_32_is_float32_in_convolutions_too(tiny_config: TinyConfig, tmp_path: Pa
     torch.backends.cudnn.allow_tf32 = True
     choose_device("cpu")  # as evaluate and reconstruct do
     assert not torch.backends.cudnn.allow_tf32
-
-
-@pytest.mark.parametrize(("recorded", "by_user", "threads"), [(None, None, 4), (2, None, 2), (8, None, 4), (2, "4", 4)])
-def test_a_resumed_run_has_its_own_number_of_threads(
-    monkeypatch: pytest.MonkeyPatch, recorded: int | None, by_user: str | None, threads: int
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if by_user:
-        monkeypatch.setenv("OMP_NUM_THREADS", by_user)
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        with cpu_threads(recorded):
-            assert torch.get_num_threads() == threads
-        assert torch.get_num_threads() == 4
-    finally:
-        torch.set_num_threads(before)

@@ -69,4 +69,4 @@ def test_a_job_without_results_of_its_own_is_a_row(tmp_path: Path) -> None:
     (tmp_path / "1" / "results.json").write_text("{}")
     (tmp_path / "sweep.json").write_text(json.dumps(SWEEP))
     (first, second) = rows_of(tmp_path)
-    assert (first.best, second.status) == (float("-inf"), "not begun")
+    assert (first.numbers[0], second.status) == (float("-inf"), "not begun")

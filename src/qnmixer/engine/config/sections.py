@@ -4,7 +4,6 @@ The values are in conf/. Here are their keys, types and bounds, and the rules in
 """
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from qnmixer.engine.config.groups import FUNCTION_OR_MODULE, Group, parse_section
-from qnmixer.engine.config.options import TARGET, check_names, converted, converted_arguments, options, values_of_option
+from qnmixer.engine.config.options import TARGET, check_names, converted_arguments, options, values_of_option
 from qnmixer.engine.plugins import Kind, subclass_of
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
@@ -210,7 +209,7 @@ class TrainerConfig:
     devices: Count | None  # of a node; None: all GPUs, or one with strategy=single
     num_nodes: Count
     precision: Precision
-    max_steps: Annotated[int, Ge(-1)]
+    max_steps: Annotated[int, Ge(-1), Le(10**9)]
     max_epochs: Count | None
     accumulate_grad_batches: Count
     gradient_clip_val: Length | None
@@ -233,7 +232,6 @@ class PassedOn:
 
     benchmark: bool | None = None
     enable_autolog_hparams: bool | None = None
-    enable_progress_bar: bool | None = None
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
     inference_mode: bool | None = None
     limit_train_batches: Annotated[float, Gt(0), Le(1)] | Annotated[int, Gt(0)] | None = None  # a share, or a number
@@ -286,22 +284,17 @@ class LoggerConfig(Named):
     kind: ClassVar[Kind] = subclass_of("lightning.pytorch.loggers.Logger")
 
 
-WandbMode = Literal["offline", "online", "disabled"]
-
-
 @dataclass(kw_only=True)
 class WandbConfig:
     """The settings of Weights & Biases."""
 
     _target_: str
-    mode: WandbMode
+    mode: Literal["offline", "online", "disabled"]
     project: str
     entity: str | None
-    run_name: str | None  # None: in a sweep the overrides of this job only, else setting and time
+    run_name: str | None  # None: in a sweep the overrides of this job only, else setting and run folder
     group: str | None  # None: the sweep
     notes: str | None = None
-    log_checkpoint: bool
-    log_code: bool
 
 
 def parse_callbacks(section: Any) -> dict[str, CallbackConfig]:
@@ -331,21 +324,8 @@ def parse_loggers(section: Any) -> dict[str, WandbConfig | LoggerConfig]:
     loggers = {}
     for name, it in _named("logger", section or {}).items():
         schema = WandbConfig if it[TARGET] == _WANDB else LoggerConfig
-        it = _with_environment(it) if schema is WandbConfig else it
         loggers[name] = parse_section("logger" if name == _CUSTOM else f"logger.{name}", schema, it)
     return loggers
-
-
-def _with_environment(wandb: Mapping[str, Any]) -> dict[str, Any]:
-    """The section of W&B, with the user's own W&B variables for keys that are null. Raises ConfigError."""
-    off = os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
-    own: dict[str, str | None] = {"mode": "disabled"} if off else {}
-    for key, default in {"mode": "offline", "project": "qnmixer", "name": None}.items():
-        own.setdefault(key, os.environ.get(f"WANDB_{key.upper()}") or default)
-    if wandb.get("mode") is None:
-        converted("WANDB_MODE", own["mode"], WandbMode)  # the message names the place
-    own["run_name"] = own.pop("name")
-    return {**wandb, **{key: value for key, value in own.items() if wandb.get(key) is None}}
 
 
 def _named(group: str, section: Any) -> dict[str, Mapping[str, Any]]:

@@ -3,8 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +26,6 @@ def resolve_devices(config: Config) -> Config:
     on_cuda = device.type == "cuda"
     if config.compile:
         check_compiler()
-    if config.debug.name == "memory" and not on_cuda:
-        raise ConfigError("debug=memory needs a GPU: python -m qnmixer.plan says what takes memory on a CPU")
     devices = trainer.devices
     if devices is None:
         if config.strategy.name != "single" and not on_cuda:
@@ -47,24 +44,6 @@ def resolve_devices(config: Config) -> Config:
     resolved = replace(config, trainer=replace(trainer, devices=devices, accelerator="cuda" if on_cuda else "cpu"))
     validate(resolved)
     return resolved
-
-
-@contextmanager
-def cpu_threads(recorded: int | None) -> Iterator[None]:
-    """Let torch use as many threads as before a run was resumed: their number changes the last bits of sums.
-
-    A user's OMP_NUM_THREADS is respected.
-
-    Args:
-        recorded: the number of threads of the run that is resumed; None for a new run, and after several processes.
-    """
-    every = torch.get_num_threads()
-    if THREADS not in os.environ and recorded is not None:
-        torch.set_num_threads(min(every, recorded))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(every)
 
 
 def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:

@@ -96,22 +96,6 @@ def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: 
         )
 
 
-_WANDB_DATA_DIR = "WANDB_DATA_DIR"
-
-
-def log_checkpoint(loggers: list[Logger], checkpoint: Path) -> None:
-    """Log a checkpoint as an artifact, if the W&B run asks for it. An offline run stores a copy for `wandb sync`."""
-    for logger in loggers:
-        if isinstance(logger, WandbRun) and logger.log_best:
-            is_chosen = _WANDB_DATA_DIR in os.environ  # else W&B's copy would stay in the user's home
-            os.environ.setdefault(_WANDB_DATA_DIR, str(Path(logger.experiment.dir).parent))
-            try:
-                logger.experiment.log_model(checkpoint, f"model-{logger.experiment.id}", aliases=["best"])
-            finally:
-                if not is_chosen:
-                    del os.environ[_WANDB_DATA_DIR]
-
-
 # metrics.csv
 
 
@@ -183,7 +167,6 @@ def _csv_lines(columns: list[str], rows: list[dict[str, Any]]) -> str:
 
 # W&B
 
-CODE_DIFF = "code.diff"
 RUN_ID = Path("wandb", "run_id")
 KNOWN_UNTIL = Path("wandb", "known_until")  # W&B has all steps before this one, also those that metrics.csv dropped
 _STEP_KEY = "trainer/global_step"  # as Lightning's logger calls it
@@ -206,12 +189,11 @@ class WandbRun(WandbLogger):
     Args:
         run: of `wandb.init`.
         known: W&B has all steps before this one.
-        log_best: whether the best checkpoint becomes an artifact.
     """
 
-    def __init__(self, run: Any, known: int, log_best: bool) -> None:
+    def __init__(self, run: Any, known: int) -> None:
         super().__init__(experiment=run)
-        self.known, self.log_best = known, log_best
+        self.known = known
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -227,7 +209,7 @@ def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: li
     resumes = file.resumed_at is not None and (folder / RUN_ID).is_file()
     known = max(file.last_step(), _known_steps(folder / KNOWN_UNTIL)) if resumes else 0
     write_text(folder / KNOWN_UNTIL, str(known))  # a run may be killed and resumed several times
-    logger = WandbRun(_start_wandb(config, options, folder, overrides, resumes), known, options.log_checkpoint)
+    logger = WandbRun(_start_wandb(config, options, folder, overrides, resumes), known)
     for row in file.rows_before()[-1:] if resumes else ():  # a killed W&B lacks it, and training does not repeat it
         values = {name: it for name, text in row.items() if name != "step" and (it := as_number(text)) is not None}
         logger.log_metrics(values, int(row["step"]))
@@ -299,8 +281,6 @@ def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: 
         run = wandb.init(**(arguments | {"mode": "offline"}))
     for name in _CURVES_ONLY:
         run.define_metric(name, summary="none")
-    if options.log_code and (folder / CODE_DIFF).is_file():
-        run.save(str(folder / CODE_DIFF), base_path=str(folder), policy="now")
     return run
 
 

@@ -186,8 +186,6 @@ def as_number(text: str) -> float | None:
 
 # metrics.csv
 
-_NUMBER_COLUMNS = ("samples", "train/samples_per_second", "train/grad_norm_max", "val/psnr")
-"""Columns of metrics.csv that others than people read."""
 _MOST_BYTES_OF_METRICS = 2**28
 """Bytes of a metrics.csv. That of a long run has a tenth of them."""
 
@@ -200,20 +198,15 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
     fix = "remove that line, or the file: only curves are lost"
     text = read_text(path, _MOST_BYTES_OF_METRICS, fix) if path.is_file() else ""
     # A kill in the middle of a write leaves half a line.
-    reader, rows = csv.reader(io.StringIO(text[: text.rfind("\n") + 1])), []
+    reader, rows = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]), restval="?"), []
     try:
-        columns = next(reader, ["step"])
-        numbers = [name for name in _NUMBER_COLUMNS if name in columns]
-        if "step" not in columns or len({*columns}) < len(columns):
-            raise ValueError("names of columns")
-        for cells in filter(None, reader):
-            row = dict(zip(columns, cells, strict=True))
+        for row in reader:
+            for cell in row.values():
+                float(cell or 0)
             if not 0 <= int(row["step"]) < 2**62:
                 raise ValueError("step")
-            for name in numbers:
-                float(row[name] or 0)
             rows.append(row)
-    except (csv.Error, ValueError) as error:
+    except (csv.Error, ValueError, TypeError, KeyError) as error:  # a row that is too long has a list of cells
         raise damaged(path, f"line {reader.line_num}", fix) from error
     return rows
 
@@ -287,18 +280,13 @@ def _signature(overrides: list[str]) -> str | None:
         home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"  # a cache may be deleted
         path = Path(home) / "qnmixer" / "key"
         make_own_folder(path.parent)
-        if not _is_key(path):
-            with private_files(), FileLock(path.with_name("key.lock")):  # the first two jobs may come here at once
-                if not _is_key(path):
-                    with atomic_file(path) as stream:
-                        stream.write(secrets.token_bytes(_KEY_BYTES))
+        with private_files(), FileLock(path.with_name("key.lock")):  # the first two jobs may come here at once
+            if not path.exists() or path.stat().st_size != _KEY_BYTES:
+                with atomic_file(path) as stream:
+                    stream.write(secrets.token_bytes(_KEY_BYTES))
         return hmac.digest(path.read_bytes(), json.dumps(overrides).encode(), "sha256").hex()
     except (OSError, RuntimeError):  # a disk that cannot be written, or no home
         return None
-
-
-def _is_key(path: Path) -> bool:
-    return path.exists() and path.stat().st_size == _KEY_BYTES
 
 
 # The version of the code

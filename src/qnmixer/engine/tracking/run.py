@@ -123,20 +123,11 @@ class Run:
         self.record: dict[str, Any] = {}
         self.resumed_at: int | None = None
         self.resumes_in_place = resumes_in_place(folder, resume)
-        self._before: dict[str, Any] = {}
-        self._is_mine = True
+        self._before = read_results(folder) if self.resumes_in_place else {}
         if self.resumes_in_place:
-            self._before = read_results(folder)
             began = [it for it in overrides_of(folder) if key_of(it) in BEGINNING]
-            self._is_mine = not began or is_signed(self._before)  # the user has not seen where a stranger's began
+            began = began if is_signed(self._before) else []  # the user has not seen where a stranger's run began
             self.overrides = [*began, *_without_keys(self.overrides, *BEGINNING)]
-
-    @property
-    def threads(self) -> int | None:
-        """The CPU threads of the single process that this run continues; None for a new run, and after several."""
-        # Each of several processes had its share of the cores: one alone would keep the others idle.
-        threads = self._before.get("threads") if self._before.get("processes") == 1 else None
-        return threads if isinstance(threads, int) and threads > 0 else None
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -176,8 +167,7 @@ class Run:
         """Record that the run resumes in its folder from a checkpoint of this optimizer step, with its overrides."""
         self.resumed_at = step
         resumed = [*self.record.get("resumed", []), {"step": step, "at": now()}]
-        overrides = signed(self.overrides) if self._is_mine else {"overrides": self.overrides, "signature": None}
-        self.record |= overrides | {"resumed": resumed}
+        self.record |= signed(self.overrides) | {"resumed": resumed}
         if rank() == 0:
             write_results(self.folder, self.record)  # at once, because the run may be killed
             if (accepted := self.folder / NEXT_HYDRA).is_dir():
