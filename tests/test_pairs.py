@@ -27,7 +27,6 @@ from qnmixer.engine.training.terminal import print_start
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.extras.comparison.compare import config_of
 from qnmixer.extras.comparison.methods import ComparedJob
-from qnmixer.physics import FanBeamProjector
 from qnmixer.train import train
 
 from .conftest import TINY
@@ -146,33 +145,6 @@ def test_a_class_of_ones_own_brings_sinograms(tmp_path: Path) -> None:
     assert batch["sinogram"][:, 0, 0, 0].tolist() == [0, 1, 2]
     module = custom(train_slices=2)
     assert sorted(int(it["sinogram"][0, 0, 0]) for it in map(module.dataset("train").__getitem__, range(2))) == [0, 1]
-
-
-class Water:
-    """A square of water, with its sinogram times a factor."""
-
-    def __init__(self, part: str, factor: float) -> None:
-        self.factor = factor
-
-    def __len__(self) -> int:
-        return 1
-
-    def load(self, index: int) -> Any:
-        return np.pad(np.zeros((8, 8), np.float32), 4, constant_values=-1000)
-
-    def sinogram(self, index: int) -> Any:
-        projector = FanBeamProjector(build_geometry(parse(compose("train", TINY))))
-        return self.factor * projector(torch.from_numpy(self.load(0) / 3000 + 1 / 3)[None, None])[0, 0].numpy()
-
-
-def test_sinograms_in_another_unit_are_doubted(tmp_path: Path) -> None:
-    config = parse(compose("train", [*TINY, "trainer.accelerator=cpu", "logger=csv"]))
-    module, trainer = build_module(config), build_trainer(config, tmp_path, [], [])
-    for factor, line in {1.0: None, 0.06: "warning: FBP of the sinogram of train 0 is 0.0"}.items():
-        data, text = custom(_target_=f"{__name__}.Water", factor=factor), io.StringIO()
-        print_start(config, module, data, trainer, Console(file=text))
-        assert (line or "views") in text.getvalue()
-        assert ("warning" in text.getvalue()) == (line is not None)
 
 
 def test_sinograms_of_another_scan_and_images_that_change_are_refused() -> None:

@@ -3,7 +3,6 @@
 Every body takes the device as a parameter, and runs on the CPU too: none is run first on somebody's GPU.
 """
 
-import pickle
 import statistics
 import subprocess
 import sys
@@ -32,14 +31,11 @@ from qnmixer.engine.memory import modes
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.memory.usage import MIB, WORKSPACE, on_a_gpu
-from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks, has_bf16, resolve_devices
+from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks, has_bf16
 from qnmixer.engine.parallel.strategies import build_precision
 from qnmixer.engine.reconstructor import sample_measurement
-from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import MemoryMonitor
 from qnmixer.engine.training.steps import build_trainer
-from qnmixer.errors import ConfigError
-from qnmixer.fit import fit
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
 
@@ -225,19 +221,6 @@ def test_the_measured_peak_is_that_of_the_plan(
     ratio = monitor.measured_mib * MIB / planned
     findings.append(Row(f"Measured peak : plan for a GPU, T = {config.model.T}", overrides or "keep", "", ratio))
     assert ratio == pytest.approx(1, abs=0.05)
-
-
-def test_a_snapshot_of_memory_names_lines_of_the_network(device: torch.device, tmp_path: Path) -> None:
-    accelerator = "gpu" if device.type == "cuda" else "cpu"
-    config = parse(compose("train", [*SMALL, *MODEL.split(), "debug=memory", f"trainer.accelerator={accelerator}"]))
-    if device.type == "cpu":
-        with pytest.raises(ConfigError, match=r"^debug=memory needs a GPU"):
-            resolve_devices(config)
-        return
-    fit(resolve_devices(config), Run(tmp_path))
-    snapshot = pickle.loads((tmp_path / "memory_rank_0.pickle").read_bytes())
-    events = [event for trace in snapshot["device_traces"] for event in trace]
-    assert any(frame["filename"].endswith("qn_mixer.py") for event in events for frame in event["frames"])
 
 
 def bytes_moved(projector: FanBeamProjector, matrix: ScanMatrix, batch: int) -> int:

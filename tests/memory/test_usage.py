@@ -1,16 +1,13 @@
-"""The use of memory as the system tells it, errors for lack of it, and what counts as a leak."""
+"""The use of memory as the system tells it, and errors for lack of it."""
 
-import math
 import mmap
-import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.engine.memory.usage import LeakWatch, is_out_of_memory, read_usage
+from qnmixer.engine.memory.usage import is_out_of_memory, read_usage
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -82,44 +79,3 @@ def test_every_library_that_lacks_memory_is_understood() -> None:
     assert is_out_of_memory(MemoryError())
     assert [words for words in SURE if not is_out_of_memory(RuntimeError(words))] == []
     assert [words for words in OTHERS if is_out_of_memory(RuntimeError(words))] == []
-
-
-LEVEL = 400.0  # MiB
-N_STEPS = 2000
-Series = Callable[[int], float]
-
-
-def noise(step: int) -> float:
-    return random.Random(step).uniform(0, 4)
-
-
-HEALTHY: dict[str, Series] = {
-    "noise": lambda step: LEVEL + noise(step),
-    "sawtooth of 33 steps": lambda step: LEVEL + 10 * (step % 33),
-    "one jump, then up to a level": lambda step: LEVEL + (step > 130) * (500 - 50 * math.exp((130 - step) / 30)),
-    "a dip": lambda step: LEVEL - max(0, 300 - abs(step - 500)),
-}
-
-LEAKING: dict[str, tuple[Series, int]] = {
-    "under a sawtooth": (lambda step: LEVEL + step + 30 * (step % 7), 150),
-    "in chunks of 16 MiB": (lambda step: LEVEL + 16 * (step // 16), 190),
-    "across a jump": (lambda step: LEVEL + step + 500 * (step > 60), 250),
-    "from step 1000 on": (lambda step: LEVEL + max(0, step - 1000), 1150),
-}
-
-
-def leaks_found(watch: LeakWatch, series: Series) -> list[tuple[int, float]]:
-    """Step, and MiB a step, of each leak that is reported."""
-    leaks = ((step, watch.update(int(series(step) * MIB))) for step in range(1, N_STEPS + 1))
-    return [(step, leak.bytes_per_step / MIB) for step, leak in leaks if leak]
-
-
-def test_a_healthy_run_is_no_leak() -> None:
-    assert [name for name, series in HEALTHY.items() if leaks_found(LeakWatch(), series)] == []
-
-
-def test_a_leak_is_found_once() -> None:
-    for name, (held, limit) in LEAKING.items():
-        ((step, mib_per_step),) = leaks_found(LeakWatch(), held)
-        assert step <= limit, name
-        assert mib_per_step == pytest.approx(1, rel=0.2), name

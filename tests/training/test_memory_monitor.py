@@ -1,5 +1,4 @@
 import csv
-import ctypes
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -9,38 +8,15 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
 
-from qnmixer.engine.batch import Batch
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.memory.plan import Planner
-from qnmixer.engine.memory.usage import MIB, LeakWatch
+from qnmixer.engine.memory.usage import MIB
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.training.callbacks import MeanWeights, MemoryMonitor
 from qnmixer.module import ReconstructionModule
 
 TinyModule = Callable[..., ReconstructionModule]
-
-
-class KeepsLosses(ReconstructionModule):
-    """The usual mistake: after backward the graph's saved tensors are gone, its nodes are not."""
-
-    losses: list[Tensor]
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss)
-        return loss
-
-
-class StopsAtLeak(Callback):
-    """Saves the steps after the leak was found."""
-
-    def __init__(self, watching: MemoryMonitor) -> None:
-        self.watching = watching
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.should_stop = self.watching.leak is not None
 
 
 def train(module: ReconstructionModule, folder: Path, *callbacks: Callback, **options: Any) -> list[dict[str, str]]:
@@ -63,19 +39,6 @@ def monitor() -> MemoryMonitor:
 def lines(watching: MemoryMonitor) -> list[str]:
     assert isinstance(watching.console.file, io.StringIO)
     return watching.console.file.getvalue().splitlines()
-
-
-def test_losses_kept_with_their_graph_are_found(tiny_module: TinyModule, tmp_path: Path) -> None:
-    ctypes.CDLL(None).malloc_trim(0)  # a leak would first fill, unseen, what earlier tests left free
-    watching, module = monitor(), tiny_module("model.n_iterations=4")
-    watching._watch = LeakWatch(warm_up=16, window=10, n_windows=3, floor=2 * MIB, evenness=0.2)  # as doctor's
-    module.__class__ = KeepsLosses
-    module.losses = []
-    train(module, tmp_path, watching, StopsAtLeak(watching), max_steps=200)
-    assert watching.leak is not None
-    assert 0.15 < watching.leak.bytes_per_step / MIB < 1
-    _, line = lines(watching)
-    assert line.startswith("warning: a leak? The memory at the end of a step has grown for 30 steps, by ")
 
 
 @pytest.mark.parametrize("overrides", [[], ["data.simulation_factor=2"], ["callbacks=ema"]])

@@ -13,7 +13,6 @@ from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.training.steps import build_trainer
 from qnmixer.engine.training.terminal import print_start
 
-OWN = ["model=custom", "model._target_=qnmixer.template.my_network.MyNetwork", "model.channels=4"]
 EIGHT = ["data.n_train=8", "trainer.max_steps=-1", "trainer.val_every_n_steps=null"]
 
 
@@ -21,9 +20,7 @@ EIGHT = ["data.n_train=8", "trainer.max_steps=-1", "trainer.val_every_n_steps=nu
     ("words", "said"),
     [
         (["model=fbp"], ""),
-        (["data.batch_size=1", "trainer.max_steps=4", "data.n_train=8"], "= 1 slice an optimizer step\n"),
         (["trainer.max_steps=4", "data.n_train=16"], "training ends after 4 steps\n"),
-        ([*OWN, "model.n_iterations=2", "optimizer=muon"], "hidden_weights(): optimizer=muon uses AdamW for all\n"),
         ([*EIGHT, "trainer.max_epochs=1", "trainer.max_steps=3"], "ends after 3 steps or 1 epochs\n"),
     ],
 )

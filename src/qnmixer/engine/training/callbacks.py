@@ -8,13 +8,7 @@ from typing import Any, TypeVar
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Callback,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
@@ -23,7 +17,7 @@ from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import CallbackConfig, Count, MetricConfig, modes_of
 from qnmixer.engine.data.dataset import EpochSampler
 from qnmixer.engine.memory.tracker import PeakTracker
-from qnmixer.engine.memory.usage import MIB, Leak, LeakWatch, read_usage
+from qnmixer.engine.memory.usage import MIB, read_usage
 from qnmixer.engine.metrics import psnr
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
@@ -171,7 +165,7 @@ def _scaler(trainer: L.Trainer) -> Any:
 
 
 class MemoryMonitor(Callback):
-    """Logs memory at each optimizer step, measures the memory of a step, and warns about a leak.
+    """Logs memory at each optimizer step, and measures the memory of a step.
 
     The memory of a step is the largest number of bytes of tensors on the fullest device during the second optimizer
     step: weights, gradients, optimizer state, graph and the scan's matrices. `qnmixer.plan` predicts it. On CUDA
@@ -191,8 +185,6 @@ class MemoryMonitor(Callback):
     def __init__(self, console: Console) -> None:
         self.console = console
         self.measured_mib: float | None = None
-        self.leak: Leak | None = None
-        self._watch = LeakWatch()
         self._peak: int | None = None  # bytes, as memory/peak_mib
         self._tracker: PeakTracker | None = None
         self._tracking = ExitStack()
@@ -217,7 +209,7 @@ class MemoryMonitor(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Log memory and check for a leak, if the batch ended an optimizer step."""
+        """Log memory, if the batch ended an optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         self._tracking.close()
@@ -238,13 +230,6 @@ class MemoryMonitor(Callback):
             self.measured_mib = float(trainer.strategy.reduce(peak, reduce_op="max"))
             line = f"memory: {self.measured_mib:,.0f} MiB in tensors at the peak of a step"
             self.console.print(line, highlight=False, soft_wrap=True)
-        if leak := self._watch.update(usage.allocated):
-            self.leak = leak
-            self.console.warn(
-                f"a leak? The memory at the end of a step has grown for {leak.steps} steps, by "
-                f"{leak.bytes_per_step / MIB:.2g} MiB a step. The usual cause is a loss, an image or a state that is "
-                "stored or logged without .detach(), and so keeps its whole graph"
-            )
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Stop counting."""
@@ -258,9 +243,6 @@ def _shows_tensors(config: Config) -> bool:
 
 # Those that a config names
 
-_REFUSED_CALLBACKS = (BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging)
-"""Callbacks that change what the config fixes. Schedule, `samples` and resuming rely on it."""
-
 
 def build_callbacks(
     callbacks: Mapping[str, CallbackConfig], metrics: Mapping[str, MetricConfig] | None = None
@@ -269,22 +251,13 @@ def build_callbacks(
 
     A callback that monitors a metric, such as EarlyStopping, gets the metric's mode, unless the config has one.
 
-    Raises PluginError for a target that is no callback, that refuses its arguments, or that changes what the config
-    fixes.
+    Raises PluginError for a target that is no callback or that refuses its arguments.
     """
+    modes, built = modes_of(metrics or {}), []
     for it in callbacks.values():
-        if issubclass(it.load(), _REFUSED_CALLBACKS):
-            raise PluginError(
-                f"{it.said} would change the run while it trains: set data.batch_size, "
-                "trainer.accumulate_grad_batches or optimizer.lr instead, or choose callbacks=ema"
-            )
-    modes = modes_of(metrics or {})
-    return [it.build(offered=_monitored_mode(it, modes)) for it in callbacks.values()]
-
-
-def _monitored_mode(callback: CallbackConfig, modes: Mapping[str, str]) -> dict[str, str]:
-    monitored = str(callback.arguments.get("monitor"))
-    return {"mode": modes[monitored]} if monitored in modes else {}
+        monitored = str(it.arguments.get("monitor"))
+        built.append(it.build(offered={"mode": modes[monitored]} if monitored in modes else {}))
+    return built
 
 
 class MeanWeights(Callback):

@@ -2,12 +2,9 @@
 
 import math
 import os
-import re
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from torch.profiler import schedule
 from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.checkpoints import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.engine.config.run import Config, effective_batch
-from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig, TrainerConfig, modes_of
+from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig, modes_of
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit, seen_by
 from qnmixer.engine.evaluation.evaluate import (
@@ -44,7 +41,7 @@ from qnmixer.engine.parallel.strategies import build_precision, build_strategy
 from qnmixer.engine.processes.process import another_rank_failed, rank, stop_signals, world_size
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.tracking.loggers import CODE_DIFF, DONE, FAILED, INTERRUPTED, close_loggers, device_name
+from qnmixer.engine.tracking.loggers import DONE, FAILED, INTERRUPTED, close_loggers, device_name
 from qnmixer.engine.tracking.records import git_diff, read_results
 from qnmixer.engine.tracking.run import Run, resume_hint
 from qnmixer.engine.training.callbacks import (
@@ -72,7 +69,8 @@ def session(config: Config, run: Run) -> Iterator[None]:
         if config.tags:
             run.record["tags"] = config.tags
         quieten()
-        save_code_diff(run)  # W&B sends it
+        if rank() == 0:
+            write_text(run.folder / "code.diff", git_diff())  # empty without changes
         try:
             yield
             exit_code = DONE
@@ -96,16 +94,6 @@ def stopping_together(run: Run) -> Iterator[None]:
         if stop.together and dist.is_initialized():
             dist.barrier()
         raise Stopped(stop.number, resume_hint(run.folder), stop.together) from None
-
-
-def save_code_diff(run: Run) -> None:
-    """Write code.diff, the changes of the code since its commit. The code.diff of an earlier start is removed."""
-    if rank() != 0:
-        return
-    if diff := git_diff():
-        write_text(run.folder / CODE_DIFF, diff)
-    else:
-        (run.folder / CODE_DIFF).unlink(missing_ok=True)
 
 
 # Before training
@@ -157,7 +145,7 @@ def all_callbacks(config: Config, run: Run) -> list[Callback]:
     return [
         Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode),
         MemoryMonitor(run.console),
-        TrainingProgress(run.console, config.trainer.extra.get("enable_progress_bar") is not False),
+        TrainingProgress(run.console),
         *build_callbacks(config.callbacks, config.metrics),
     ]
 
@@ -187,12 +175,12 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataMo
 # The Trainer
 
 # Keys of trainer.extra that are converted first.
-_CONVERTED_KEYS = ("enable_progress_bar", "limit_train_batches", "profiler")
+_CONVERTED_KEYS = ("limit_train_batches", "profiler")
 
 
 def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> L.Trainer:
     """Build Lightning's Trainer for a run folder; the config must come from `resolve_devices`. Sets trainer.tf32."""
-    t = config.trainer
+    t, every = config.trainer, config.trainer.val_every_n_steps
     disable_signal_handling()
     allow_tf32(t.tf32)
     return L.Trainer(
@@ -206,6 +194,10 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         max_epochs=-1 if t.max_epochs is None else t.max_epochs,
         accumulate_grad_batches=t.accumulate_grad_batches,
         gradient_clip_val=t.gradient_clip_val,
+        # Lightning counts batches between validations, not optimizer steps.
+        val_check_interval=None if every is None else every * t.accumulate_grad_batches,
+        check_val_every_n_epoch=1 if every is None else None,
+        limit_val_batches=t.limit_val_batches,
         num_sanity_val_steps=0,  # callbacks would count it as a validation
         log_every_n_steps=t.log_every_n_steps,
         deterministic=t.deterministic,
@@ -217,20 +209,8 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         enable_model_summary=False,
         default_root_dir=folder,
         profiler=_profiler(config, folder / "profile"),
-        **_validations(t),
         **{name: value for name, value in t.extra.items() if name not in _CONVERTED_KEYS and value is not None},
     )
-
-
-def _validations(t: TrainerConfig) -> dict[str, Any]:
-    """When to validate, and on how many batches. Lightning counts batches between validations, not optimizer steps."""
-    if t.val_every_n_steps is None:
-        return {"check_val_every_n_epoch": 1, "limit_val_batches": t.limit_val_batches}
-    return {
-        "val_check_interval": t.val_every_n_steps * t.accumulate_grad_batches,
-        "check_val_every_n_epoch": None,
-        "limit_val_batches": t.limit_val_batches,
-    }
 
 
 _PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
@@ -259,10 +239,7 @@ def train(
 ) -> None:
     """Train from a checkpoint, or from the start. Does nothing for a network without parameters."""
     print_start(config, module, data, trainer, run.console)
-    modes: dict[str, Callable[[], AbstractContextManager[None]]]
-    modes = {"anomaly": naming_nan_gradients, "memory": partial(memory_snapshot, run)}
-    debugging = modes.get(config.debug.name, nullcontext)()
-    with recording_training(run, trainer), out_of_memory_advice(config, module, trainer), debugging:
+    with recording_training(run, trainer), out_of_memory_advice(config, module, trainer):
         if any(p.requires_grad for p in module.parameters()):
             with interrupts_as_raised():
                 trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
@@ -297,46 +274,6 @@ def out_of_memory_advice(config: Config, module: RunModule, trainer: L.Trainer) 
 
 
 @contextmanager
-def naming_nan_gradients() -> Iterator[None]:
-    """Turn an error of torch's anomaly detection into a FloatingPointError that names the operator and its caller."""
-    traces: list[str] = []
-    show = warnings.showwarning
-
-    # torch names the code line in a warning only. The error that follows names the operator.
-    def keep(message: Warning | str, *rest: Any, **more: Any) -> None:
-        if str(message).startswith("Error detected in"):
-            traces.append(str(message))
-        else:
-            show(message, *rest, **more)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", message="Error detected in")
-        warnings.showwarning = keep
-        try:
-            yield
-        except RuntimeError as error:
-            if not (found := re.search(r"Function '(\w+)' returned nan values", str(error))):
-                raise
-            frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n +(.*)', "".join(traces))
-            own = [frame for frame in frames if "site-packages" not in frame[0]]
-            where = [f" of `{code}` ({path}:{line})" for path, line, code in (own or frames)[-1:]]
-            raise FloatingPointError(f"the gradient became NaN in {found[1]}{''.join(where)}") from error
-
-
-@contextmanager
-def memory_snapshot(run: Run) -> Iterator[None]:
-    """Record who allocates a GPU's memory, and write it at the end of the block, also if memory runs out."""
-    torch.cuda.memory._record_memory_history(max_entries=100_000)  # the last ones: some tens of MB
-    try:
-        yield
-    finally:
-        path = run.folder / f"memory_rank_{rank()}.pickle"
-        torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None)
-        run.console.print(f"memory: {path} (open it at https://docs.pytorch.org/memory_viz)", soft_wrap=True)
-
-
-@contextmanager
 def interrupts_as_raised() -> Iterator[None]:
     """Raise KeyboardInterrupt if Lightning has turned one into a SystemExit.
 
@@ -361,7 +298,7 @@ def validate_last_steps(
 ) -> float:
     """Validate the last steps, if training ended between two validations. Returns the best monitored value.
 
-    Raises FloatingPointError if the last value is not finite: no exception tells of it, and the run has failed.
+    Raises FloatingPointError if no validation gave a finite value: then the run has failed.
     """
     checkpointing = callback_of(trainer, Checkpointing)
     if checkpointing.validated != trainer.global_step or checkpointing.best is None:
@@ -369,9 +306,9 @@ def validate_last_steps(
             trainer.validate(module, datamodule=data, verbose=False)
         checkpointing.save_validated(trainer)
     assert checkpointing.best is not None
-    if math.isfinite(checkpointing.best):
-        run.record["best"] = {config.monitor: checkpointing.best}
-    checkpointing.check_end(trainer.global_step)
+    if not math.isfinite(checkpointing.best):
+        raise FloatingPointError(f"{config.monitor} was never finite")
+    run.record["best"] = {config.monitor: checkpointing.best}
     return checkpointing.best
 
 

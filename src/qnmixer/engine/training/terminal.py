@@ -27,9 +27,8 @@ from qnmixer.engine.tracking.run import Run
 
 def print_start(config: Config, module: RunModule, data: SliceDataModule, trainer: L.Trainer, console: Console) -> None:
     """Print network, scan, data, batch, and the limit of the training."""
-    t, batch, n_parameters = config.trainer, effective_batch(config), sum(p.numel() for p in module.parameters())
-    nodes = f" × {t.num_nodes} nodes" if t.num_nodes > 1 else ""
-    devices = f" × {t.devices} devices{nodes}" if config.strategy.name != "single" else ""
+    t, n_parameters = config.trainer, sum(p.numel() for p in module.parameters())
+    devices = "" if config.strategy.name == "single" else f" × {(t.devices or 1) * t.num_nodes} devices"
     noise = "measured" if data.measured else f"noise {config.noise.name}"
     lines = [
         f"{module.network.title}, T = {module.network.n_iterations}, {n_parameters:,} parameters, "
@@ -41,37 +40,16 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
         limits = [f"{t.max_steps:,} steps"] * (t.max_steps > -1)
         limits += [f"{t.max_epochs:,} epochs"] if t.max_epochs else []
         lines += [
-            f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} "
-            f"slice{'s' * (batch > 1)} an optimizer step",
+            f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = "
+            f"{effective_batch(config)} slices an optimizer step",
             f"training ends after {' or '.join(limits)}",
         ]
-        if getattr(config.optimizer.load(), "takes_hidden_weights", False) and not module.network.hidden_weights():
-            lines.append(f"the network names no hidden_weights(): optimizer={config.optimizer.name} uses AdamW for all")
-    if config.debug.name in ("few_batches", "overfit"):
-        lines.append(f"debug={config.debug.name}: the numbers of such a run mean little")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
-    if data.measured and (doubt := _other_unit(module, data)):
-        console.warn(doubt, style="bold red")
-
-
-def _other_unit(module: RunModule, data: SliceDataModule) -> str | None:
-    """A line if the first measured sinogram is in another unit than its image, as −log of transmission is."""
-    sample = data.dataset("train")[0]
-    x, fbp = sample["image"].flatten(), module.projector.fbp(sample["sinogram"][None]).flatten()
-    gain = float(fbp @ x / (x @ x).clamp_min(1e-12))
-    if 1 / 3 < gain < 3:
-        return None
-    return (
-        f"FBP of the sinogram of {sample['name']} is {gain:.2g} times its image: measured sinograms are line integrals "
-        "of (HU + 1000) / (data.hu_max + 1000) in mm, not −log of transmission (docs/make_it_yours.md)"
-    )
 
 
 def print_end(run: Run) -> None:
     """Print where the results are."""
     run.console.print(f"run folder: {run.folder}", soft_wrap=True)
-    if (profile := run.folder / "profile").is_dir():
-        run.console.print(f"profile: {profile} (traces are for https://ui.perfetto.dev)", soft_wrap=True)
     if picture := run.record.get("picture"):
         run.console.print(f"picture: {picture}", soft_wrap=True, highlight=False)
 
@@ -84,16 +62,14 @@ class TrainingProgress(Callback):
 
     A terminal has one bar for the whole run, where Lightning's own have one for each epoch, and a log has lines at
     intervals, where they have none. Each validation leaves a line. The loss is that of the last optimizer step. The
-    time left is that of the whole run, validations included, at the pace so far. Values logged with `prog_bar=True` are
-    shown too.
+    time left is that of the whole run, validations included, at the pace so far.
 
     Args:
         console: that of the whole run, so that other lines go above the bar. A quiet one shows nothing.
-        enabled: False: only lines at validations. The same holds if the config's callbacks include a progress bar.
     """
 
-    def __init__(self, console: Console, enabled: bool = True) -> None:
-        self.console, self.enabled = console, enabled
+    def __init__(self, console: Console) -> None:
+        self.console = console
         self._progress = Progress(console)
         self._total = math.inf
         self._begin = (0, 0.0)  # step and time at the start of training
@@ -136,10 +112,10 @@ class TrainingProgress(Callback):
             self._progress.end()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remove the bar, and say why training ends before its last step."""
+        """Remove the bar, and say if a callback or trainer.max_time ends training before its last step."""
         self._progress.end()
         if trainer.should_stop and trainer.global_step < self._total:
-            self._print(f"training ends at step {trainer.global_step}: {_why_it_ends(trainer)}")
+            self._print(f"training ends early, at {self._place()}")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Remove the bar before the error is printed."""
@@ -147,13 +123,11 @@ class TrainingProgress(Callback):
 
     def _show(self, trainer: L.Trainer, validating: str = "") -> None:
         """Draw the bar or print a line, if it is due. `validating`: how far a validation is."""
-        if not self.enabled or trainer.progress_bar_callback is not None or not self._progress.is_due():
+        if not self._progress.is_due():
             return
-        now = [validating]
-        if not validating:  # values are read only when they are shown: that waits for a GPU
-            loss = trainer.callback_metrics.get("train/loss")
-            now = [] if loss is None else [f"loss {float(loss):#.3g}"]
-            now += [f"{name} {float(value):#.3g}" for name, value in trainer.progress_bar_metrics.items()]
+        now = [validating] if validating else []
+        if not validating and (loss := trainer.callback_metrics.get("train/loss")) is not None:
+            now = [f"loss {float(loss):#.3g}"]  # read only when it is shown: that waits for a GPU
         after = " · ".join([*now, *self._last, *self._pace_and_time(trainer)])
         self._progress.show(self._place(), after, self._step, self._total if math.isfinite(self._total) else None)
 
@@ -169,15 +143,8 @@ class TrainingProgress(Callback):
         found = [] if speed is None else [f"{float(speed):.{2 if speed < 1 else 1}f} samples/s"]
         if first < self._step < self._total < math.inf:
             left = (time.monotonic() - start) / (self._step - first) * (self._total - self._step)
-            if left < timedelta.max.total_seconds():  # max_steps may be a number that nobody will live to see
-                found.append(f"{timedelta(seconds=round(left))} left")
+            found.append(f"{timedelta(seconds=round(left))} left")
         return found
-
-
-def _why_it_ends(trainer: L.Trainer) -> str:
-    """The reason for which a callback ends training early, in the words of Lightning's EarlyStopping."""
-    reasons = [it.stopping_reason_message for it in trainer.early_stopping_callbacks]
-    return next(filter(None, reasons), "its time is over (trainer.max_time), or a callback ended it")
 
 
 def _with_unit(name: str, value: float, module: RunModule) -> str:

@@ -149,14 +149,12 @@ def _fit(config: Config, run: Run, fit: str, job: Path | None) -> float:
 
 
 def _check_inputs(config: Config, run: Run) -> None:
-    """Raise UserError once, here, for data and checkpoints that would fail in every rank. It loads no Lightning."""
-    from qnmixer.engine.checkpoints import find_checkpoint, read_checkpoint, resumable, split_of
+    """Raise UserError once, here, for slices that would be missing in every rank. It loads no Lightning."""
+    from qnmixer.engine.checkpoints import resumable, split_of
     from qnmixer.engine.data.sources import parts_of
     from qnmixer.engine.data.splits import RunSplit
     from qnmixer.engine.reconstructor import build_geometry
 
-    if config.finetune is not None:
-        read_checkpoint(find_checkpoint(config.finetune))
     before = None if run.resume is None else split_of(resumable(config, Path(run.resume)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 will show the warnings
