@@ -229,7 +229,7 @@ def _explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
     if type(error).__module__.startswith("wandb."):
-        return f"W&B: {error}: run `wandb login` once, or leave logger.wandb.mode=offline"
+        return f"W&B: {first_line(error)}: run `wandb login` once, or leave logger.wandb.mode=offline"
     if type(error).__name__ == "MisconfigurationException":  # of Lightning, for callbacks that do not fit the run
         return f"Lightning refuses this run: {first_line(error)}"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):

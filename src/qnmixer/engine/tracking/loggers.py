@@ -34,7 +34,6 @@ from qnmixer.engine.tracking.records import (
     versions,
 )
 from qnmixer.engine.tracking.run import name_of_run
-from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import naming, write_text
 
 # The loggers of a run
@@ -54,7 +53,7 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
         overrides: of the command line, or of a job in a sweep.
         resumed_at: optimizer steps of the checkpoint, if the run resumes in this folder.
 
-    Raises ConfigError if W&B refuses the API key. If W&B cannot be reached, it warns and continues offline.
+    Raises an error of wandb if W&B refuses the API key or cannot be reached.
     """
     file = MetricsFile(folder, resumed_at)
     loggers: list[Logger] = [file]
@@ -79,11 +78,10 @@ def _build_logger(config: Config, options: LoggerConfig, folder: Path) -> Logger
     return logger
 
 
-def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: int) -> None:
-    """Finish the W&B run, if one of these loggers started one, as DONE, FAILED or INTERRUPTED."""
+def close_loggers(exit_code: int) -> None:
+    """Finish the W&B run, if this process has one, as DONE, FAILED or INTERRUPTED."""
     wandb = sys.modules.get("wandb")
-    of_wandb = any("wandb" in options._target_.lower() for options in loggers.values())
-    if wandb is None or not of_wandb or (run := wandb.run) is None:
+    if wandb is None or (run := wandb.run) is None:
         return
     # Without `finish` the next run of this process would log into this one. Without a code it would record success.
     try:
@@ -229,28 +227,28 @@ def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: 
     import wandb
 
     group, name = _group_and_name(config, folder, overrides)
-    place, id_file = os.environ.get("WANDB_DIR") or folder, folder / RUN_ID
+    id_file = folder / RUN_ID
     if not resumes:
         # `wandb agent` chooses the id of each run that it starts.
         of_agent = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
         write_text(id_file, of_agent or uuid.uuid4().hex[:8])
     if not re.fullmatch(r"[\w.-]{1,128}", run_id := read_text(id_file)):
         raise damaged(id_file, "it is no id of a W&B run", f"remove {id_file.parent}, and W&B starts a new run")
-    quiet = wandb.Settings(silent=True)  # silent also stops wandb from asking for a key: nobody may sit at the terminal
-    wandb.setup(settings=quiet)
-    arguments: dict[str, Any] = {
-        "mode": options.mode,
-        "id": run_id,
-        "resume": "allow",  # "must" would fail for a run that was offline before
-        "project": options.project,
-        "entity": options.entity,
-        "group": options.group or group,
-        "name": options.run_name or name,
-        "tags": _tags(config, overrides),
-        "notes": options.notes,
-        "config": _described(config),
-        "dir": place,
-        "settings": wandb.Settings(
+    # silent also stops wandb from asking for a key: nobody may sit at the terminal.
+    wandb.setup(settings=wandb.Settings(silent=True))
+    run = wandb.init(
+        mode=options.mode,
+        id=run_id,
+        resume="allow",  # "must" would fail for a run that was offline before
+        project=options.project,
+        entity=options.entity,
+        group=options.group or group,
+        name=options.run_name or name,
+        tags=_tags(config, overrides),
+        notes=options.notes,
+        config=_described(config),
+        dir=os.environ.get("WANDB_DIR") or folder,
+        settings=wandb.Settings(
             silent=True,
             init_timeout=_SECONDS_TO_START,
             finish_timeout=_SECONDS_TO_FINISH,
@@ -260,25 +258,9 @@ def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: 
             console="off",  # its lines name folders
             x_transaction_log_flush_interval=_SECONDS_TO_DISK,
         ),
-    }
-    try:
-        run = wandb.init(**arguments)
-        if options.mode == "online":
-            print(f"W&B: {run.url}", flush=True)
-    except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
-        raise ConfigError(
-            f"W&B has no valid API key for you ({first_line(error)}): run `wandb login` "
-            "once, or work offline with logger.wandb.mode=offline"
-        ) from error
-    except wandb.errors.CommError as error:
-        wandb.teardown()  # without it wandb would treat the id as in use
-        wandb.setup(settings=quiet)
-        warnings.warn(
-            f"W&B cannot be reached, or refuses the run ({first_line(error)}). The run continues offline: send it "
-            f"later with wandb sync {place}/wandb/offline-run-*",
-            stacklevel=2,
-        )
-        run = wandb.init(**(arguments | {"mode": "offline"}))
+    )
+    if options.mode == "online":
+        print(f"W&B: {run.url}", flush=True)
     for name in _CURVES_ONLY:
         run.define_metric(name, summary="none")
     return run

@@ -79,7 +79,7 @@ def session(config: Config, run: Run) -> Iterator[None]:
             exit_code = FAILED if failed else INTERRUPTED
             raise
         finally:
-            close_loggers(config.logger, exit_code)
+            close_loggers(exit_code)
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataMo
     )
     data.setup("fit")  # here, so that bad slices end the run before its loggers start
     run.record["sinograms"] = "measured" if data.measured else "simulated"
-    if checkpoint is not None and run.resumes_in_place:  # nothing has refused its settings
+    if checkpoint is not None:  # nothing has refused its settings
         run.record_resume(steps_of(checkpoint))
     return data
 
