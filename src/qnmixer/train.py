@@ -106,7 +106,7 @@ def run(cfg: DictConfig) -> Trained | float | None:
 
 def print_begin(run: Run, hydra_config: HydraConf) -> None:
     """Print the first line of a run, before PyTorch is loaded: its folder and its settings."""
-    what = "resuming the run" if run.resumes_in_place else "starting a run"
+    what = "starting a run" if run.resume is None else "resuming the run"
     choices = hydra_config.runtime.choices
     chosen = ", ".join(f"{group}={choices[group]}" for group in ("experiment", "model", "data") if choices.get(group))
     run.console.print(f"{what} in {run.folder}: {chosen} (loading PyTorch …)", highlight=False, soft_wrap=True)

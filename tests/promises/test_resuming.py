@@ -216,7 +216,7 @@ def test_shards_go_on_in_the_middle_of_an_epoch_too(warm: Warm, tmp_path: Path) 
     for folder, words in (
         ("whole", epochs),
         ("begun", [*epochs, "trainer.max_steps=6"]),
-        ("rest", [*epochs, "resume=begun"]),
+        ("begun", [*epochs, "resume=begun"]),
     ):
         runs.run(*words, "schedule=constant", "data.num_workers=1", f"hydra.run.dir={folder}")
         weights.append(read_checkpoint(tmp_path / folder / "checkpoints" / "last.ckpt")[1])

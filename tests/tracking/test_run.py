@@ -29,7 +29,6 @@ def test_a_run_is_recorded_while_it_goes_and_resumed_with_what_it_knew(tmp_path:
     assert read(tmp_path)["status"] == "interrupted"
 
     again = Run(tmp_path, ["seed=1", f"resume={tmp_path}"], str(tmp_path))
-    assert again.resumes_in_place
     with again.recording():
         again.record_resume(5)
         assert read(tmp_path)["resumed"][0]["step"] == 5

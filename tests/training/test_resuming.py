@@ -1,5 +1,6 @@
 """A run in this process that resumes in another way, or is refused. tests/promises has the kills."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,17 +30,18 @@ def test_other_batches_come_to_the_same_and_another_run_is_refused(
     tiny_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     """Two batches of two instead of one of four, from the middle of an epoch."""
-    begun, kept = str(tmp_path / "begun"), {}
+    kept = {}
     fit(tiny_config(*RUN, *TOGETHER, "trainer.max_steps=3"), Run(tmp_path / "begun"))
     for name, words in {"together": TOGETHER, "parts": PARTS}.items():
-        fit(tiny_config(*RUN, *words, "trainer.max_steps=6", f"resume={begun}"), Run(tmp_path / name, resume=begun))
-        checkpoint = torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True)
+        folder = shutil.copytree(tmp_path / "begun", tmp_path / name)
+        fit(tiny_config(*RUN, *words, "trainer.max_steps=6", f"resume={folder}"), Run(folder, resume=str(folder)))
+        checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
         assert checkpoint["global_step"] == 6
         kept[name] = checkpoint["state_dict"]
     for name, value in kept["together"].items():
         torch.testing.assert_close(kept["parts"][name], value, rtol=1e-5, atol=1e-7)
     for overrides, words in REFUSED:
         with pytest.raises(CheckpointError) as error:
-            resumable(tiny_config(*RUN, *overrides), Path(begun))
+            resumable(tiny_config(*RUN, *overrides), tmp_path / "begun")
         for word in words:
             assert word in str(error.value)

@@ -38,15 +38,11 @@ from qnmixer.weights import checkpoint_in
 RUNS = Path("runs")
 
 
-def run_of(path: Path) -> Path | None:
-    """The run folder of a path: the path itself, or the folder of this checkpoint. None if there is none."""
-    folder = path.parent.parent if path.suffix == ".ckpt" and path.parent.name == "checkpoints" else path
-    return folder if is_run(folder) or (folder / "checkpoints").is_dir() else None
-
-
 def name_of_run(run: Path) -> str:
     """The name of a run folder or weights file, without its parent folders: date and time, or sweep and job."""
-    run = (run_of(run) or run).absolute()
+    run = run.absolute()
+    if run.parent.name == "checkpoints":
+        run = run.parent.parent
     if run.is_file():
         return run.stem
     if (found := sweep_of(run)) is not None:
@@ -96,8 +92,6 @@ def overrides_of(run: Path) -> list[str]:
 HYDRA = ".hydra"
 NEXT_HYDRA = ".hydra.next"
 """Where Hydra writes its files if a run resumes: they take the place of the others when the resume is accepted."""
-BEGINNING = ("finetune", "resume")
-"""Keys that say where a run began. Its record keeps them when it resumes in its folder."""
 
 
 class Run:
@@ -106,15 +100,13 @@ class Run:
     Args:
         folder: the run folder. All files of the run go into it.
         overrides: of the command line, or of a job in a sweep.
-        resume: `resume` of the config: a run folder, a checkpoint, or None.
+        resume: `resume` of the config: this folder, or None for a new run.
 
     Attributes:
-        resumes_in_place: whether the run continues its own logs and best value. One that starts from another run does
-            not.
         overrides: those that define the run, for results.json.
         console: prints lines for the user.
         record: results.json, for metrics and paths; written at the end of `recording`.
-        resumed_at: optimizer steps of the checkpoint, if the run resumes in its folder.
+        resumed_at: optimizer steps of the checkpoint, if the run resumes.
     """
 
     def __init__(self, folder: Path, overrides: Sequence[str] = (), resume: str | None = None) -> None:
@@ -122,12 +114,11 @@ class Run:
         self.console = Console(quiet=rank() != 0)
         self.record: dict[str, Any] = {}
         self.resumed_at: int | None = None
-        self.resumes_in_place = resumes_in_place(folder, resume)
-        self._before = read_results(folder) if self.resumes_in_place else {}
-        if self.resumes_in_place:
-            began = [it for it in overrides_of(folder) if key_of(it) in BEGINNING]
-            began = began if is_signed(self._before) else []  # the user has not seen where a stranger's run began
-            self.overrides = [*began, *_without_keys(self.overrides, *BEGINNING)]
+        self._before = {} if resume is None else read_results(folder)
+        if resume is not None:
+            # Its record still says where it began, but not for a stranger's run: the user has not seen that.
+            began = [it for it in overrides_of(folder) if key_of(it) == "finetune" and is_signed(self._before)]
+            self.overrides = [*began, *_without_keys(self.overrides, "finetune", "resume")]
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -164,7 +155,7 @@ class Run:
             yield
 
     def record_resume(self, step: int) -> None:
-        """Record that the run resumes in its folder from a checkpoint of this optimizer step, with its overrides."""
+        """Record that the run resumes from a checkpoint of this optimizer step, with its overrides."""
         self.resumed_at = step
         resumed = [*self.record.get("resumed", []), {"step": step, "at": now()}]
         self.record |= signed(self.overrides) | {"resumed": resumed}
@@ -212,22 +203,14 @@ def run_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def resumes_in_place(folder: Path, resume: str | None) -> bool:
-    """Whether `resume` names the run of this folder: then the run continues its logs and its best value."""
-    run = None if resume is None else run_of(path_of(resume))
-    return run is not None and run.resolve() == folder.resolve()
-
-
 # Resuming: the overrides of a command with resume=
 
 
 def resume_overrides(overrides: list[str]) -> list[str]:
     """Replace `resume` of a training command by the overrides of the run that it names.
 
-    `resume=latest` and `resume=DIR` resume a run in its folder, with its overrides; those of the command win. With
-    another `hydra.run.dir=`, and from a checkpoint other than last.ckpt, a new run starts from that checkpoint. A
-    command whose folder has its own unfinished run resumes that run, because SLURM requeues a job with the same
-    command.
+    `resume=latest` and `resume=DIR` resume a run in its folder, with its overrides; those of the command win. A command
+    whose folder has its own unfinished run resumes that run, because SLURM requeues a job with the same command.
 
     A run that this user has started may do what it did. Overrides of somebody else's run may run code, and send or
     write data anywhere, so they must be in the command itself.
@@ -239,7 +222,14 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     """
     if any(override.startswith("-") for override in overrides):  # --help, or a sweep, whose jobs get here alone
         return overrides
-    found = _resumed(_without_keys(overrides, "trust"))  # other commands need `trust` for the user's own code
+    asked, folder = values_of(overrides).get("resume", "null"), folder_of(overrides)
+    found = given = _without_keys(overrides, "resume", "trust")  # other commands need `trust` for the user's own code
+    if asked != "null":
+        run = _asked_run(asked, folder)
+        found = _in_place(run, given)
+        _check_mine(run, found, given)
+    elif folder is not None and _has_begun(folder, given):
+        found = _in_place(folder, _without_keys(given, "finetune"))
     folder = folder_of(found)
     if folder and folder.is_dir() and rank() == 0:  # the other ranks may get here when rank 0 has the lock already
         with run_lock(folder):  # before Hydra writes there
@@ -247,84 +237,62 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     return found
 
 
-def _resumed(overrides: list[str]) -> list[str]:
-    asked = values_of(overrides).get("resume", "null")
-    path = None if asked == "null" else _asked_path(asked)
-    run = None if path is None else run_of(path)
-    if path is None or run is None:  # a new run; it may start from a checkpoint outside any run folder
-        return _unless_begun(overrides)
-    given, folder = _without_keys(overrides, "resume"), folder_of(overrides)
-    is_last = path.suffix != ".ckpt" or path.name == "last.ckpt"
-    in_place = resumes_in_place(folder, str(path)) if folder else is_last
-    if in_place:
-        _check_open(run, values_of(given))
-        found = _in_place(run, path, given)
-    else:
-        found = [*_merged(_without_keys(overrides_of(run), *BEGINNING), given), f"resume={quoted(path)}"]
-    _check_mine(run, found, [*given, f"resume={quoted(path)}"])
-    return found if in_place else _unless_begun(found)
+def _asked_run(asked: str, folder: Path | None) -> Path:
+    """The run folder that `resume=` names; `folder`: that of the command, if it has one. Raises UserError."""
+    run = latest() if asked == "latest" else path_of(asked)
+    if not is_run(run) and not (run / "checkpoints").is_dir():
+        raise CheckpointError(
+            f"no run folder at {run}: give the folder that training printed, resume=runs/…; a checkpoint alone starts "
+            "a new run by finetune="
+        )
+    if folder is not None and folder.resolve() != run.resolve():
+        raise ConfigError(f"resume={asked} continues that run in its folder: leave out hydra.run.dir={folder}")
+    return run
 
 
-def _asked_path(asked: str) -> Path:
-    """The run folder or checkpoint that `resume=` names. Raises CheckpointError if there is none."""
-    path = latest() if asked == "latest" else path_of(asked)
-    if run_of(path) is None and not path.is_file():
-        raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
-    return path
-
-
-def _in_place(run: Path, path: Path, given: list[str]) -> list[str]:
-    """The overrides that resume a run in its folder from `path`. Overrides given now replace those of the run."""
-    before, where = overrides_of(run), [] if folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
+def _in_place(run: Path, given: list[str]) -> list[str]:
+    """The overrides that resume a run in its folder. Overrides given now replace those of the run."""
+    record, values = read_results(run), values_of(given)
+    if record.get("status") == "done" and not any(key in values for key in (*LENGTH, "trainer.max_time")):
+        steps = record.get("steps", 0)
+        raise CheckpointError(f"{run} is done ({steps} steps): to train longer, raise trainer.max_steps")
+    before = _without_keys(overrides_of(run), "resume")
+    where = [] if "hydra.run.dir" in values else [f"hydra.run.dir={quoted(run)}"]
     if not has_checkpoint(run):  # killed before its first checkpoint: it starts from step 0
         return [*_merged(before, given), *where]
     # The checkpoint has the weights: those of finetune are not read again. A resume may still be refused, so Hydra
     # writes its files elsewhere.
-    now = [f"resume={quoted(path)}", f"hydra.output_subdir={NEXT_HYDRA}"]
-    return [*_merged(_without_keys(before, *BEGINNING), given), *now, *where]
+    now = [f"resume={quoted(run)}", f"hydra.output_subdir={NEXT_HYDRA}"]
+    return [*_merged(_without_keys(before, "finetune"), given), *now, *where]
 
 
-def _unless_begun(overrides: list[str]) -> list[str]:
-    """The overrides of a new run. If its folder has the same run, unfinished: those that resume it in place.
+def _has_begun(run: Path, overrides: list[str]) -> bool:
+    """Whether the folder of a new run has the same run, unfinished, with a checkpoint.
 
     Each rank decides this by itself, maybe after rank 0 has started. This is safe: rank 0 then has written the same
     overrides and `running`, and it writes no checkpoint before all ranks have joined.
 
     Raises ConfigError if the folder has another run, or if the run is done.
     """
-    run = folder_of(overrides)
-    if run is None:
-        return overrides
     record = read_results(run)
     is_done = record.get("status") == "done"
     if not is_done and not has_checkpoint(run):
         if "overrides" not in record and rank() == 0:  # else the same run without a checkpoint may start again
             check_unused("hydra.run.dir", run)
-        return overrides
+        return False
     before, now = _by_key(overrides_of(run)), _by_key(overrides)
     differing = next((key for key in before | now if before.get(key) != now.get(key)), None)
     if is_done or differing is not None:
-        how = f"that is done ({record.get('steps')} steps)"
+        how = "that is done"
         if differing is not None:
             how = f"with {before.get(differing, f'no {differing}')}, not {now.get(differing, 'without')}"
-        resume = shlex.quote(f"resume={quoted(run)}") + (" trainer.max_steps=…" if is_done else "")
+        resume = shlex.quote(f"resume={quoted(run)}")
         raise ConfigError(f"{run} has a run {how}: resume it with {resume}, or give another hydra.run.dir=FOLDER")
-    return _in_place(run, run, _without_keys(overrides, *BEGINNING))
+    return True
 
 
-def _check_open(run: Path, given: dict[str, str]) -> None:
-    """Raise CheckpointError if the run is done, and the command does not make it longer."""
-    record, asked = read_results(run), given.get("trainer.max_steps", "")
-    if record.get("status") != "done":
-        return
-    steps = record.get("steps", 0)
-    longer = int(asked) > steps if asked.isdigit() else any(key in given for key in (*LENGTH, "trainer.max_time"))
-    if not longer:
-        raise CheckpointError(f"{run} is done ({steps} steps): to train longer, raise trainer.max_steps")
-
-
-_SET_HERE = ("hydra.run.dir", "hydra.output_subdir")
-"""Keys that are set here. No record gives them: see `overrides_of`."""
+_SET_HERE = ("resume", "hydra.run.dir", "hydra.output_subdir")
+"""Keys that are set here."""
 
 
 def _check_mine(run: Path, found: list[str], given: list[str]) -> None:
@@ -338,9 +306,8 @@ def _check_mine(run: Path, found: list[str], given: list[str]) -> None:
 
 
 def _by_key(overrides: list[str]) -> dict[str, str]:
-    """The overrides that define a run, by key. resume=null is left out, and so are Hydra's keys but the search path."""
-    of_run = [it for it in overrides if not of_hydra(it) or key_of(it) == SEARCH_PATH]
-    return {key_of(it): it for it in of_run if it != "resume=null"}
+    """The overrides that define a run, by key, without Hydra's keys but the search path."""
+    return {key_of(it): it for it in overrides if not of_hydra(it) or key_of(it) == SEARCH_PATH}
 
 
 def _merged(before: list[str], given: list[str]) -> list[str]:

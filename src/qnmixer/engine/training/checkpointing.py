@@ -36,7 +36,7 @@ class Checkpointing(Checkpoint):
     also has no random states, and cannot stop.
 
     Args:
-        run: the checkpoints go into its folder. If it resumes there, its best value is used too.
+        run: the checkpoints go into its folder.
         monitor: the metric of the best checkpoint.
         every_n_steps: write last.ckpt every n optimizer steps, and at validations; None: at validations only.
         mode: the better value of the metric, max or min.
@@ -118,10 +118,9 @@ class Checkpointing(Checkpoint):
         state = checkpoint[RUN_KEY]
         self._resumed = state["random"]
         self.validated, self._saved = state["validated"], checkpoint["global_step"]
-        if self.run.resumes_in_place:
-            self.seconds = state["seconds"]
-            if state["monitor"] == self.monitor:
-                self.best = state["best"]
+        self.seconds = state["seconds"]
+        if state["monitor"] == self.monitor:
+            self.best = state["best"]
 
     def save_validated(self, trainer: L.Trainer) -> None:
         """Write best.ckpt, if the last validation was the best, and last.ckpt.
