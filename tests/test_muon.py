@@ -1,7 +1,6 @@
 """Muon: against float64 and singular values, against torch's AdamW, and which weight goes where."""
 
 from collections.abc import Callable
-from copy import deepcopy
 
 import pytest
 import torch
@@ -36,19 +35,16 @@ def test_singular_values_become_one(rows: int, columns: int) -> None:
     torch.testing.assert_close(orthogonalized(matrix), expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(orthogonalized(matrix.float()), expected.float(), rtol=0, atol=1e-5)
     torch.testing.assert_close(orthogonalized(1e-9 * matrix), expected, rtol=0, atol=1e-12)
-    with torch.autocast("cpu", torch.bfloat16):  # which a step of Lightning's is not in, but may be in one's own
-        torch.testing.assert_close(orthogonalized(matrix.float()), expected.float(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_two_steps_of_a_kernel_are_those_of_its_matrix(layout: torch.memory_format) -> None:
+def test_two_steps_of_a_kernel_are_those_of_its_matrix() -> None:
     torch.manual_seed(0)
     weight, *gradients = torch.randn(3, 6, 4, 3, 3, dtype=torch.float64)
-    kernel = nn.Parameter(weight.clone(memory_format=layout))
+    kernel = nn.Parameter(weight.clone(memory_format=torch.channels_last))
     optimizer = Muon([{"params": [kernel], "orthogonal": True, "weight_decay": 0.1}], lr=0.01, momentum=0.9)
     matrix, momentum = weight.flatten(1), torch.zeros(6, 36, dtype=torch.float64)
     for gradient in gradients:
-        kernel.grad = gradient.clone(memory_format=layout)
+        kernel.grad = gradient.clone(memory_format=torch.channels_last)
         optimizer.step()
         momentum = 0.9 * momentum + 0.1 * gradient.flatten(1)
         ahead = 0.9 * momentum + 0.1 * gradient.flatten(1)  # Nesterov
@@ -88,20 +84,6 @@ def test_the_others_are_changed_by_adamw() -> None:
     changed, *equal = (torch.equal(p, q) for p, q in zip(network.parameters(), other.parameters(), strict=True))
     assert not changed
     assert all(equal)
-
-
-def test_a_scaler_skips_the_whole_step() -> None:
-    network = layers()
-    optimizer, scaler = muon_of(network), torch.amp.GradScaler("cpu", init_scale=4.0)
-    before = deepcopy([*network.parameters()])
-    for gradient, skipped in ((float("inf"), True), (1.0, False)):
-        for p in network.parameters():
-            p.grad = torch.full_like(p, gradient)
-        scaler.scale(torch.zeros(()))  # which makes its scale
-        scaler.step(optimizer)
-        scaler.update()
-        assert all(torch.equal(p, q) == skipped for p, q in zip(network.parameters(), before, strict=True))
-        assert (not optimizer.state) == skipped
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -81,7 +81,9 @@ def train(*overrides: str) -> Trained:
 def run(cfg: DictConfig) -> Trained | float | None:
     """Train one run: the task that Hydra calls. Returns the best monitored value for a sweep; None after a failure."""
     hydra_config = HydraConfig.get()
-    folder, overrides = Path(hydra_config.runtime.output_dir), overrides_of_job(hydra_config)
+    folder = Path(hydra_config.runtime.output_dir)
+    # The record of a run has the user's own config folders too.
+    overrides = [*search_path_in([*hydra_config.overrides.hydra]), *hydra_config.overrides.task]
     if hydra_config.mode == RunMode.MULTIRUN:  # a job of another launcher than ours, such as submitit
         return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
     record = Run(folder, overrides, cfg.resume)
@@ -110,11 +112,6 @@ def print_begin(run: Run, hydra_config: HydraConf) -> None:
     choices = hydra_config.runtime.choices
     chosen = ", ".join(f"{group}={choices[group]}" for group in ("experiment", "model", "data") if choices.get(group))
     run.console.print(f"{what} in {run.folder}: {chosen} (loading PyTorch …)", highlight=False, soft_wrap=True)
-
-
-def overrides_of_job(hydra_config: HydraConf) -> list[str]:
-    """The overrides of a run for its record, with the user's own config folders."""
-    return [*search_path_in([*hydra_config.overrides.hydra]), *hydra_config.overrides.task]
 
 
 def check(cfg: DictConfig) -> Config:

@@ -147,7 +147,7 @@ def test_one_line_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     (sweep / "0").mkdir(parents=True)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "comparison.csv").symlink_to(tmp_path)
-    jobs = {"overrides": [], "varying": [], "git_commit": None, "jobs": {"0": ["seed=1"]}}
+    jobs = {"overrides": [], "varying": [], "jobs": {"0": ["seed=1"]}}
     (sweep / "sweep.json").write_text(json.dumps(jobs))
     for arguments, words in (
         (["sweep=nowhere"], "sweep=nowhere does not exist"),

@@ -57,7 +57,7 @@ def sweep(tmp_path: Path) -> Sweep:
         folder / "0" / "checkpoints" / "best.ckpt",
     )
     (folder / "0" / "results.json").write_text(json.dumps({"status": "done", "seconds": 1.0, "steps": 4}))
-    described = {"overrides": [], "varying": [], "git_commit": None, "jobs": {"0": overrides}}
+    described = {"overrides": [], "varying": [], "jobs": {"0": overrides}}
     (folder / "sweep.json").write_text(json.dumps(described))
     parts = {part: [its.source.name(k) for k in range(len(its.source))] for part, its in data.parts.items()}
     return Sweep(folder, slices, {part: [name.partition("/")[0] for name in names] for part, names in parts.items()})

@@ -26,7 +26,7 @@ def test_other_noise_is_no_test_of_measured_sinograms(tmp_path: Path) -> None:
 
 def sweep(folder: Path, jobs: list[list[str]]) -> Path:
     """A sweep whose jobs have checkpoints without weights."""
-    described = {"overrides": [], "varying": [], "git_commit": None, "jobs": dict(enumerate(jobs))}
+    described = {"overrides": [], "varying": [], "jobs": dict(enumerate(jobs))}
     for number, words in enumerate(jobs):
         (folder / str(number) / "checkpoints").mkdir(parents=True)
         ours = {"format": 1, "config": to_plain(parse(compose("train", words)))}

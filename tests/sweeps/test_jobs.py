@@ -96,7 +96,7 @@ def test_finished_jobs_are_skipped_and_unfinished_ones_resume(
     assert run_jobs(jobs, at_once=None, check=parse) == [20.0, 30.0, 30.0]
     with pytest.raises(ConfigError, match=r"0 has another job \(.*seed=0\): choose another hydra.sweep.dir"):
         run_jobs([job(tmp_path, 0, "seed=2")], at_once=None, check=parse)
-    assert "job 0: already done with another version of the code, val/psnr 20 in 7 s" in capsys.readouterr().out
+    assert "job 0: already done, val/psnr 20 in 7 s" in capsys.readouterr().out
     assert read_results(jobs[1].folder)["where"] == f"hydra.run.dir={jobs[1].folder}"  # the resumed folder
 
 

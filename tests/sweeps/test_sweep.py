@@ -98,7 +98,7 @@ def test_no_sweep_begins_in_the_folder_of_another_or_of_other_files(
 def begun(folder: Path, varying: Sequence[str] = (), jobs: dict[str, list[str]] | None = None) -> None:
     """A sweep's folder; without jobs as it is when its first jobs are about to be placed."""
     folder.mkdir(exist_ok=True)
-    record = {"overrides": [], "varying": [*varying], "git_commit": None, "jobs": jobs}
+    record = {"overrides": [], "varying": [*varying], "jobs": jobs}
     (folder / "sweep.json").write_text(json.dumps(record))
 
 
@@ -116,7 +116,7 @@ def test_a_job_runs_where_it_did_before(tmp_path: Path) -> None:
 
 
 def test_jobs_are_called_by_what_differs() -> None:
-    info = {"overrides": [], "varying": ["strategy", "optimizer.lr"], "git_commit": None}
+    info = {"overrides": [], "varying": ["strategy", "optimizer.lr"]}
     overrides = ["data.batch_size=2", "strategy=ddp", "optimizer.lr=0.0012520653814999472"]
     assert name_of_job(info, overrides) == "strategy=ddp, optimizer.lr=0.001252"  # type: ignore[arg-type]  # a TypedDict
 

@@ -68,7 +68,7 @@ def test_jobs_of_a_sweep_are_runs_of_one_group(
     sweep, before = tmp_path / "12-00-00-sweep", set(os.environ)
     sweep.mkdir()
     varied = ["optimizer.lr=1,2,3", "seed=1"]
-    said = {"overrides": varied, "varying": ["optimizer.lr"], "git_commit": None, "jobs": None}
+    said = {"overrides": varied, "varying": ["optimizer.lr"], "jobs": None}
     (sweep / SWEEP).write_text(json.dumps(said))
     codes = (DONE, FAILED, INTERRUPTED)
     for k, code in enumerate(codes):

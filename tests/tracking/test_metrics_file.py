@@ -35,7 +35,7 @@ def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path: Path) -> No
     logged(tmp_path, 1, 2, 3, 4, 5)
     going_on = MetricsFile(tmp_path, resumed_at=3)
     assert going_on.experiment is going_on  # Lightning asks for it, and its own would delete the file
-    assert going_on.last_step() == 5
+    assert going_on.last_step == 5
     going_on.log_metrics({"train/loss": 0.0, "new": 1.0}, 4)
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [(row["step"], row["train/loss"]) for row in rows] == [

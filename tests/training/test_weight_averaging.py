@@ -10,11 +10,12 @@ from qnmixer.engine.training.callbacks import MeanWeights
 
 
 def test_the_mean_is_of_optimizer_steps_and_stands_for_the_weights_in_a_checkpoint() -> None:
-    """Of two batches each. Before `start` it follows the weights."""
+    """Of two batches each."""
     module: Any = torch.nn.Linear(1, 1, bias=False)
     weights = [1.0, 2.0, 4.0, 8.0]
     trainer: Any = SimpleNamespace(accumulate_grad_batches=2, global_step=0)
-    averaging = MeanWeights(decay=0.75, start=1)
+    module.weight.data.fill_(1.0)
+    averaging = MeanWeights(decay=0.75)
     averaging.on_fit_start(trainer, module)
     for trainer.global_step, weight in enumerate(weights, 1):
         averaging.on_train_batch_end(trainer, module, None, None, 0)

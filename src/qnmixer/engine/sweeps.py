@@ -35,7 +35,6 @@ from qnmixer.engine.tracking.records import (
     amend,
     best_of,
     duration,
-    git_commit,
     name_of_job,
     read_results,
     read_sweep,
@@ -68,7 +67,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
     _check_sweep(overrides, config)
     given = any(override.startswith(f"{_FOLDER_KEY}=") for override in overrides)
     folder = Path(config.hydra.sweep.dir) if given else RUNS / "sweeps" / _name_of_sweep(overrides, varying)
-    described: Sweep = {"overrides": overrides, "varying": varying, "git_commit": git_commit(), "jobs": None}
+    described: Sweep = {"overrides": overrides, "varying": varying, "jobs": None}
     with run_lock(folder):
         # Results of something else would be counted as jobs of this sweep.
         if not (folder / SWEEP).is_file():
@@ -262,9 +261,8 @@ def _is_done(job: Job) -> bool:
         raise ConfigError(f"{job.folder} has another job ({' '.join(its)}): choose another hydra.sweep.dir=FOLDER")
     if before.get("status") != "done":
         return False
-    # Results of another version count as done: a sweep of days must survive a changed comment.
-    changed = before.get("git_commit") != git_commit()
-    _say(f"{job.name}: already done{' with another version of the code' * changed}, {outcome(before)}")
+    # Also with another version of the code: a sweep of days must survive a changed comment.
+    _say(f"{job.name}: already done, {outcome(before)}")
     return True
 
 

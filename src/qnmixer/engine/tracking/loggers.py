@@ -62,7 +62,7 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
             if options._target_ != METRICS_FILE:
                 loggers.append(_build_logger(config, options, folder))
         elif options.mode != "disabled":
-            loggers.append(_wandb_run(config, options, folder, overrides, file))
+            loggers.append(_wandb_run(config, options, folder, overrides, file, resumed_at))
     return loggers
 
 
@@ -108,11 +108,18 @@ class MetricsFile(CSVLogger):
         folder: the run folder.
         resumed_at: optimizer steps of the checkpoint that the run resumes from. Later rows are dropped. None: a new
             run, which replaces the file.
+
+    Attributes:
+        last_step: the last step of the file so far; 0 without any.
+        kept: the rows up to the step that the run resumes from.
     """
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         super().__init__(folder, name="", version="")
-        self.path, self.resumed_at = folder / "metrics.csv", resumed_at
+        self.path = folder / "metrics.csv"
+        before = [] if resumed_at is None else read_metrics(self.path)
+        self.last_step = max((int(row["step"]) for row in before), default=0)
+        self.kept = [row for row in before if int(row["step"]) <= (resumed_at or 0)]
         self._columns: list[str] | None = None  # of the file; None before the first row
 
     @property
@@ -129,7 +136,7 @@ class MetricsFile(CSVLogger):
         """Append a row."""
         row: dict[str, Any] = {"step": step, **metrics}
         if self._columns is None:
-            self._rewrite(self.rows_before(), row)
+            self._rewrite(self.kept, row)
         elif not row.keys() <= set(self._columns):
             self._rewrite(read_metrics(self.path), row)
         else:
@@ -138,16 +145,6 @@ class MetricsFile(CSVLogger):
 
     def save(self) -> None:
         """Do nothing: each row is on the disk already."""
-
-    def last_step(self) -> int:
-        """The last step that has a row; 0 without any."""
-        return max((int(row["step"]) for row in read_metrics(self.path)), default=0)
-
-    def rows_before(self) -> list[dict[str, str]]:
-        """The rows up to the step that the run resumes from; [] for a new run."""
-        if self.resumed_at is None:
-            return []
-        return [row for row in read_metrics(self.path) if int(row["step"]) <= self.resumed_at]
 
     def _rewrite(self, rows: list[dict[str, str]], new: dict[str, Any]) -> None:
         # Every row of the file has all its columns, so the first one stands for all.
@@ -202,13 +199,20 @@ class WandbRun(WandbLogger):
             self.experiment.log({**metrics, _STEP_KEY: step}, step=max(step, self.known))
 
 
-def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: list[str], file: MetricsFile) -> WandbRun:
+def _wandb_run(
+    config: Config,
+    options: WandbConfig,
+    folder: Path,
+    overrides: list[str],
+    file: MetricsFile,
+    resumed_at: int | None,
+) -> WandbRun:
     """Start the W&B run of a folder. If it resumes, W&B goes on where it was."""
-    resumes = file.resumed_at is not None and (folder / RUN_ID).is_file()
-    known = max(file.last_step(), _known_steps(folder / KNOWN_UNTIL)) if resumes else 0
+    resumes = resumed_at is not None and (folder / RUN_ID).is_file()
+    known = max(file.last_step, _known_steps(folder / KNOWN_UNTIL)) if resumes else 0
     write_text(folder / KNOWN_UNTIL, str(known))  # a run may be killed and resumed several times
     logger = WandbRun(_start_wandb(config, options, folder, overrides, resumes), known)
-    for row in file.rows_before()[-1:] if resumes else ():  # a killed W&B lacks it, and training does not repeat it
+    for row in file.kept[-1:] if resumes else ():  # a killed W&B lacks it, and training does not repeat it
         values = {name: it for name, text in row.items() if name != "step" and (it := as_number(text)) is not None}
         logger.log_metrics(values, int(row["step"]))
     return logger

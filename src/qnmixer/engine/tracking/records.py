@@ -138,7 +138,6 @@ class Sweep(TypedDict):
 
     overrides: list[str]  # of the command line
     varying: list[str]  # keys that differ between jobs
-    git_commit: str | None
     jobs: dict[str, list[str]] | None  # overrides of its jobs so far, by folder; None: not recorded by the launcher
 
 

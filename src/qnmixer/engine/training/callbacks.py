@@ -4,10 +4,11 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import lightning as L
 import torch
+from annotated_types import Ge, Lt
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
@@ -268,13 +269,10 @@ class MeanWeights(Callback):
 
     Args:
         decay: the share of the old mean that remains after a step.
-        start: optimizer steps after which averaging starts.
     """
 
-    def __init__(self, decay: float = 0.999, start: int = 0) -> None:
-        if not 0 <= decay < 1 or start < 0:
-            raise ValueError("decay must be from 0 to below 1, and start must be 0 or more")
-        self.decay, self.start = decay, start
+    def __init__(self, decay: Annotated[float, Ge(0), Lt(1)] = 0.999) -> None:
+        self.decay = decay
         self.mean: dict[str, Tensor] = {}
         self._swapped = False
 
@@ -291,10 +289,8 @@ class MeanWeights(Callback):
         """Update the mean after an optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        # Before `start` the mean follows the weights, because a mean of bad first weights would last long.
-        share = 1.0 if trainer.global_step <= self.start else 1 - self.decay
         for name, parameter in pl_module.named_parameters():
-            self.mean[name].lerp_(parameter, share)
+            self.mean[name].lerp_(parameter, 1 - self.decay)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put the mean into the network."""
