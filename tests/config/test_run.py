@@ -124,7 +124,6 @@ def test_bounds(option: str) -> None:
         ("loss._args_=[1]", "loss._args_ is not known: give _target_ and arguments of the target"),
         ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is not a function (image, truth), nor a"),
         ("geometry.name=[1]", "geometry.name=[1] should be a valid string"),
-        ("trainer.profiler=simpel", "trainer.profiler=simpel should be 'simple', 'advanced' or 'pytorch'"),
         ("trainer.limit_train_batches=1.5", "trainer.limit_train_batches=1.5 should be less than or equal to 1"),
         ("trainer.extra=a", "trainer.extra=a should be a valid dictionary"),
         ("trainer.limit_train_batch=3", "unknown key trainer.limit_train_batch: did you mean trainer.limit_train_b"),

@@ -45,7 +45,7 @@ TRAIN = {
     "data=/path/to/ct": "data=/path/to/ct does not exist: choose custom, deeplesion, dicom",
     "~model": "the config has no model",
     # arguments of Lightning's Trainer
-    "trainer.profiler=simple": "An argument that is not in conf/ takes a plus: +trainer.profiler=…",
+    "trainer.benchmark=true": "An argument that is not in conf/ takes a plus: +trainer.benchmark=…",
     "trainer.fast_dev_run=true": "use debug=few_batches",
     # habits from elsewhere
     "trainer=ddp": "trainer=ddp is not known here: use strategy=ddp",

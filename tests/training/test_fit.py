@@ -28,13 +28,12 @@ def test_an_epoch_of_fewer_batches(tiny_config: TinyConfig, tmp_path: Path) -> N
 
 
 def test_arguments_of_the_trainer_reach_it(tiny_config: TinyConfig, tmp_path: Path) -> None:
-    overrides = ["+trainer.profiler=simple", "+trainer.max_time=00:00:00:01", "trainer.max_steps=-1"]
+    overrides = ["+trainer.max_time=00:00:00:01", "trainer.max_steps=-1"]
     overrides += ["trainer.max_epochs=100000", "+trainer.gradient_clip_algorithm=value", *QUICK]
     fit(tiny_config(*overrides), Run(tmp_path))
     results = read_results(tmp_path)
     assert results["status"] == "done"
     assert 0 < results["steps"] < 400000
-    assert "run_training_batch" in "".join(path.read_text() for path in (tmp_path / "profile").iterdir())
 
 
 LOGGER = """
@@ -66,7 +65,7 @@ def test_several_loggers_get_the_same_numbers(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_second_logger.py").write_text(LOGGER)
-    mine = ["logger._target_=my_second_logger.Mine", "+logger.word=said", "tags=[a,b]"]
+    mine = ["logger._target_=my_second_logger.Mine", "+logger.word=said"]
     theirs = ["+logger.theirs._target_=lightning.pytorch.loggers.CSVLogger", "+logger.theirs.name=theirs"]
     fit(tiny_config("logger=[csv,wandb,custom]", *mine, *theirs), Run(tmp_path / "run"))
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
@@ -77,7 +76,6 @@ def test_several_loggers_get_the_same_numbers(
     logged = {name.partition(".")[0] for name in run.metrics}
     assert logged - names == media | {"trainer/global_step"}
     assert names <= logged
-    assert read_results(tmp_path / "run")["tags"] == ["a", "b"]
     lines = (tmp_path / "run" / "mine.txt").read_text().splitlines()
     assert lines[0].startswith("said ")
     assert {name for line in lines for name in line.split()[2:]} == names

@@ -238,7 +238,6 @@ class PassedOn:
     max_time: str | None = None  # DAYS:HOURS:MINUTES:SECONDS
     min_epochs: Count | None = None
     min_steps: Count | None = None
-    profiler: Literal["simple", "advanced", "pytorch"] | None = None
     sync_batchnorm: bool | None = None
 
 

@@ -36,7 +36,7 @@ from qnmixer.files import atomic_file, make_own_folder, private_files, write_tex
 # results.json
 
 _KINDS_OF_RESULTS = {
-    "status": str, "error": str, "overrides": list[str], "started": str, "tags": list[str], "best": dict[str, Any],
+    "status": str, "error": str, "overrides": list[str], "started": str, "best": dict[str, float],
     "steps": int, "seconds": float, "memory": dict[str, float | None],
     "git_commit": str | None, "device": str, "versions": dict[str, str], "evaluated": dict[str, Any],
     "resumed": list[dict[str, Any]],
@@ -99,10 +99,7 @@ def write_results(folder: Path, record: dict[str, Any]) -> None:
 
 def best_of(record: dict[str, Any]) -> tuple[str, float | None]:
     """The monitored metric of a run and its best value; None if there is none."""
-    monitor, best = next(iter(record.get("best", {}).items()), ("best", None))
-    if isinstance(best, int) and abs(best) < 2**63:  # JSON has whole numbers of any length
-        best = float(best)
-    return monitor, best if isinstance(best, float) else None
+    return next(iter(record.get("best", {}).items()), ("best", None))
 
 
 def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger, WandbLogger
-from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler, PyTorchProfiler
 from torch.profiler import schedule
 
 from qnmixer.engine.build import build_data_module, build_module
@@ -66,8 +66,6 @@ def session(config: Config, run: Run) -> Iterator[None]:
     with stopping_together(run), stop_signals(), run.recording():
         run.record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
         run.record["processes"] = world_size()  # each has so many threads
-        if config.tags:
-            run.record["tags"] = config.tags
         quieten()
         if rank() == 0:
             write_text(run.folder / "code.diff", git_diff())  # empty without changes
@@ -174,9 +172,6 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataMo
 
 # The Trainer
 
-# Keys of trainer.extra that are converted first.
-_CONVERTED_KEYS = ("limit_train_batches", "profiler")
-
 
 def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> L.Trainer:
     """Build Lightning's Trainer for a run folder; the config must come from `resolve_devices`. Sets trainer.tf32."""
@@ -209,21 +204,19 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         enable_model_summary=False,
         default_root_dir=folder,
         profiler=_profiler(config, folder / "profile"),
-        **{name: value for name, value in t.extra.items() if name not in _CONVERTED_KEYS and value is not None},
+        # The loader itself has no more batches than limit_train_batches.
+        **{name: it for name, it in t.extra.items() if name != "limit_train_batches" and it is not None},
     )
 
 
-_PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
-
-
 def _profiler(config: Config, folder: Path) -> Profiler | None:
-    """Lightning's profiler that the config asks for, which writes its results into a folder."""
-    name, debug = config.trainer.extra.get("profiler"), config.debug
-    if isinstance(debug, ProfileConfig):
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to the terminal
-        recorded = schedule(skip_first=debug.warm_up - 1, wait=0, warmup=1, active=debug.steps, repeat=1)
-        return PyTorchProfiler(folder, "operators", schedule=recorded, record_shapes=True, acc_events=True)
-    return None if name is None else _PROFILERS[name](dirpath=folder, filename="lightning")
+    """torch's profiler for debug=profile. It writes its results into a folder."""
+    debug = config.debug
+    if not isinstance(debug, ProfileConfig):
+        return None
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to the terminal
+    recorded = schedule(skip_first=debug.warm_up - 1, wait=0, warmup=1, active=debug.steps, repeat=1)
+    return PyTorchProfiler(folder, "operators", schedule=recorded, record_shapes=True, acc_events=True)
 
 
 # Training
