@@ -108,20 +108,18 @@ def test_the_users_environment_is_under_the_command_line(
     for name, value in mine.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     run_in(places[0] / "a", 1, config=config_of(), exit_code=INTERRUPTED)
-    assert not [*places[0].rglob("*.wandb")]
-    run_in(places[0] / "a", 1, 2, config=config_of(), resumed_at=1)
     given = ["logger.wandb.project=theirs", "logger.wandb.run_name=typed", "tags=[b]", "+logger.wandb.notes=why"]
     run_in(places[0] / "b", 1, config=config_of(*given))
-    one, two, other = offline_runs(tmp_path)
+    assert not [*places[0].rglob("*.wandb")]
+    one, other = offline_runs(tmp_path)
     own = [run.records[0] if "run" in run.records[0] else run.records[1] for run in (one, other)]
     assert [it["run"]["project"] for it in own] == ["mine", "theirs"]
     assert [it["run"].get("notes") for it in own] == [None, "why"]
-    assert (one.name, one.tags[:2], two.id) == ("by hand", ["paper", "noise"], one.id)
+    assert (one.name, one.tags[:2]) == ("by hand", ["paper", "noise"])
     assert (other.name, other.tags[:2]) == ("typed", ["b", "qn_mixer"])
     monkeypatch.setenv("WANDB_MODE", "disabled")
     modes = [config_of(*given).logger["wandb"].mode for given in ([], ["logger.wandb.mode=online"])]
     assert modes == ["disabled", "online"]
-    assert {row["_step"] for run in (one, two) for row in run.history if "of/a" in row} == {1, 2}
 
 
 def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Path, offline_runs: OfflineRuns) -> None:

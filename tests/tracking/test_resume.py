@@ -52,13 +52,10 @@ def test_without_resume_nothing_changes(overrides: list[str]) -> None:
         (["seed=1", "seed=2"], ["seed=3", "seed=4"], ["seed=3", "seed=4"]),
         # Another choice of a group takes the keys of the one before along; so does another length.
         (["strategy=pipeline", "strategy.schedule=gpipe"], ["strategy=ddp"], ["strategy=ddp"]),
-        (["+trainer.devices=2"], ["trainer.devices=4"], ["trainer.devices=4"]),
         (["trainer.max_epochs=9", "trainer.max_steps=-1"], ["trainer.max_steps=20"], ["trainer.max_steps=20"]),
         # A run has no word on Hydra, which could make it run code.
         (["seed=1", "++hydra={job:{env_set:{PYTHONPATH:/evil}}}"], [], ["seed=1"]),
-        (["seed=1", "hydra.job.env_set.PYTHONPATH=/evil", "hydra/job_logging=evil"], [], ["seed=1"]),
         (["seed=1", "+callbacks@hydra.callbacks.x=custom"], [], ["seed=1"]),
-        (["seed=1", "+hydra={callbacks:{x:{_target_:evil.Hook}}}"], [], ["seed=1"]),
     ],
 )
 def test_a_run_resumes_in_its_folder_with_its_own_overrides(
@@ -101,27 +98,25 @@ def test_the_same_command_resumes_the_run_in_its_folder(make: Make, tmp_path: Pa
     assert resume_overrides([*words]) == [*words, "resume=runs/2", NEXT]
 
 
-def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
-    make("a", "seed=1", "model=qn_mixer")
-    make("done", "seed=1", status="done", steps=9)
-    make("kept", "seed=1", status="done", steps=9, checkpoint=False)  # its checkpoints have been removed
-    for overrides, message in (
-        (
-            ["seed=2", "hydra.run.dir=runs/a"],
-            "runs/a has a run with seed=1, not seed=2: resume it with resume=runs/a",
-        ),
-        (["seed=1", "hydra.run.dir=runs/a"], "runs/a has a run with model=qn_mixer, not without: "),
-        (["seed=1", "model=qn_mixer", "loss=l1", "hydra.run.dir=runs/a"], "a run with no loss, not loss=l1: "),
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["seed=2", "hydra.run.dir=runs/a"], "runs/a has a run with seed=1, not seed=2: resume it with resume=runs/a"),
+        (["seed=1", "loss=l1", "hydra.run.dir=runs/a"], "runs/a has a run with no loss, not loss=l1: "),
+        (["hydra.run.dir=runs/a"], "runs/a has a run with seed=1, not without: "),
         (
             ["seed=1", "hydra.run.dir=runs/done"],
-            "that is done: resume it with resume=runs/done, or",
+            "runs/done has a run that is done: resume it with resume=runs/done, or",
         ),
-        (["seed=2", "hydra.run.dir=runs/kept"], "runs/kept has a run with seed=1, not seed=2: "),
-    ):
-        with pytest.raises(ConfigError) as error:
-            resume_overrides(overrides)
-        assert message in str(error.value)
-        assert str(error.value).endswith("or give another hydra.run.dir=FOLDER")
+    ],
+)
+def test_another_run_is_not_begun_where_one_is(make: Make, words: list[str], message: str) -> None:
+    make("a", "seed=1")
+    make("done", "seed=1", status="done", checkpoint=False)  # its checkpoints have been removed
+    with pytest.raises(ConfigError) as error:
+        resume_overrides(words)
+    assert message in str(error.value)
+    assert str(error.value).endswith("or give another hydra.run.dir=FOLDER")
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "results.json"])
@@ -165,13 +160,10 @@ def test_a_finished_run_resumes_only_for_longer(make: Make) -> None:
         assert longer in resume_overrides(["resume=runs/b", longer])
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [("latest", "finds no run under"), ("runs/a", "no run folder at"), ("pretrained", "no run folder at pretrained")],
-)
+@pytest.mark.parametrize(("path", "words"), [("latest", "finds no run under"), ("runs/a", "no run folder at")])
 def test_a_missing_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises((CheckpointError, ConfigError), match=words):
+    with pytest.raises(CheckpointError, match=words):
         resume_overrides([f"resume={path}"])
 
 
@@ -183,14 +175,10 @@ def test_latest_is_the_newest_run(make: Make) -> None:
     assert latest() == Path("runs/sweep/new")
 
 
-THEIRS = [
-    "model=learn", "tags=[${oc.env:SECRET}]", "logger.wandb.mode=online", "loss._target_=evil.loss",
-    "data.cache_dir=/home", "finetune=hf://evil/net", "experiment=[../../downloads/evil]",
-    "hydra.searchpath=[file:///home]",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("override", THEIRS)
+@pytest.mark.parametrize(
+    "override",
+    ["tags=[${oc.env:SECRET}]", "loss._target_=evil.loss", "finetune=hf://evil/net", "hydra.searchpath=[file:///home]"],
+)
 def test_what_a_stranger_has_set_is_the_users_to_repeat(make: Make, override: str) -> None:
     """It may run code, read variables, or send data. Of a run of the user's own it stays. A signature is of its
     overrides."""

@@ -3,7 +3,6 @@
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -60,28 +59,22 @@ def test_a_run_without_a_finite_validation_has_failed(tiny_config: TinyConfig, t
         assert read_results(tmp_path)["status"] == "failed"
 
 
-def test_several_loggers_get_the_same_numbers(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_runs: Callable[[Path], list[Any]]
-) -> None:
+def test_loggers_get_the_same_numbers(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a file of the user, which nobody looks for when the checkpoint is read, and one of Lightning."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_second_logger.py").write_text(LOGGER)
     mine = ["logger._target_=my_second_logger.Mine", "+logger.word=said"]
     theirs = ["+logger.theirs._target_=lightning.pytorch.loggers.CSVLogger", "+logger.theirs.name=theirs"]
-    fit(tiny_config("logger=[csv,wandb,custom]", *mine, *theirs), Run(tmp_path / "run"))
+    fit(tiny_config("logger=[csv,custom]", *mine, *theirs), Run(tmp_path / "run"))
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     names = {name for row in rows for name, value in row.items() if value} - {"step"}
     assert {"train/loss", "val/psnr", "val/psnr_best", "test/psnr", "test/fbp/psnr"} <= names
-    (run,) = offline_runs(tmp_path)
-    media = {"val/iterates", "test/picture", "test/table"}
-    logged = {name.partition(".")[0] for name in run.metrics}
-    assert logged - names == media | {"trainer/global_step"}
-    assert names <= logged
     lines = (tmp_path / "run" / "mine.txt").read_text().splitlines()
     assert lines[0].startswith("said ")
     assert {name for line in lines for name in line.split()[2:]} == names
     (written,) = (tmp_path / "run" / "theirs").rglob("metrics.csv")
     assert {name for row in read_metrics(written) for name, value in row.items() if value} - {"step"} == names
-    (tmp_path / "my_second_logger.py").unlink()  # nobody looks for it when the checkpoint is read
+    (tmp_path / "my_second_logger.py").unlink()
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")[0].logger == {}
 
 

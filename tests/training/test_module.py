@@ -37,16 +37,6 @@ def test_training_validation_and_test_draw_different_noise(tiny_module: Build) -
     assert not torch.equal(other.measure(batch, "val"), drawn[1])
 
 
-def test_validation_noise_is_the_same_at_every_epoch_and_training_noise_is_not(tiny_module: Build) -> None:
-    module = tiny_module("noise=field")
-    for part, same in (("val", True), ("train", False)):
-        first, second = (batches(module, part, epoch) for epoch in (0, 1))
-        sinograms = [torch.cat([module.measure(batch, part) for batch in found]) for found in (first, second)]
-        assert torch.equal(*sinograms) == same
-    numbers = [{int(n) for batch in batches(module, "train", epoch) for n in batch["sample"]} for epoch in (0, 1)]
-    assert numbers[0].isdisjoint(numbers[1])
-
-
 @pytest.mark.parametrize(
     "overrides", [["noise=field", "data.num_workers=2"], ["noise=physical", "data.simulation_factor=2"]]
 )

@@ -54,14 +54,15 @@ def results(folder: Path, overrides: list[str], before: dict[str, Any] | None = 
     Args:
         folder: where results.json is written.
         overrides: of a new run.
-        before: the record of a run that resumes; None for a new run. Its overrides stay: a refused resume must not
-            change what the run is. A run that is done stays done.
+        before: the record of a run that resumes; None for a new run. It stays as it is until `resumed` is changed: a
+            resume that is refused must not change what the run is.
     """
     fresh = {"status": "running", "git_commit": git_commit(), "versions": versions()}
     record: dict[str, Any] = fresh | signed(overrides) | {"started": now()} | (before or {}) | fresh
     record.pop("error", None)  # of the part before the resume
     start = time.monotonic()
-    write_results(folder, record)
+    if not before:
+        write_results(folder, record)
     try:
         yield record
         record["status"] = "done"
@@ -73,17 +74,10 @@ def results(folder: Path, overrides: list[str], before: dict[str, Any] | None = 
         raise
     finally:
         record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - start, 1)
-        if record["status"] != "done":
-            if (since := read_results(folder)).get("status") == "failed":
-                record |= {key: since[key] for key in ("status", "error")}  # another rank recorded the cause before
-            if before and was_refused(before, record):
-                record = before
-        write_results(folder, record)
-
-
-def was_refused(before: dict[str, Any], record: dict[str, Any]) -> bool:
-    """Whether a run that was done before has not been continued since. Then it is still done, whatever was tried."""
-    return before.get("status") == "done" and record.get("resumed") == before.get("resumed")
+        if record["status"] != "done" and (since := read_results(folder)).get("status") == "failed":
+            record |= {key: since[key] for key in ("status", "error") if key in since}  # another rank knew the cause
+        if not before or record.get("resumed") != before.get("resumed"):
+            write_results(folder, record)
 
 
 def read_results(folder: Path) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from qnmixer.engine.tracking.records import (
     results,
     signed,
     sweep_of,
-    was_refused,
     write_results,
 )
 from qnmixer.errors import CheckpointError, ConfigError
@@ -165,8 +164,8 @@ class Run:
                 replace(accepted, self.folder / HYDRA)
 
     def record_end(self, status: str, error: BaseException | None = None) -> None:
-        """Set the end of the run in results.json, if `recording` could not. A refused resume leaves a done run done."""
-        if was_refused(self._before, read_results(self.folder)):
+        """Set the end of the run in results.json, if `recording` could not. A refused resume changes nothing."""
+        if self._before and read_results(self.folder).get("resumed") == self._before.get("resumed"):
             return
         line = None if error is None else f"{type(error).__name__}: {error}"
         amend(self.folder, self.overrides, status=status, error=line)
