@@ -61,12 +61,11 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_changes_anywhere_in_the_code_are_distinguished(checkout: Path) -> None:
+def test_changes_of_the_code_are_distinguished(checkout: Path) -> None:
     clean = git(checkout, "rev-parse", "HEAD")
     found = [git_commit()]
-    for path in ("src/qnmixer/train.py", "src/qnmixer/new.py", "src/hydra_plugins/a.py", "conf/a.yaml"):
+    for path in ("src/qnmixer/train.py", "src/qnmixer/new.py"):
         for change in ("# changed\n", "# changed again\n"):
-            (checkout / path).parent.mkdir(exist_ok=True)
             (checkout / path).write_text(change)
             found.append(git_commit())
     assert found[0] == clean
