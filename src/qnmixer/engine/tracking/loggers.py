@@ -62,7 +62,7 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
             if options._target_ != METRICS_FILE:
                 loggers.append(_build_logger(config, options, folder))
         elif options.mode != "disabled":
-            loggers.append(_wandb_run(config, options, folder, overrides, file, resumed_at))
+            loggers.append(_wandb_run(config, options, folder, overrides, file))
     return loggers
 
 
@@ -116,7 +116,7 @@ class MetricsFile(CSVLogger):
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         super().__init__(folder, name="", version="")
-        self.path = folder / "metrics.csv"
+        self.path, self.resumed_at = folder / "metrics.csv", resumed_at
         before = [] if resumed_at is None else read_metrics(self.path)
         self.last_step = max((int(row["step"]) for row in before), default=0)
         self.kept = [row for row in before if int(row["step"]) <= (resumed_at or 0)]
@@ -199,16 +199,9 @@ class WandbRun(WandbLogger):
             self.experiment.log({**metrics, _STEP_KEY: step}, step=max(step, self.known))
 
 
-def _wandb_run(
-    config: Config,
-    options: WandbConfig,
-    folder: Path,
-    overrides: list[str],
-    file: MetricsFile,
-    resumed_at: int | None,
-) -> WandbRun:
+def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: list[str], file: MetricsFile) -> WandbRun:
     """Start the W&B run of a folder. If it resumes, W&B goes on where it was."""
-    resumes = resumed_at is not None and (folder / RUN_ID).is_file()
+    resumes = file.resumed_at is not None and (folder / RUN_ID).is_file()
     known = max(file.last_step, _known_steps(folder / KNOWN_UNTIL)) if resumes else 0
     write_text(folder / KNOWN_UNTIL, str(known))  # a run may be killed and resumed several times
     logger = WandbRun(_start_wandb(config, options, folder, overrides, resumes), known)
