@@ -4,12 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from qnmixer.engine.checkpoints import load_run
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.parallel.devices import resolve_devices
 from qnmixer.engine.tracking.run import Run
 from qnmixer.fit import fit
+from qnmixer.module import ReconstructionModule
+
+from ..conftest import metrics
 
 TinyConfig = Callable[..., Config]
 
@@ -23,9 +27,7 @@ def trained(config: Config, folder: Path) -> dict[str, Any]:
 def test_overfitting_drives_the_loss_down(tiny_config: TinyConfig, tmp_path: Path) -> None:
     options = ["model.n_iterations=3", "model.channels=16", "optimizer.lr=3e-3", "trainer.val_every_n_steps=40"]
     results = trained(tiny_config("debug=overfit", *options, "trainer.max_steps=40"), tmp_path)
-    lines = (tmp_path / "metrics.csv").read_text().splitlines()
-    column = lines[0].split(",").index("train/loss")
-    losses = [float(value) for line in lines[1:] if (value := line.split(",")[column])]
+    losses = metrics(tmp_path)["train/loss"]
     assert losses[-1] < losses[0] / 3
     assert results["status"] == "done"
     assert "test" not in results
@@ -48,3 +50,16 @@ def test_a_profile_is_a_trace_that_viewers_open(tiny_config: TinyConfig, tmp_pat
     assert sum(event["name"].startswith("ProfilerStep#") for event in events if event["ph"] == "X") == 1
     (table,) = (tmp_path / "profile").glob("*.txt")
     assert "Self CPU" in table.read_text()
+
+
+@pytest.mark.slow
+def test_anomaly_detection_names_the_operator_and_the_line(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bad_loss(self: ReconstructionModule, batch: Any, batch_idx: int) -> Tensor:
+        return (0 * self.network(self.measure(batch, "train"))).sum().sqrt()
+
+    monkeypatch.setattr(ReconstructionModule, "training_step", bad_loss)
+    line = r"NaN in MulBackward0 of `.*sum\(\)\.sqrt\(\)` \(.*test_debugging"
+    with pytest.raises(FloatingPointError, match=line):
+        trained(tiny_config("debug=anomaly"), tmp_path)

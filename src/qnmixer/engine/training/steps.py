@@ -2,9 +2,11 @@
 
 import math
 import os
+import re
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +234,8 @@ def train(
 ) -> None:
     """Train from a checkpoint, or from the start. Does nothing for a network without parameters."""
     print_start(config, module, data, trainer, run.console)
-    with recording_training(run, trainer), out_of_memory_advice(config, module, trainer):
+    debugging = naming_nan_gradients() if config.debug.name == "anomaly" else nullcontext()
+    with recording_training(run, trainer), out_of_memory_advice(config, module, trainer), debugging:
         if any(p.requires_grad for p in module.parameters()):
             with interrupts_as_raised():
                 trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
@@ -264,6 +267,21 @@ def out_of_memory_advice(config: Config, module: RunModule, trainer: L.Trainer) 
         # Frames of the error own the tensors that filled the memory. The plan needs that memory.
         traceback.clear_frames(error.__traceback__)
         raise OutOfMemory(advice(Planner(config, module.projector.cpu()), config, available)) from error
+
+
+@contextmanager
+def naming_nan_gradients() -> Iterator[None]:
+    """Turn an error of torch's anomaly detection into a FloatingPointError that names the operator and its caller."""
+    with warnings.catch_warnings(record=True) as warned:  # torch names the code line in a warning only
+        try:
+            yield
+        except RuntimeError as error:
+            if not (found := re.search(r"Function '(\w+)' returned nan values", str(error))):
+                raise
+            traces = "".join(str(it.message) for it in warned)
+            frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n +(.*)', traces)
+            where = [f" of `{code}` ({path}:{line})" for path, line, code in frames if "site-packages" not in path]
+            raise FloatingPointError(f"the gradient became NaN in {found[1]}{''.join(where[-1:])}") from error
 
 
 @contextmanager
