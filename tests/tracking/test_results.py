@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from qnmixer.engine.tracking import records as room
-from qnmixer.engine.tracking.records import PACKAGES, git_commit, git_diff, results
+from qnmixer.engine.tracking.records import PACKAGES, git_commit, git_diff
+from qnmixer.engine.tracking.run import Run
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def read(folder: Path) -> dict[str, Any]:
 def test_what_was_known_is_kept_and_an_error_passes_on(
     tmp_path: Path, error: BaseException | None, status: str
 ) -> None:
-    with suppress(BaseException), results(tmp_path / "new", ["seed=1"]) as record:
+    with suppress(BaseException), Run(tmp_path / "new", ["seed=1"]).recording() as record:
         running = read(tmp_path / "new")
         record |= {"best": {"val/psnr": 30.5}, "picture": tmp_path / "a.png"}
         if error is not None:

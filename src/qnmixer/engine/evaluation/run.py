@@ -19,7 +19,8 @@ from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.plugins import check_trusted, module_of
 from qnmixer.engine.reconstructor import build_noise
 from qnmixer.engine.reports.terminal import Console
-from qnmixer.engine.tracking.records import is_signed, read_results, results
+from qnmixer.engine.tracking.records import is_signed, read_results
+from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import path_of
 from qnmixer.weights import SUFFIX, located
@@ -48,7 +49,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         trained.noise = config.noise
         one_scale(trained)
         module.measurement.noise = build_noise(trained)
-    with results(folder, overrides) as record:
+    with Run(folder, overrides).recording() as record:
         if config.noise is not None and slices.measured:
             raise ConfigError(
                 f"noise={config.noise.name} has no effect on the sinograms of data={data.name}, which were measured: "

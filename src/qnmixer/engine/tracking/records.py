@@ -20,8 +20,7 @@ import secrets
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -42,42 +41,6 @@ _KINDS_OF_RESULTS = {
     "resumed": list[dict[str, Any]],
 }  # fmt: skip
 """What readers take for granted. Other entries are for people."""
-
-
-@contextmanager
-def results(folder: Path, overrides: list[str], before: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """Write results.json: `status` is running while the block runs, then done, failed or interrupted.
-
-    Yields a dict for metrics and paths. It is written at the end, also if the block fails. Its `seconds` include
-    earlier parts of the run.
-
-    Args:
-        folder: where results.json is written.
-        overrides: of a new run.
-        before: the record of a run that resumes; None for a new run. It stays as it is until `resumed` is changed: a
-            resume that is refused must not change what the run is.
-    """
-    fresh = {"status": "running", "git_commit": git_commit(), "versions": versions()}
-    record: dict[str, Any] = fresh | signed(overrides) | {"started": now()} | (before or {}) | fresh
-    record.pop("error", None)  # of the part before the resume
-    start = time.monotonic()
-    if not before:
-        write_results(folder, record)
-    try:
-        yield record
-        record["status"] = "done"
-    except KeyboardInterrupt:
-        record["status"] = "interrupted"
-        raise
-    except BaseException as error:
-        record |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-        raise
-    finally:
-        record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - start, 1)
-        if record["status"] != "done" and (since := read_results(folder)).get("status") == "failed":
-            record |= {key: since[key] for key in ("status", "error") if key in since}  # another rank knew the cause
-        if not before or record.get("resumed") != before.get("resumed"):
-            write_results(folder, record)
 
 
 def read_results(folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +21,13 @@ from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.tracking.records import (
     SWEEP,
     amend,
+    git_commit,
     is_signed,
     now,
     read_results,
-    results,
     signed,
     sweep_of,
+    versions,
     write_results,
 )
 from qnmixer.errors import CheckpointError, ConfigError
@@ -145,23 +147,47 @@ class Run:
                 remove(self.folder / NEXT_HYDRA)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Write results.json while the block runs: running, then done, failed or interrupted."""
-        if rank() != 0:
-            yield
-            return
-        with results(self.folder, self.overrides, self._before) as self.record:
-            yield
+    def recording(self) -> Iterator[dict[str, Any]]:
+        """Write results.json while the block runs: running, then done, failed or interrupted.
+
+        Yields `record`, for metrics and paths. It is written at the end, also if the block fails. Its `seconds` include
+        earlier parts of the run. That of a run that resumes stays as it is until `record_resume`: a resume that is
+        refused must not change what the run is.
+        """
+        fresh = {"status": "running", "git_commit": git_commit(), "versions": versions()}
+        self.record = fresh | signed(self.overrides) | {"started": now()} | self._before | fresh
+        self.record.pop("error", None)  # of the part before the resume
+        start = time.monotonic()
+        if not self._before:
+            self._write()
+        try:
+            yield self.record
+            self.record["status"] = "done"
+        except KeyboardInterrupt:
+            self.record["status"] = "interrupted"
+            raise
+        except BaseException as error:
+            self.record |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+            raise
+        finally:
+            self.record["seconds"] = round(self.record.get("seconds", 0.0) + time.monotonic() - start, 1)
+            if self.record["status"] != "done" and (since := read_results(self.folder)).get("status") == "failed":
+                self.record |= {key: since[key] for key in ("status", "error") if key in since}  # of another rank
+            if not self._before or self.record.get("resumed") != self._before.get("resumed"):
+                self._write()
+
+    def _write(self) -> None:
+        if rank() == 0:
+            write_results(self.folder, self.record)
 
     def record_resume(self, step: int) -> None:
         """Record that the run resumes from a checkpoint of this optimizer step, with its overrides."""
         self.resumed_at = step
         resumed = [*self.record.get("resumed", []), {"step": step, "at": now()}]
         self.record |= signed(self.overrides) | {"resumed": resumed}
-        if rank() == 0:
-            write_results(self.folder, self.record)  # at once, because the run may be killed
-            if (accepted := self.folder / NEXT_HYDRA).is_dir():
-                replace(accepted, self.folder / HYDRA)
+        self._write()  # at once, because the run may be killed
+        if rank() == 0 and (accepted := self.folder / NEXT_HYDRA).is_dir():
+            replace(accepted, self.folder / HYDRA)
 
     def record_end(self, status: str, error: BaseException | None = None) -> None:
         """Set the end of the run in results.json, if `recording` could not. A refused resume changes nothing."""
