@@ -79,6 +79,12 @@ def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: 
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["BatchSizeFinder", "GradientAccumulationScheduler", "LearningRateFinder"])
+def test_a_callback_that_changes_what_the_config_fixes_is_refused(name: str) -> None:
+    with pytest.raises(PluginError, match=r"would change the run while it trains: set data\.batch_size, "):
+        build_callbacks(parse_callbacks({"mine": {"_target_": f"lightning.pytorch.callbacks.{name}"}}))
+
+
 def test_early_stopping_ends_a_run_in_order(
     tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

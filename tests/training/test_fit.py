@@ -50,13 +50,22 @@ class Mine(CSVLogger):
 """
 
 
-def test_a_run_without_a_finite_validation_has_failed(tiny_config: TinyConfig, tmp_path: Path) -> None:
-    """Also if there is nothing left to train."""
-    overrides = [*QUICK, "optimizer.lr=1000", "trainer.max_steps=1"]
-    for more, resume in (([], None), ([f"resume={tmp_path}"], str(tmp_path))):
-        with pytest.raises(FloatingPointError, match=r"val/psnr was never finite$"):
-            fit(tiny_config(*overrides, *more), Run(tmp_path, resume=resume))
-        assert read_results(tmp_path)["status"] == "failed"
+@pytest.mark.parametrize(
+    ("overrides", "step"),
+    [
+        (["callbacks=early_stopping", "optimizer.lr=0.5", "trainer.val_every_n_steps=1", "trainer.max_steps=20"], 3),
+        (["callbacks=none", "optimizer.lr=1000", "trainer.max_steps=1"], 1),
+    ],
+)
+def test_a_run_whose_last_validation_is_not_finite_has_failed(
+    tiny_config: TinyConfig, tmp_path: Path, overrides: list[str], step: int
+) -> None:
+    with pytest.raises(FloatingPointError, match=rf"val/psnr became (nan|-inf) at step {step}$"):
+        fit(tiny_config(*overrides), Run(tmp_path))
+    assert read_results(tmp_path)["status"] == "failed"
+    assert not (tmp_path / "evaluation").exists()
+    with pytest.raises(FloatingPointError):  # also if there is nothing left to train
+        fit(tiny_config(*overrides, f"resume={tmp_path}"), Run(tmp_path, resume=str(tmp_path)))
 
 
 def test_loggers_get_the_same_numbers(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from qnmixer.engine.batch import Batch
 from qnmixer.engine.lightning_private import set_position
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, TRAINED_KEY
+from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, TRAINED_KEY
 
 if TYPE_CHECKING:
     from qnmixer.engine.config.run import Config
@@ -117,7 +117,8 @@ class RunModule(L.LightningModule):
         per_epoch, accumulate = len(data.train_dataloader()), self.trainer.accumulate_grad_batches
         epoch, step = divmod(checkpoint["global_step"], per_epoch // accumulate)
         data.start_at(epoch, step * accumulate)
-        set_position(checkpoint, epoch, step * accumulate, epoch * per_epoch)
+        validating = bool(checkpoint.get(RUN_KEY, {}).get("validating"))
+        set_position(checkpoint, epoch, step * accumulate, epoch * per_epoch, validating)
         # A run may resume without callbacks=ema, which saves the mean as the weights.
         checkpoint[MEAN_KEY], trained = checkpoint["state_dict"], checkpoint.get(TRAINED_KEY, {})
         checkpoint["state_dict"] = checkpoint[MEAN_KEY] | trained

@@ -9,7 +9,13 @@ from typing import Annotated, Any, TypeVar
 import lightning as L
 import torch
 from annotated_types import Ge, Lt
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
@@ -244,6 +250,9 @@ def _shows_tensors(config: Config) -> bool:
 
 # Those that a config names
 
+_REFUSED_CALLBACKS = (BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging)
+"""Callbacks that change what the config fixes. Schedule, `samples` and resuming rely on it."""
+
 
 def build_callbacks(
     callbacks: Mapping[str, CallbackConfig], metrics: Mapping[str, MetricConfig] | None = None
@@ -252,10 +261,16 @@ def build_callbacks(
 
     A callback that monitors a metric, such as EarlyStopping, gets the metric's mode, unless the config has one.
 
-    Raises PluginError for a target that is no callback or that refuses its arguments.
+    Raises PluginError for a target that is no callback, that refuses its arguments, or that changes what the config
+    fixes.
     """
     modes, built = modes_of(metrics or {}), []
     for it in callbacks.values():
+        if issubclass(it.load(), _REFUSED_CALLBACKS):
+            raise PluginError(
+                f"{it.said} would change the run while it trains: set data.batch_size, "
+                "trainer.accumulate_grad_batches or optimizer.lr instead, or choose callbacks=ema"
+            )
         monitored = str(it.arguments.get("monitor"))
         built.append(it.build(offered={"mode": modes[monitored]} if monitored in modes else {}))
     return built

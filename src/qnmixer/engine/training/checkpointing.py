@@ -1,8 +1,7 @@
 """Checkpointing: write best.ckpt and last.ckpt, with state that Lightning leaves out, and stop between two steps.
 
 A checkpoint is written between two optimizer steps, after all rows of the last step are logged. That is before the next
-batch, at the end of a validation, or at the end of training. A stop signal takes effect at the same points, so a
-validation is finished first.
+batch, at the end of a validation, or at the end of training. A stop signal takes effect at the same points.
 """
 
 import io
@@ -46,12 +45,14 @@ class Checkpointing(Checkpoint):
         self.run, self.monitor, self.every_n_steps = run, monitor, every_n_steps
         self._sign = -1 if mode == "min" else 1
         self.best: float | None = None
+        self.last: float | None = None  # the monitored value of the last validation, as it was measured
         self.validated = 0  # optimizer steps at the last validation
         self.seconds = 0.0  # of earlier parts of a resumed run
         self._start = time.monotonic()
         self._saved = 0
         self._group: dist.ProcessGroup | None = None  # in which ranks agree to stop
         self._resumed: list[dict[str, Any]] = []  # random states of all ranks in the checkpoint
+        self._random: dict[str, Any] | None = None  # states at the start of a validation that is running
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the process group in which ranks agree to stop."""
@@ -77,8 +78,14 @@ class Checkpointing(Checkpoint):
         self._stop_if_asked(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the random states for a resumed run that only lacks its last validation."""
-        self._restore_random(trainer)
+        """Store the random states. An interrupted validation starts again with them."""
+        self._restore_random(trainer)  # a resumed run that only lacks its last validation
+        self._random = random_state(trainer.strategy.root_device)
+
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Stop if a rank has a stop signal."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._stop_if_asked(trainer)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the best monitored value so far, in the row of the validation. It is the value of best.ckpt."""
@@ -88,11 +95,11 @@ class Checkpointing(Checkpoint):
         pl_module.log(f"{self.monitor}_best", best, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write best.ckpt, if it is the best, and last.ckpt. Stop if a rank has a stop signal."""
+        """Write best.ckpt, if it is the best, and last.ckpt."""
+        self._random = None
         self.validated = trainer.global_step
         if trainer.state.fn == TrainerFn.FITTING:
             self.save_validated(trainer)
-            self._stop_if_asked(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write last.ckpt. From now on a signal stops at once: a validation and the evaluation can be repeated."""
@@ -108,9 +115,11 @@ class Checkpointing(Checkpoint):
             "split": data.split.record,
             "monitor": self.monitor,
             "best": self.best,
+            "last": self.last,
             "validated": self.validated,
+            "validating": self._random is not None,
             "seconds": self.seconds + time.monotonic() - self._start,
-            "random": _of_all_ranks(random_state(trainer.strategy.root_device)),
+            "random": _of_all_ranks(self._random or random_state(trainer.strategy.root_device)),
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -120,19 +129,24 @@ class Checkpointing(Checkpoint):
         self.validated, self._saved = state["validated"], checkpoint["global_step"]
         self.seconds = state["seconds"]
         if state["monitor"] == self.monitor:
-            self.best = state["best"]
+            self.best, self.last = state["best"], state["last"]
 
     def save_validated(self, trainer: L.Trainer) -> None:
         """Write best.ckpt, if the last validation was the best, and last.ckpt.
 
         best.ckpt is written first: after a crash, last.ckpt must not name a best value whose file does not exist.
         """
-        score = self._score(trainer)
+        self.last, score = float(trainer.callback_metrics[self.monitor]), self._score(trainer)
         # The ranks must agree, or one would wait for the others inside `save`.
         if trainer.strategy.reduce_boolean_decision(self._is_best(score)):
             self.best = score
             self.save(trainer, "best")
         self.save(trainer, "last")
+
+    def check_end(self, step: int) -> None:
+        """Raise FloatingPointError if the last validation gave NaN, or the worst value: the network is lost."""
+        if self.last is not None and (math.isnan(self.last) or self.last == -self._sign * math.inf):
+            raise FloatingPointError(f"{self.monitor} became {self.last} at step {step}")
 
     def save(self, trainer: L.Trainer, name: str) -> None:
         """Write NAME.ckpt."""
@@ -161,7 +175,7 @@ class Checkpointing(Checkpoint):
             dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
         if not asked:
             return
-        if self._saved != trainer.global_step:
+        if self._saved != trainer.global_step or self._random is not None:
             self.save(trainer, "last")
         defer_stop(False)
         raise Stopped(stop_requested(), together=True)

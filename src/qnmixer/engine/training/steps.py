@@ -309,7 +309,7 @@ def validate_last_steps(
 ) -> float:
     """Validate the last steps, if training ended between two validations. Returns the best monitored value.
 
-    Raises FloatingPointError if no validation gave a finite value: then the run has failed.
+    Raises FloatingPointError if the last value is not finite: no exception tells of it, and the run has failed.
     """
     checkpointing = callback_of(trainer, Checkpointing)
     if checkpointing.validated != trainer.global_step or checkpointing.best is None:
@@ -317,9 +317,9 @@ def validate_last_steps(
             trainer.validate(module, datamodule=data, verbose=False)
         checkpointing.save_validated(trainer)
     assert checkpointing.best is not None
-    if not math.isfinite(checkpointing.best):
-        raise FloatingPointError(f"{config.monitor} was never finite")
-    run.record["best"] = {config.monitor: checkpointing.best}
+    if math.isfinite(checkpointing.best):
+        run.record["best"] = {config.monitor: checkpointing.best}
+    checkpointing.check_end(trainer.global_step)
     return checkpointing.best
 
 

@@ -44,6 +44,8 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
             f"{effective_batch(config)} slices an optimizer step",
             f"training ends after {' or '.join(limits)}",
         ]
+        if getattr(config.optimizer.load(), "takes_hidden_weights", False) and not module.network.hidden_weights():
+            lines.append(f"the network names no hidden_weights(): optimizer={config.optimizer.name} uses AdamW for all")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
