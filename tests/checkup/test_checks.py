@@ -229,5 +229,5 @@ def test_a_cpu_tries_fewer_iterations(tiny_config: TinyConfig) -> None:
     config = tiny_config("trainer.devices=4", "model.n_iterations=14", "strategy=ddp")
     run, words = shortened(config)
     assert (run.model.T, run.model.channels, words) == (3, config.model.channels, " (shortened on a CPU)")
-    pipeline = tiny_config("trainer.devices=4", "model.n_iterations=14", "strategy=pipeline", "strategy.cut=[4,4,3,3]")
+    pipeline = tiny_config("trainer.devices=4", "model.n_iterations=14", "strategy=pipeline")
     assert shortened(pipeline) == (pipeline, "")
