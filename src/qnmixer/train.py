@@ -89,7 +89,7 @@ def run(cfg: DictConfig) -> Trained | float | None:
         print_begin(record, hydra_config)
         with loading():  # torch takes seconds
             from qnmixer.engine.checkpoints import find_checkpoint
-            from qnmixer.engine.parallel.devices import cpu_threads, resolve_devices
+            from qnmixer.engine.parallel.devices import resolve_devices
 
         try:
             config = resolve_devices(check(cfg))
@@ -104,8 +104,7 @@ def run(cfg: DictConfig) -> Trained | float | None:
         else:
             with loading():  # Lightning takes more seconds; the process that only watches ranks does not load it
                 from qnmixer.fit import fit
-            with cpu_threads(record.threads):
-                best = fit(config, record)
+            best = fit(config, record)
     return Trained(folder, find_checkpoint(folder), config.monitor, best)
 
 

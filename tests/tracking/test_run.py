@@ -38,16 +38,6 @@ def test_a_run_is_recorded_while_it_goes_and_resumed_with_what_it_knew(tmp_path:
     assert (record["status"], record["overrides"], record["threads"]) == ("done", ["seed=1"], 3)
 
 
-@pytest.mark.parametrize(("processes", "threads"), [(1, 2), (4, None)])
-def test_a_resumed_run_keeps_the_threads_of_a_single_process(
-    tmp_path: Path, processes: int, threads: int | None
-) -> None:
-    """Several processes share the cores: one alone would train on a part of them."""
-    (tmp_path / "results.json").write_text(json.dumps({"threads": 2, "processes": processes}))
-    assert Run(tmp_path, [f"resume={tmp_path}"], str(tmp_path)).threads == threads
-    assert Run(tmp_path / "new", [f"resume={tmp_path}"], str(tmp_path)).threads is None
-
-
 def test_an_end_that_nobody_recorded(tmp_path: Path) -> None:
     Run(tmp_path, ["seed=1"]).record_end("failed", ValueError("no data"))
     record = read(tmp_path)

@@ -131,13 +131,6 @@ class Run:
             self._is_mine = not began or is_signed(self._before)  # the user has not seen where a stranger's began
             self.overrides = [*began, *_without_keys(self.overrides, *BEGINNING)]
 
-    @property
-    def threads(self) -> int | None:
-        """The CPU threads of the single process that this run continues; None for a new run, and after several."""
-        # Each of several processes had its share of the cores: one alone would keep the others idle.
-        threads = self._before.get("threads") if self._before.get("processes") == 1 else None
-        return threads if isinstance(threads, int) and threads > 0 else None
-
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the run lock while the block runs, and remove half-written files of a killed process first.
