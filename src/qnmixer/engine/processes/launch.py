@@ -25,10 +25,6 @@ _SIGNALS_OF_OTHERS = (signal.SIGABRT, signal.SIGTERM)
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)  # SLURM sends them as a warning; another signal follows at the time limit
 
 
-class RankTraceback(Exception):
-    """The traceback of the rank that failed, as the cause of RankFailed."""
-
-
 def launch(
     arguments: list[str],
     n_processes: int,
@@ -64,8 +60,7 @@ def launch(
         except ChildFailedError as error:
             if all(_has_stopped(failure, stop.first) for failure in error.failures.values()):
                 raise Stopped(stop.first, together=True) from None
-            failed = _rank_failed(error.failures)
-            raise failed from failed.__cause__
+            raise _rank_failed(error.failures) from None
         except SignalException:
             raise Stopped(stop.first) from None
 
@@ -100,7 +95,6 @@ def _rank_failed(failures: dict[int, ProcessFailure]) -> RankFailed:
     record = failure.error_file_data
     if "traceback" in record:
         error = RankFailed(f"rank {rank}: {failure.message}")
-        error.__cause__ = RankTraceback(record["traceback"])
         if record["bug"]:
             error.add_note(record["traceback"].rstrip())
         return error
