@@ -25,8 +25,8 @@ def resolve_devices(config: Config) -> Config:
     device = choose_device(trainer.accelerator, "trainer.accelerator")
     check_precision(device, trainer.precision)
     on_cuda = device.type == "cuda"
-    if config.compile:
-        check_compiler()
+    if config.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):  # GPUs need it too
+        raise ConfigError("compile=true needs a C++ compiler: install g++, or leave out compile")
     if config.debug.name == "memory" and not on_cuda:
         raise ConfigError("debug=memory needs a GPU: python -m qnmixer.plan says what takes memory on a CPU")
     devices = trainer.devices
@@ -108,12 +108,6 @@ def allow_tf32(allowed: bool) -> None:
 
 
 # torch.compile
-
-
-def check_compiler() -> None:
-    """Raise ConfigError if there is no C++ compiler, which torch.compile needs for a GPU too."""
-    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        raise ConfigError("compile=true needs a C++ compiler: install g++, or leave out compile")
 
 
 def compile_blocks(network: UnrolledNetwork[Any]) -> None:
