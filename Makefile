@@ -55,8 +55,9 @@ test: install ## run the tests, but not the long ones; e.g. TESTS=tests/models
 test-all: install ## run all tests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
-test-gpu: install ## test this machine's GPU in minutes
-	$(BIN)/python -m pytest -m cuda -rs $(TESTS)
+test-gpu: install ## test this machine's GPU in minutes; writes bench/gpu.md
+	QNMIXER_GPU_RESULTS=bench/gpu.md $(BIN)/python -m pytest -m cuda -rs $(TESTS); code=$$?; \
+	[ ! -e bench/gpu.md ] || cat bench/gpu.md; exit $$code
 
 lint: install ## check style, types, and imports between rooms
 	$(BIN)/ruff check .
@@ -92,9 +93,9 @@ real: install ## compare run=pretrained with total variation on the slices in CT
 	cp runs/real/picture.png notebooks/real_ct.png
 	$(call into_readme,real,runs/real/table.md)
 
-results: install ## copy the tables of make compare and bench into notebooks/results
+results: install ## copy the tables of make compare, bench and test-gpu into notebooks/results
 	mkdir -p notebooks/results
-	[ ! -e bench/bench.md ] || cp bench/bench.md notebooks/results/
+	for table in bench gpu; do [ ! -e bench/$$table.md ] || cp bench/$$table.md notebooks/results/; done
 	[ ! -e $(SWEEP)/comparison ] || cp $(SWEEP)/comparison/comparison.md notebooks/results/$(EXPERIMENT).md
 	[ "$(EXPERIMENT)" != compare_small ] || [ ! -e $(SWEEP)/comparison ] || \
 		cp $(SWEEP)/comparison/comparison.png notebooks/results/compare_small.png

@@ -1,11 +1,13 @@
-"""Tests that need a GPU: of its values and memory. `make test-gpu` runs them.
+"""Tests that need a GPU: of its values, memory and time. `make test-gpu` runs them, and ends with one table.
 
 Every body takes the device as a parameter, and runs on the CPU too: none is run first on somebody's GPU.
 """
 
 import pickle
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,7 +41,9 @@ from qnmixer.engine.training.steps import build_trainer
 from qnmixer.errors import ConfigError
 from qnmixer.fit import fit
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.physics.scan import ScanMatrix
 
+from ..benchmarks.measuring import Row, medians
 from ..conftest import PHANTOMS, TINY, metrics
 from ..promises.test_gradients_of_one_process import COMPETITORS, MODEL
 
@@ -49,6 +53,7 @@ IN_32 = 1e-4
 """Relative error of loss and gradient against those of a CPU in 32. Half precision may add `allowed`."""
 ROUNDING = {"32": 0.0, "16-mixed": 2.0**-11, "bf16-mixed": 2.0**-8}
 """Relative error of one rounding."""
+FLOOR = "× as long as the bytes take that must be moved, at the speed of the copy"
 
 
 @cache
@@ -95,6 +100,7 @@ def allowed(model: str, precision: str) -> tuple[float, float]:
 )
 def test_losses_and_gradients_are_those_of_a_cpu(
     device: torch.device,
+    findings: list[Row],
     monkeypatch: pytest.MonkeyPatch,
     model: str,
     memory: str,
@@ -111,6 +117,7 @@ def test_losses_and_gradients_are_those_of_a_cpu(
     monkeypatch.setattr(modes, "_SMALLEST_OFFLOADED", 0)
     exact = on_a_cpu(model)
     errors = errors_of(loss_and_gradients(small(model, memory, precision), device), exact)
+    findings.append(Row("Relative error of a gradient, to a CPU in 32", f"{model}, {memory}", precision, errors[1]))
     loss, gradient = allowed(model, precision)
     assert errors[0] <= loss
     assert errors[1] <= gradient
@@ -121,19 +128,24 @@ def projector_of(size: int) -> FanBeamProjector:
     return FanBeamProjector(FanBeamGeometry.paper(32, image_size=size))
 
 
-def test_adjointness_and_gain(device: torch.device) -> None:
+def test_adjointness_and_gain(device: torch.device, findings: list[Row]) -> None:
     """⟨A x, y⟩ = ⟨x, Aᵀ y⟩; A, Aᵀ and FBP are those of the CPU; FBP gives a disc back."""
+    of = "The operator, 64², 32 views"
     projector, moved = projector_of(64), FanBeamProjector(projector_of(64).geometry).to(device)
     x, y = torch.rand(2, 1, 64, 64), torch.rand(2, 1, 32, projector.geometry.n_detectors)
     ax, aty, fbp = (f(z.to(device)).cpu() for f, z in ((moved, x), (moved.adjoint, y), (moved.fbp, y)))
     left, right = (ax.double() * y).sum(), (aty.double() * x).sum()
-    assert float((left - right).abs() / left) < 1e-6
+    error = float((left - right).abs() / left)
+    findings.append(Row(of, "⟨A x, y⟩ against ⟨x, Aᵀ y⟩, relative", "", error))
+    assert error < 1e-6
     for found, expected in ((ax, projector(x)), (aty, projector.adjoint(y)), (fbp, projector.fbp(y))):
         assert float((found - expected).norm() / expected.norm()) < 1e-5
     axis = torch.linspace(-1, 1, 64, device=device)
     disc = (axis**2 + axis[:, None] ** 2 < 0.25).float()[None, None]
     inside = axis**2 + axis[:, None] ** 2 < 0.15
-    assert float(moved.fbp(moved(disc))[0, 0][inside].mean()) == pytest.approx(1, abs=0.02)
+    gain = float(moved.fbp(moved(disc))[0, 0][inside].mean())
+    findings.append(Row(of, "FBP of a disc of 1", "", gain))
+    assert gain == pytest.approx(1, abs=0.02)
 
 
 @contextmanager
@@ -201,7 +213,9 @@ def size_for(device: torch.device) -> list[str]:
 @pytest.mark.parametrize(
     "overrides", ["", "memory=recompute", "memory=offload", "trainer.precision=16-mixed"], ids=lambda it: it or "keep"
 )
-def test_the_measured_peak_is_that_of_the_plan(device: torch.device, tmp_path: Path, overrides: str) -> None:
+def test_the_measured_peak_is_that_of_the_plan(
+    device: torch.device, findings: list[Row], tmp_path: Path, overrides: str
+) -> None:
     """On a GPU of the default network, with what cuBLAS and the allocator take."""
     if device.type == "cpu" and "offload" in overrides:
         pytest.skip("on a CPU the host is the device")
@@ -212,7 +226,9 @@ def test_the_measured_peak_is_that_of_the_plan(device: torch.device, tmp_path: P
     monitor = MemoryMonitor(Console(quiet=True))
     trained(config, device, tmp_path, monitor)
     assert monitor.measured_mib is not None
-    assert monitor.measured_mib * MIB / planned == pytest.approx(1, abs=0.05)
+    ratio = monitor.measured_mib * MIB / planned
+    findings.append(Row(f"Measured peak : plan for a GPU, T = {config.model.T}", overrides or "keep", "", ratio))
+    assert ratio == pytest.approx(1, abs=0.05)
 
 
 def test_a_snapshot_of_memory_names_lines_of_the_network(device: torch.device, tmp_path: Path) -> None:
@@ -226,6 +242,78 @@ def test_a_snapshot_of_memory_names_lines_of_the_network(device: torch.device, t
     snapshot = pickle.loads((tmp_path / "memory_rank_0.pickle").read_bytes())
     events = [event for trace in snapshot["device_traces"] for event in trace]
     assert any(frame["filename"].endswith("qn_mixer.py") for event in events for frame in event["frames"])
+
+
+def bytes_moved(projector: FanBeamProjector, matrix: ScanMatrix, batch: int) -> int:
+    """Matrix, images and sinograms, once each."""
+    geometry = projector.geometry
+    numbers = batch * (geometry.image_size**2 + geometry.n_views * geometry.n_detectors)
+    return sum(buffer.nbytes for buffer in matrix.buffers()) // 2 + numbers * 4
+
+
+ROUNDS = 9
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second."""
+    source = torch.ones(2**28 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * len(source) / medians({"": lambda: target.copy_(source)}, ROUNDS)[""]
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_time_of_the_operator(device: torch.device, findings: list[Row], batch: int) -> None:
+    size = 256 if device.type == "cuda" else 64
+    projector = FanBeamProjector(projector_of(size).geometry).to(device)
+    x = torch.rand(batch, 1, size, size, device=device)
+    y, bandwidth = projector(x), copy_bandwidth(device)
+    of = f"Time of the operator, {size}², 32 views ({FLOOR})"
+    floor = bytes_moved(projector, projector._rays, batch) / bandwidth
+    findings.append(Row(of, "copy", f"batch {batch}", bandwidth / 1e9, "GB/s"))
+    for name, seconds in medians({"A": lambda: projector(x), "Aᵀ": lambda: projector.adjoint(y)}, ROUNDS).items():
+        findings.append(Row(of, name, f"batch {batch}", seconds * 1e3, "ms", seconds / floor))
+        assert seconds > 0
+
+
+class _Clock(Callback):
+    """Seconds of each step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.marks = device, list[float]()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.marks.append(time.perf_counter())
+
+
+STEPS = [
+    "",
+    "data.batch_size=4",
+    "data.batch_size=16",
+    "memory=recompute",
+    "trainer.precision=16-mixed",
+    "trainer.tf32=true",
+]
+COMPILED = ["compile=true", "compile=true data.batch_size=4", "compile=true data.batch_size=16"]
+
+
+@pytest.mark.parametrize("overrides", [*STEPS, *COMPILED])
+def test_time_of_a_step(device: torch.device, findings: list[Row], tmp_path: Path, overrides: str) -> None:
+    """The floor: the peak of the step's memory, read and written once."""
+    if device.type == "cpu" and overrides:
+        pytest.skip("one setting shows on a CPU that the body runs")
+    n_steps = 20 if device.type == "cuda" else 4
+    config = override(parse(compose("train", [*size_for(device), f"trainer.max_steps={n_steps}"])), overrides)
+    clock, monitor = _Clock(device), MemoryMonitor(Console(quiet=True))
+    trained(config, device, tmp_path, monitor, clock)
+    steps = [after - before for before, after in zip(clock.marks[1:-1], clock.marks[2:], strict=True)]
+    assert monitor.measured_mib is not None
+    floor = 2 * monitor.measured_mib * 2**20 / copy_bandwidth(device)
+    seconds = statistics.median(steps)
+    of = f"A training step, T = {config.model.T}, {config.data.image_size}² ({FLOOR})"
+    findings.append(Row(of, overrides or "keep, 32", "", seconds * 1e3, "ms", seconds / floor))
+    assert seconds > 0
 
 
 DEVICES_LONG = [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.cuda)]

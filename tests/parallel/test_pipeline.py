@@ -11,7 +11,15 @@ import torch.distributed as dist
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
-from qnmixer.engine.parallel.pipeline import Packing, stages_of, sum_gradients
+from qnmixer.engine.parallel.pipeline import (
+    Logged,
+    Packing,
+    Stage,
+    layouts,
+    loss_of_part,
+    stages_of,
+    sum_gradients,
+)
 from qnmixer.models.qn_mixer import QNMixer, QNState
 from qnmixer.module import ReconstructionModule
 
@@ -49,6 +57,63 @@ def test_a_state_comes_out_of_its_packing_as_it_went_in(overrides: tuple[str, ..
     assert torch.equal(packing.pack(back), packed)
     large, small = {"identity": (1, 1), "bfgs": (2 * 3 + 2, 2 * 3 + 1)}[module.network.hessian]
     assert packing.width == (1 + large) * 256 + small  # x; of each pair s, z, ρ and cosine; s, its scale, and r
+
+
+def test_stages_one_after_the_other_are_the_network() -> None:
+    module = module_of()
+    network, y = module.network, torch.rand(2, 1, 8, 24)
+    packings = layouts(network, y, torch.enable_grad)
+    assert len(packings) == 6
+    assert all(p.grad is None for p in network.parameters())
+    packed: tuple[torch.Tensor, ...] = ()
+    for iterations in (range(1), range(1, 3), range(3, 5)):
+        stage = Stage(network, iterations, packings[iterations.start])
+        packed = (stage(*packed, y=y),)
+        if iterations.stop < 5:
+            assert packed[0].shape == (2, packings[iterations.stop].width)
+    packed[0].square().sum().backward()
+    through = [p.grad.clone() for p in network.parameters() if p.grad is not None]
+    network.zero_grad()
+    x = network(y)
+    torch.testing.assert_close(packed[0], x)
+    x.square().sum().backward()
+    for found, p in zip(through, network.parameters(), strict=True):
+        torch.testing.assert_close(found, p.grad, rtol=1e-4, atol=1e-6)
+
+
+class Logging(ReconstructionModule):
+    """Logs the means of its images and of its sinograms."""
+
+    what: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        y = self.measure(batch, "train")
+        x = self.network(y)
+        self.log_dict({"x": x.mean(), "y": y.mean()}, prog_bar=True)
+        self.log("one", self.what or 1, True)
+        if len(x) == 3:
+            self.log("of some", 5)
+        return x.mean()
+
+
+def logging(monkeypatch: pytest.MonkeyPatch) -> ReconstructionModule:
+    monkeypatch.setattr("qnmixer.module.ReconstructionModule", Logging)
+    return module_of()
+
+
+def test_micro_batches_log_the_means_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = logging(monkeypatch)
+    logged: Logged = {}
+    names = [set(vars(it)) for it in (module, module.network)]
+    x = torch.rand(4, 1, 16, 16)
+    batch = {"image": x, "sinogram": torch.rand(4, 1, 8, 24)}
+    losses = [loss_of_part(module, batch, 0, part, first, logged) for first, part in ((0, x[:1]), (1, x[1:]))]
+    assert sum(map(float, losses)) == pytest.approx(float(x.mean()))
+    found = {name: float(total) / share for name, (total, share, *_) in logged.items()}
+    assert found == pytest.approx({"x": float(x.mean()), "y": float(batch["sinogram"].mean()), "one": 1, "of some": 5})
+    assert logged["x"][3]["prog_bar"] is True
+    assert logged["one"][2:] == ((True,), {})
+    assert names == [set(vars(it)) for it in (module, module.network)]  # its methods are its own again
 
 
 @pytest.fixture

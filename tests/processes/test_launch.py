@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qnmixer.engine.processes.launch import launch
+from qnmixer.engine.processes.launch import RankTraceback, launch
 from qnmixer.errors import RankFailed, Stopped
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launch")]
@@ -68,9 +68,13 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path, body: str, line: st
     ("body", "line", "is_bug"),
     [("raise ValueError('slice 7 is bad')", "slice 7 is bad", False), ("1 / 0", "ZeroDivisionError: division", True)],
 )
-def test_a_bug_shows_its_traceback(tmp_path: Path, body: str, line: str, is_bug: bool) -> None:
+def test_a_bug_shows_its_traceback_and_any_other_error_on_request(
+    tmp_path: Path, body: str, line: str, is_bug: bool
+) -> None:
     error = failure(tmp_path, f"if here == 1: {body}\ntime.sleep(60)")
     assert str(error).startswith(f"rank 1: {line}")
+    assert isinstance(error.__cause__, RankTraceback)
+    assert body in str(error.__cause__)
     notes = getattr(error, "__notes__", [])
     assert [note.startswith("Traceback (most recent call last)") for note in notes] == [True] * is_bug
 

@@ -95,8 +95,7 @@ class ShardedStrategy(ModelParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Store full gradients on each device. Lightning enters this in every batch of a window except the last."""
         # Without this FSDP2 reduces the gradients in every backward pass, and accumulating saves no traffic.
-        assert self.model is not None
-        units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        units = self._units()
         for unit in units:
             unit.set_requires_gradient_sync(False)
         try:
@@ -140,6 +139,10 @@ class ShardedStrategy(ModelParallelStrategy):
             of = dict(zip(numbers, parameters, strict=True))
             sharded = {n: {k: _sharded(of[n], v) for k, v in entry.items()} for n, entry in state["state"].items()}
             optimizer.load_state_dict({**state, "state": sharded})
+
+    def _units(self) -> list[FSDPModule]:
+        assert self.model is not None
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
 
 def _gathered(state: dict[str, Any]) -> dict[str, Any]:

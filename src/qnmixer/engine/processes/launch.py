@@ -25,6 +25,10 @@ _SIGNALS_OF_OTHERS = (signal.SIGABRT, signal.SIGTERM)
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)  # SLURM sends them as a warning; another signal follows at the time limit
 
 
+class RankTraceback(Exception):
+    """The traceback of the rank that failed, as the cause of RankFailed."""
+
+
 def launch(
     arguments: list[str],
     n_processes: int,
@@ -60,7 +64,8 @@ def launch(
         except ChildFailedError as error:
             if all(_has_stopped(failure, stop.first) for failure in error.failures.values()):
                 raise Stopped(stop.first, together=True) from None
-            raise _rank_failed(error.failures) from None
+            failed = _rank_failed(error.failures)
+            raise failed from failed.__cause__
         except SignalException:
             raise Stopped(stop.first) from None
 
@@ -95,6 +100,7 @@ def _rank_failed(failures: dict[int, ProcessFailure]) -> RankFailed:
     record = failure.error_file_data
     if "traceback" in record:
         error = RankFailed(f"rank {rank}: {failure.message}")
+        error.__cause__ = RankTraceback(record["traceback"])
         if record["bug"]:
             error.add_note(record["traceback"].rstrip())
         return error
