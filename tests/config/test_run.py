@@ -88,7 +88,7 @@ BOUNDS = {
     "schedule=step": "warmup=1.1 at=0 factor=0",
     "evaluation=default": "n_pictures=0 tv_weight=1e-30 tv_noise_weight=-1",
     "trainer=default": "devices=0 num_nodes=0 accumulate_grad_batches=0 max_steps=-2 max_epochs=0 gradient_clip_val=0",
-    "strategy=pipeline": "microbatch_size=0",
+    "strategy=pipeline": "microbatch_size=0 devices_per_pipeline=1",
     "debug=profile": "warm_up=0 steps=0",
 }
 
@@ -171,7 +171,7 @@ def test_rules_between_keys(overrides: list[str], message: str) -> None:
         ["strategy=ddp", "trainer.precision=16-mixed", "trainer.accumulate_grad_batches=4", "memory=recompute"],
         ["strategy=fsdp", "trainer.num_nodes=2", "memory=offload", "noise=field", "data.scaling=minmax"],
         ["strategy=pipeline", "strategy.schedule=sequential", "strategy.microbatch_size=4"],
-        ["strategy=pipeline", "trainer.num_nodes=2"],
+        ["strategy=pipeline", "strategy.devices_per_pipeline=2", "trainer.num_nodes=2"],
     ],
 )
 def test_samples_of_a_step(overrides: list[str]) -> None:

@@ -56,6 +56,7 @@ TOO_LARGE = 2.0**23  # scale of the loss at which gradients overflow; at 2^18 th
 SHORT = "trainer.max_steps=2"
 VARIANTS = {
     "sequential": f"strategy=pipeline strategy.schedule=sequential trainer.deterministic=true {DEVICES}",
+    "two pipelines": f"strategy=pipeline strategy.devices_per_pipeline=2 {DEVICES}",
     "own regularisers": f"strategy=fsdp model.shared_regularizer=false {DEVICES}",
     "own regularisers by stages": f"strategy=pipeline model.shared_regularizer=false memory=offload {DEVICES}",
     "compiled": f"strategy=ddp memory=recompute compile=true {DEVICES}",
@@ -71,7 +72,7 @@ WRITERS = {f"from {name}" for name in ("one", *STRATEGIES)}
 # Not in make test. There each strategy has both modes and both windows once, and the checkpoints of one process and of
 # fsdp are read by all. Muon is there with fsdp, which alone gathers what it steps along.
 LONG = {
-    *(name for name in VARIANTS if name != "sequential"),
+    *(name for name in VARIANTS if name not in ("sequential", "two pipelines")),
     *(f"{name} {ending}" for name in STRATEGIES for ending in ("1 keep", "4 recompute")),
     *(f"{model} by {name}" for model in OTHERS for name in STRATEGIES if (model, name) not in SHORT_ONES),
     *(f"from {writer}{end}" for writer in ("ddp", "pipeline") for end in ("", *(f" to {it}" for it in READERS))),

@@ -88,8 +88,10 @@ def _broken_by_pipeline(run: "Config", strategy: PipelineConfig) -> Iterator[str
     n, rest = divmod(batch * devices, size)
     if devices == 1:
         yield "strategy=pipeline needs at least two devices: give trainer.devices=…, or strategy=single"
+    if run.trainer.devices % devices:
+        yield f"strategy.devices_per_pipeline={devices} does not divide trainer.devices={run.trainer.devices}"
     if devices > T:
-        yield f"{devices} stages are more than model.n_iterations={T}: lower trainer.devices"
+        yield f"{devices} stages are more than model.n_iterations={T}: lower strategy.devices_per_pipeline"
     if rest or (strategy.schedule == "1f1b" and n < devices):
         yield (
             f"strategy.schedule={strategy.schedule} cannot cut data.batch_size={batch} × {devices} devices by "

@@ -186,10 +186,11 @@ class PipelineConfig(StrategyConfig):
     name: str = "pipeline"
     schedule: Literal["1f1b", "sequential"]
     microbatch_size: Count
+    devices_per_pipeline: Annotated[int, Ge(2)] | None  # None: all of a node
 
     def devices_per_replica(self, trainer: "TrainerConfig") -> int:
-        """All devices."""
-        return (trainer.devices or 1) * trainer.num_nodes
+        """The devices of one pipeline."""
+        return self.devices_per_pipeline or trainer.devices or 1
 
 
 @dataclass(kw_only=True)

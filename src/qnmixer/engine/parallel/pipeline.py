@@ -211,7 +211,7 @@ def layouts(network: UnrolledNetwork[Any], y: Tensor, context: Context) -> list[
 
 
 class PipelineStrategy(DDPStrategy):
-    """Trains on one batch at a time, in stages, one for each device.
+    """Trains in stages within each group of devices, and on different batches in each group.
 
     A stage may run the backward pass of the first micro-batch before the forward pass of the last one. So
     `training_step` does both passes, and Lightning's `backward` does nothing. Lightning clears gradients between the
@@ -221,79 +221,41 @@ class PipelineStrategy(DDPStrategy):
     def __init__(self, config: Config, timeout: timedelta) -> None:
         super().__init__(timeout=timeout)
         assert isinstance(config.strategy, PipelineConfig)
-        self.config, self.options = config, config.strategy
-        self._schedule: Any = None  # made for the size of the first batch, which all later ones have
-        self._loss: Callable[[Tensor, Tensor], Tensor]  # of a micro-batch of this batch
+        self.config, self.pipelining = config, config.strategy
+        self.n_devices = devices_per_replica(config)
+        self._pipeline: Pipeline | None = None
+        self._group: dist.ProcessGroup | None = None
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Give all devices the full batch, of fixed size."""
-        return {"num_replicas": 1, "rank": 0, "batch_size": batch_of_replica(self.config), "fill": True}
+        """Give all devices of a pipeline the full batch, of fixed size."""
+        return {
+            "num_replicas": self.world_size // self.n_devices,
+            "rank": self.global_rank // self.n_devices,
+            "batch_size": batch_of_replica(self.config),
+            "fill": True,
+        }
 
     def configure_ddp(self) -> None:
         """Add no DDP wrapper: `optimizer_step` sums the gradients."""
+        for first in range(0, self.world_size, self.n_devices):
+            # Every rank must make every group, also those that it is not in; otherwise `new_group` hangs.
+            group = dist.new_group(list(range(first, first + self.n_devices)), timeout=self._timeout)
+            if first == self.global_rank // self.n_devices * self.n_devices:
+                self._group = group
         assert self.lightning_module is not None
         # Lightning clears gradients between forward and backward, when the first micro-batches already have theirs.
         self.lightning_module.optimizer_zero_grad = lambda *args, **kwargs: None  # type: ignore[method-assign]  # a hook
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Run the forward and backward pass of a batch through all stages. Returns its loss.
-
-        Logs what the module's own `training_step` logs, on every rank.
-        """
+        """Run the forward and backward pass of a batch through all stages. Returns its loss."""
         module: Any = self.lightning_module
         y = module.measure(batch, "train")
-        if self._schedule is None:
-            self._schedule = self._make_schedule(module.network, y)
-        measured, factor = batch | {"sinogram": y}, self._loss_factor()
-        losses: list[Tensor] = []
-        logged: Logged = {}
-
-        def loss_of(image: Tensor, positions: Tensor) -> Tensor:
-            with self.precision_plugin.forward_context():
-                loss = loss_of_part(module, measured, batch_idx, image, int(positions[0]), logged)
-            losses.append(loss.detach())
-            return loss * factor
-
-        self._loss = loss_of
-        positions = torch.arange(len(y))  # on the host, which reads them
-        size = self.options.microbatch_size if self.options.schedule == "sequential" else len(y)
-        with torch.autocast(y.device.type, enabled=False):  # torch's schedules would else run backward under autocast
-            for part, target in zip(y.split(size), positions.split(size), strict=True):
-                self._schedule.step(y=part, target=target)
-
-        known: list[Any] = [None]
-        if losses:  # on the device of the last stage
-            values = {name: (total.item() / share, *rest) for name, (total, share, *rest) in logged.items()}
-            known = [(torch.stack(losses).sum().item(), values)]
-        dist.broadcast_object_list(known, src=self.world_size - 1, device=y.device)
-        loss, values = known[0]
-        for name, (value, args, options) in values.items():
-            module.log(name, torch.tensor(value, device=y.device), *args, **options)
-        return torch.tensor(loss, device=y.device)
-
-    def _make_schedule(self, network: UnrolledNetwork[Any], y: Tensor) -> Any:
-        """torch's schedule of all stages, with that of this device. y: a batch of sinograms."""
-        context, size = self.precision_plugin.forward_context, self.options.microbatch_size
-        of_one = y[:size]
-        with torch.random.fork_rng([y.device] if y.is_cuda else []):  # layouts must not change later dropout
-            packings = layouts(network, of_one, context)
-        iterations, is_last = stages_of(self.config)[self.global_rank], self.global_rank == self.world_size - 1
-        # With the shapes of input and output given, torch does not run all stages once more to find them.
-        received, sent = (packings[t].empty(len(of_one), "meta") for t in (iterations.start, iterations.stop))
-        stage = PipelineStage(
-            Stage(network, iterations, packings[iterations.start], context),
-            self.global_rank,
-            self.world_size,
-            y.device,
-            input_args=(received,) if iterations.start else (),
-            output_args=(torch.empty_like(of_one, device="meta") if is_last else sent,),
-        )
-        # A schedule of one micro-batch, which is called for each, or one of all. torch's 1F1B takes no single one.
-        sequential = self.options.schedule == "sequential"
-        kind, n = (ScheduleGPipe, 1) if sequential else (Schedule1F1B, len(y) // size)
-        # The loss of a micro-batch is its part of the batch's mean, so torch must not divide by their number again.
-        return kind(stage, n, loss_fn=lambda image, positions: self._loss(image, positions), scale_grads=False)
+        if self._pipeline is None:
+            assert self._group is not None
+            context = self.precision_plugin.forward_context
+            self._pipeline = Pipeline(module, self.config, y, self._group, context)
+        return self._pipeline.step(y, batch, batch_idx, self._loss_factor())
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run no backward pass, because `training_step` has done it. Callbacks still see the loss."""
@@ -309,7 +271,7 @@ class PipelineStrategy(DDPStrategy):
         def through_all_devices() -> Any:
             result = closure()
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            sum_gradients(parameters)
+            sum_gradients(parameters, divisor=self.world_size // self.n_devices)
             return result
 
         output = super().optimizer_step(optimizer, through_all_devices, model, **kwargs)
@@ -325,8 +287,89 @@ class PipelineStrategy(DDPStrategy):
         return factor
 
 
-def sum_gradients(parameters: list[torch.nn.Parameter]) -> None:
-    """Sum every gradient over all processes, in one message. A missing gradient is 0.
+class Pipeline:
+    """The stage of one device, and the schedule of all stages.
+
+    Args:
+        module: the LightningModule to train, with `network` and `measure`.
+        config: of the run.
+        y: a batch of sinograms; all later batches have its size.
+        group: the devices of this pipeline, first stage first.
+        context: the autocast context of a forward pass.
+    """
+
+    def __init__(self, module: Any, config: Config, y: Tensor, group: dist.ProcessGroup, context: Context) -> None:
+        assert isinstance(config.strategy, PipelineConfig)
+        options = config.strategy
+        self.module, self.context, self.group = module, context, group
+        self.sequential = options.schedule == "sequential"
+        self.microbatch_size = options.microbatch_size
+        of_one = y[: self.microbatch_size]
+        with torch.random.fork_rng([y.device] if y.is_cuda else []):  # layouts must not change later dropout
+            packings = layouts(module.network, of_one, context)
+        stage = self._stage(stages_of(config), dist.get_rank(group), packings, of_one)
+        # A schedule of one micro-batch, which is called for each, or one of all. torch's 1F1B takes no single one.
+        kind, n = (ScheduleGPipe, 1) if self.sequential else (Schedule1F1B, len(y) // self.microbatch_size)
+        # The loss of a micro-batch is its part of the batch's mean, so torch must not divide by their number again.
+        self.schedule = kind(stage, n, loss_fn=self._loss, scale_grads=False)
+        self._batch: Any = None
+        self._batch_idx = 0
+        self._factor = torch.ones(())
+        self._losses: list[Tensor] = []
+        self._logged: Logged = {}
+
+    def _stage(self, of_all: list[range], index: int, packings: list[Packing], y: Tensor) -> PipelineStage:
+        """A stage for torch's schedules. y: of a micro-batch."""
+        iterations, last = of_all[index], index == len(of_all) - 1
+        # With the shapes of input and output given, torch does not run all stages once more to find them.
+        received, sent = (packings[t].empty(len(y), "meta") for t in (iterations.start, iterations.stop))
+        return PipelineStage(
+            Stage(self.module.network, iterations, packings[iterations.start], self.context),
+            index,
+            len(of_all),
+            y.device,
+            input_args=(received,) if index else (),
+            output_args=(torch.empty_like(y, device="meta") if last else sent,),
+            group=self.group,
+        )
+
+    def step(self, y: Tensor, batch: Any, batch_idx: int, factor: Tensor) -> Tensor:
+        """Add the gradients of factor · loss of a batch to the gradients of this device's stage. Returns the loss.
+
+        Logs what `training_step` logs, on every rank.
+        """
+        self._batch, self._batch_idx, self._factor = batch | {"sinogram": y}, batch_idx, factor
+        self._losses.clear()
+        self._logged.clear()
+        positions = torch.arange(len(y))  # on the host, which reads them
+        size = self.microbatch_size if self.sequential else len(y)
+        with torch.autocast(y.device.type, enabled=False):  # torch's schedules would else run backward under autocast
+            for part, target in zip(y.split(size), positions.split(size), strict=True):
+                self.schedule.step(y=part, target=target)
+        return self._on_every_device(y.device)
+
+    def _on_every_device(self, device: torch.device) -> Tensor:
+        """The loss of the batch, after `log` of all values. Only the device of the last stage knows them."""
+        known: list[Any] = [None]
+        last = dist.get_world_size(self.group) - 1
+        if self._losses:
+            values = {name: (total.item() / share, *rest) for name, (total, share, *rest) in self._logged.items()}
+            known = [(torch.stack(self._losses).sum().item(), values)]
+        dist.broadcast_object_list(known, group_src=last, group=self.group, device=device)
+        loss, values = known[0]
+        for name, (value, args, options) in values.items():
+            self.module.log(name, torch.tensor(value, device=device), *args, **options)
+        return torch.tensor(loss, device=device)
+
+    def _loss(self, image: Tensor, positions: Tensor) -> Tensor:
+        with self.context():
+            loss = loss_of_part(self.module, self._batch, self._batch_idx, image, int(positions[0]), self._logged)
+        self._losses.append(loss.detach())
+        return loss * self._factor
+
+
+def sum_gradients(parameters: list[torch.nn.Parameter], divisor: int) -> None:
+    """Sum every gradient over all processes and divide by `divisor`, in one message. A missing gradient is 0.
 
     Frozen parameters get none: with a gradient of 0, weight decay would change them.
     """
@@ -334,5 +377,6 @@ def sum_gradients(parameters: list[torch.nn.Parameter]) -> None:
     # Hundreds of small messages would cost more than their bytes.
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
     dist.all_reduce(flat)
+    flat /= divisor
     for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         p.grad = piece.view_as(p)

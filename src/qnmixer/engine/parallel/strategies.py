@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import DDPConfig, FSDPConfig, PipelineConfig, SingleConfig
@@ -105,13 +105,19 @@ class ShardedStrategy(ModelParallelStrategy):
                 unit.set_requires_gradient_sync(True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full weights, on every rank."""
+        """The shards of this rank; `save_checkpoint` gathers them."""
         assert self.model is not None
-        return _gathered(self.model.state_dict())
+        return self.model.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full optimizer state, on every rank, with torch's numbering."""
-        return _gathered(optimizer.state_dict())
+        """The optimizer state of this rank, in shards too."""
+        return optimizer.state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write one full file on rank 0."""
+        gathered = tree_map(_gathered, checkpoint)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(gathered, filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the full file on every rank."""
@@ -145,10 +151,8 @@ class ShardedStrategy(ModelParallelStrategy):
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
 
-def _gathered(state: dict[str, Any]) -> dict[str, Any]:
-    """A state with full tensors, on the host."""
-    full: dict[str, Any] = tree_map_only(DTensor, lambda tensor: gather(tensor).cpu(), state)
-    return full
+def _gathered(value: Any) -> Any:
+    return gather(value).cpu() if isinstance(value, DTensor) else value
 
 
 def _sharded(like: Any, value: Any) -> Any:
