@@ -17,8 +17,6 @@ from qnmixer.errors import ConfigError, DataError
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
-BEFORE_SUFFIX = ".before"
-PART_SUFFIX = ".part"
 
 
 def default_cache_dir() -> Path:
@@ -139,23 +137,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace(new: Path, path: Path) -> None:
-    """Replace a file or folder by another one, of either kind.
-
-    A folder is replaced in two steps. Between them only `path.before` exists, which `newest_complete` returns.
-    """
-    before = path.with_name(path.name + BEFORE_SUFFIX)
-    if path.is_dir() or (new.is_dir() and path.exists()):
-        remove(before)
-        # os.replace cannot replace a folder that contains files. Two renames leave a complete version at any time.
-        path.rename(before)
-    os.replace(new, path)
+    """Replace a folder by another one. os.replace cannot replace a folder that contains files."""
+    before = path.with_name(f"{path.name}.before")
     remove(before)
-
-
-def newest_complete(path: Path) -> Path:
-    """The newest complete version: `path`, or `path.before` if a process was killed inside `replace`."""
-    before = path.with_name(path.name + BEFORE_SUFFIX)
-    return before if before.exists() and not path.exists() else path
+    if path.exists():
+        path.rename(before)
+    new.rename(path)
+    remove(before)
 
 
 def remove(path: Path) -> None:

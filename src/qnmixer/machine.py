@@ -28,7 +28,8 @@ def wait_briefly() -> None:
 def n_cores() -> int:
     """The CPU cores that this process may use: those of its container or of its job on a cluster."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(there, cpu_limit())))
+    busy_at_a_time = (busy / period for busy, period in _limits("cpu.max"))  # as by `docker --cpus=2`
+    return max(1, int(min([there, *busy_at_a_time])))
 
 
 def threads_each(n_processes: int) -> int:
@@ -37,11 +38,6 @@ def threads_each(n_processes: int) -> int:
 
 
 _OWN_GROUP, _ALL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-
-
-def cpu_limit() -> float:
-    """The number of cores that may be busy at a time, as by `docker --cpus=2`; infinite without a limit."""
-    return min([math.inf, *(busy / period for busy, period in _limits("cpu.max"))])
 
 
 def memory() -> float:

@@ -12,20 +12,17 @@ import torch.distributed as dist
 
 from qnmixer.engine.checkup.checks import (
     Check,
-    check_communication,
-    check_finite,
     check_growth,
     check_run,
     checkpoint_bytes,
     checkup,
     compare_gradients,
     shared_memory_needed,
-    sharing_problems,
-    shortened,
 )
-from qnmixer.engine.checkup.rank import STEPS, Report, held
+from qnmixer.engine.checkup.rank import STEPS, Report, communicate, held
 from qnmixer.engine.data.dataset import EpochSampler
 from qnmixer.engine.parallel.devices import resolve_devices
+from qnmixer.errors import RankFailed
 
 from ..conftest import TinyConfig
 from ..nvidia import fake_nvidia_smi
@@ -71,8 +68,18 @@ class Module(ReconstructionModule):
             self.kept.append(loss)
         return loss
 """
+NOT_FINITE = """
+from qnmixer.module import ReconstructionModule
+
+class Module(ReconstructionModule):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+"""
 ENDING = """
 import os, time
+from qnmixer.engine.checkup import rank
 from qnmixer.module import ReconstructionModule as Module
 
 if os.environ.get("RANK") == "1":
@@ -81,15 +88,15 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.fixture
-def own(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+def own(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """own(code): the config of two ranks whose module this code defines."""
 
-    def config(code: str) -> Any:
+    def config(code: str, *overrides: str) -> Any:
         name = f"own_module_{abs(hash(code))}"
         (tmp_path / f"{name}.py").write_text(code)
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(tmp_path)
-        return resolve_devices(tiny_config(*TWO, f"module._target_={name}.Module"))
+        return resolve_devices(tiny_config(*(overrides or TWO), f"module._target_={name}.Module"))
 
     return config
 
@@ -103,7 +110,7 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
-def test_faults_of_single_ranks_are_found_and_named(warm: Warm, own: Callable[[str], Any]) -> None:
+def test_faults_of_single_ranks_are_found_and_named(warm: Warm, own: Callable[..., Any]) -> None:
     with warm.forking_ranks():
         checks = by_name(list(check_run(own(FAULTY))))
     assert [name for name, check in checks.items() if check.status == "FAIL"] == [
@@ -111,13 +118,13 @@ def test_faults_of_single_ranks_are_found_and_named(warm: Warm, own: Callable[[s
         "sharding",
         "memory growth",
     ]
-    assert checks["communication"].found.startswith("2 ranks: sums right")
+    assert checks["communication"].status == "PASS"
     assert checks["gradients"].found.startswith("rank 1: ")
     assert "network." in checks["gradients"].found
     picks = list(EpochSampler(8, shuffle=True, batch_size=2, seed=42, num_replicas=2, rank=1))
-    assert f"train: sample {picks[0].n} 2 times (rank 1)" in checks["sharding"].found
+    assert f"train: sample {picks[0].n} 2 times" in checks["sharding"].found
     assert f"train: sample {picks[-1].n} 0 times" in checks["sharding"].found
-    assert checks["memory growth"].found == "rank 0: 1 more tensors with their graphs after each step"
+    assert checks["memory growth"].found.startswith("rank 0: 1 more tensors with graphs")
 
 
 @pytest.mark.slow
@@ -125,27 +132,37 @@ def test_faults_of_single_ranks_are_found_and_named(warm: Warm, own: Callable[[s
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
-        pytest.param("time.sleep(600)", "no progress for 20 s in building the network", marks=pytest.mark.long),
+        (
+            "rank.PATIENCE = 2\n    rank.note('importing it')\n    time.sleep(600)",
+            "no progress for 180 s in importing it",
+        ),
         ("os.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
     ],
 )
-def test_a_rank_that_hangs_or_dies_is_named(warm: Warm, own: Callable[[str], Any], fault: str, found: str) -> None:
+def test_a_rank_that_hangs_or_dies_is_named(warm: Warm, own: Callable[..., Any], fault: str, found: str) -> None:
     with warm.forking_ranks():
-        checks = by_name(list(check_run(own(ENDING.format(fault=fault)), patience=20)))
+        checks = by_name(list(check_run(own(ENDING.format(fault=fault)))))
     assert [name for name, check in checks.items() if check.status == "FAIL"] == ["training"]
     assert checks["training"].found.startswith("rank 1")
     assert found in checks["training"].found
 
 
-def test_ranks_that_do_not_talk_are_named(tiny_config: TinyConfig) -> None:
-    fine = Report(total=(3.0, 3.0), weights=[0.5])
-    for wrong, found in (
-        (Report(), "rank 1: no progress for 180 s in all-reduce"),
-        (Report(total=(2.0, 3.0), weights=[0.5]), "rank 1: a wrong all-reduce, (2.0, 3.0)"),
-        (Report(total=(3.0, 3.0), weights=[0.7]), "rank 1: weights differ from rank 0 after three steps of ddp"),
-    ):
-        check = check_communication(tiny_config(*TWO), [fine, wrong], "rank 1: no progress for 180 s in all-reduce")
-        assert (check.status, check.found) == ("FAIL", found)
+@pytest.mark.parametrize(
+    ("collective", "line"),
+    [("all_reduce", "a wrong all-reduce, 1.0 to 1.0 instead of 3.0"), ("broadcast", "weights differ")],
+)
+def test_ranks_that_do_not_talk_are_told(collective: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process stands in for two, with collectives that do nothing but what is wrong."""
+    layer = torch.nn.parallel, "DistributedDataParallel"
+    for module, name in ((dist, "init_process_group"), (dist, "all_reduce"), (dist, "broadcast")):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    monkeypatch.setattr(*layer, lambda module: module)
+    monkeypatch.setattr("qnmixer.engine.checkup.rank.world_size", lambda: 2)
+    if collective != "all_reduce":
+        monkeypatch.setattr(dist, "all_reduce", lambda message: message.fill_(3))
+        monkeypatch.setattr(dist, collective, lambda weights, of: weights.zero_())
+    with pytest.raises(RankFailed, match=line):
+        communicate("cpu")
 
 
 def test_a_gpu_without_kernels_is_reported_once(
@@ -157,8 +174,9 @@ def test_a_gpu_without_kernels_is_reported_once(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     checks = by_name(list(checkup(tiny_config("trainer.accelerator=auto"), tmp_path)))
     assert {name: check.status for name, check in checks.items()} == {"versions": "FAIL", "training": "SKIP"}
-    assert "make install TORCH=cu126, or pip install torch==" in checks["versions"].mend
-    assert checks["versions"].mend.endswith(", or use trainer.accelerator=cpu")
+    assert (
+        checks["versions"].mend == "make install TORCH=auto installs the build for it, or use trainer.accelerator=cpu"
+    )
 
 
 def test_a_machine_without_gloo_memory_and_disk(
@@ -184,50 +202,31 @@ def test_a_machine_without_gloo_memory_and_disk(
 def test_gradients_are_compared_by_rank_and_parameter() -> None:
     expected = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1e-9]), "c": torch.ones(2)}
     noisy = {"a": torch.tensor([3.0, 4.0]) * (1 + 1e-6), "b": torch.tensor([3e-9]), "c": torch.ones(2)}
-    assert compare_gradients([expected, noisy], expected, 1e-4, 4).status == "PASS"
+    assert compare_gradients([expected, noisy], expected, 1e-4).status == "PASS"
     missing = {"a": expected["a"], "b": expected["b"]}
-    check = compare_gradients([noisy, expected, missing], expected, 1e-4, 4)
-    assert check.status == "FAIL"
-    assert check.found.startswith("rank 2: ")
-    assert "in c," in check.found
+    check = compare_gradients([noisy, expected, missing], expected, 1e-4)
+    assert (check.status, check.found.startswith("rank 2: "), "in c," in check.found) == ("FAIL", True, True)
     not_numbers = expected | {"a": torch.full((2,), torch.nan)}
-    assert compare_gradients([expected, not_numbers], expected, 1e-4, 4).found.startswith("rank 1: ")
-
-
-def test_samples_that_are_not_shared_out_once() -> None:
-    share = [(n, 1.0) for n in range(4)]
-    assert sharing_problems({0: share[:2], 2: [*share[2:], (0, 0.0)]}, 4) == []
-    found = sharing_problems({0: share[:2], 2: [(2, 1.0), (1, 1.0), (4, 1.0)]}, 4)
-    assert found == ["sample 1 2 times (ranks 0, 2)", "sample 3 0 times", "sample 4 1 times (rank 2)"]
+    assert compare_gradients([expected, not_numbers], expected, 1e-4).found.startswith("rank 1: ")
 
 
 def test_a_leak_is_what_every_step_adds() -> None:
     healthy = [(0, 100), (9, 10**6), (3, 10**7), (3, 10**7 + 8), (4, 10**7), (4, 10**7 + 9000)]
-    report = Report(n_finite=STEPS, held=healthy)
+    report = Report(held=healthy)
     assert check_growth([report]).status == "PASS"
     assert check_growth([report, Report()]).status == "SKIP"
-    images = Report(n_finite=STEPS, held=[(0, step * 2**20) for step in range(STEPS)])
-    assert check_growth([report, images]).found == "rank 1: 1 MiB more after each step"
+    images = Report(held=[(0, step * 2**20) for step in range(STEPS)])
+    assert check_growth([report, images]).found == "rank 1: 0 more tensors with graphs and 1 MiB more after each step"
     before = held(CPU)
     kept = [torch.zeros(1000, requires_grad=True) * 2]
     after = held(CPU)
     assert (after[0] - before[0], after[1] - before[1] >= 4 * 1000) == (len(kept), True)
 
 
-def test_steps_that_a_scaler_may_skip() -> None:
-    some, all_ = Report(n_finite=2, n_skipped=3), Report(n_skipped=9, bad_gradient="w")
-    assert check_finite("16-mixed", [some, some]).status == "PASS"
-    assert check_finite("32", [some]).status == "FAIL"
-    check = check_finite("16-mixed", [some, all_])
-    assert (check.status, "rank 1" in check.found) == ("FAIL", True)
-    without_scaler = check_finite("32", [Report(n_finite=4, n_skipped=1, bad_gradient="w")])
-    assert "the gradient of w is not finite in 1 of 5 steps" in without_scaler.found
-    assert check_finite("32", [Report()]).status == "SKIP"
-
-
-def test_a_cpu_tries_fewer_iterations(tiny_config: TinyConfig) -> None:
-    config = tiny_config("trainer.devices=4", "model.n_iterations=14", "strategy=ddp")
-    run, words = shortened(config)
-    assert (run.model.T, run.model.channels, words) == (3, config.model.channels, " (shortened on a CPU)")
-    pipeline = tiny_config("trainer.devices=4", "model.n_iterations=14", "strategy=pipeline", "strategy.cut=[4,4,3,3]")
-    assert shortened(pipeline) == (pipeline, "")
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32", "16-mixed"])
+def test_a_gradient_that_is_not_finite_is_named(own: Callable[..., Any], precision: str) -> None:
+    """Also with a GradScaler, where no step would be taken."""
+    checks = by_name(list(check_run(own(NOT_FINITE, f"trainer.precision={precision}"))))
+    assert checks["finite values"].status == "FAIL"
+    assert "the gradient of network." in checks["finite values"].found

@@ -88,7 +88,7 @@ BOUNDS = {
     "schedule=step": "warmup=1.1 at=0 factor=0",
     "evaluation=default": "n_pictures=0 tv_weight=1e-30 tv_noise_weight=-1",
     "trainer=default": "devices=0 num_nodes=0 accumulate_grad_batches=0 max_steps=-2 max_epochs=0 gradient_clip_val=0",
-    "strategy=pipeline": "microbatch_size=0 devices_per_pipeline=1 stages_per_device=0",
+    "strategy=pipeline": "microbatch_size=0 devices_per_pipeline=1",
     "debug=profile": "warm_up=0 steps=0",
 }
 
@@ -158,7 +158,6 @@ PIPELINE = ["strategy=pipeline", "trainer.devices=4"]
         (["strategy=fsdp", "callbacks=ema"], "callbacks=ema does not work with strategy=fsdp"),
         ([*PIPELINE, "callbacks=ema"], "callbacks=ema does not work with strategy=pipeline"),
         (["model=fbpconvnet", *PIPELINE], "strategy=pipeline cuts iterations into stages, but model=fbpconvnet has 1"),
-        ([*PIPELINE, "strategy.stages_per_device=2"], "strategy.schedule=1f1b does not work with strategy.stages_per"),
     ],
 )
 def test_rules_between_keys(overrides: list[str], message: str) -> None:
@@ -171,8 +170,7 @@ def test_rules_between_keys(overrides: list[str], message: str) -> None:
         ["strategy=ddp", "trainer.precision=16-mixed", "trainer.accumulate_grad_batches=4", "memory=recompute"],
         ["strategy=fsdp", "trainer.num_nodes=2", "memory=offload", "noise=field", "data.scaling=minmax"],
         ["strategy=pipeline", "strategy.schedule=sequential", "strategy.microbatch_size=4"],
-        ["strategy=pipeline", "strategy.schedule=interleaved", "strategy.stages_per_device=3", "data.batch_size=2"],
-        ["strategy=pipeline", "strategy.devices_per_pipeline=2", "strategy.cut=[6,8]", "trainer.num_nodes=2"],
+        ["strategy=pipeline", "strategy.devices_per_pipeline=2", "trainer.num_nodes=2"],
     ],
 )
 def test_samples_of_a_step(overrides: list[str]) -> None:

@@ -10,11 +10,12 @@ from torch._dynamo.utils import counters
 
 from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.parallel.devices import check_compiler, compile_blocks
+from qnmixer.engine.parallel.devices import compile_blocks, resolve_devices
 from qnmixer.errors import ConfigError
 from qnmixer.models import FBP, QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
+from ..conftest import TinyConfig
 from ..models.conftest import FIGURE
 
 MODES = {name: MemoryConfig(name=name) for name in ("keep", "recompute")}
@@ -57,10 +58,10 @@ def test_a_network_without_blocks_is_told(projector: FanBeamProjector) -> None:
         compile_blocks(FBP(projector))
 
 
-def test_a_missing_compiler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_told(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
-        check_compiler()
+        resolve_devices(tiny_config("compile=true", "trainer.accelerator=cpu"))
 
 
 def test_sparse_products_pass_the_compiler_as_they_are(projector: FanBeamProjector) -> None:

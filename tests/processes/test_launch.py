@@ -9,14 +9,13 @@ import pytest
 
 from qnmixer.engine.processes.launch import RankTraceback, launch
 from qnmixer.errors import RankFailed, Stopped
-from qnmixer.machine import threads_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launch")]
 
 SCRIPT = """
 import os, signal, sys, time
-from qnmixer.engine.processes.process import end_with_the_others, leave, rank
-end_with_the_others({launcher})
+from qnmixer.engine.processes.process import end_with_parent, leave, rank
+end_with_parent({launcher})
 here = int(os.environ["RANK"])
 try:
     {body}
@@ -38,13 +37,10 @@ def failure(folder: Path, body: str) -> RankFailed:
     return caught.value
 
 
-def test_ranks_know_their_place_and_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS")
+def test_ranks_know_their_place_and_nothing_is_left_behind(tmp_path: Path) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
-    run(tmp_path, f"open(f'{tmp_path}/{{here}}', 'w').write(os.environ['OMP_NUM_THREADS'])")
-    threads = str(threads_each(2))
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [threads] * 2
-    assert "OMP_NUM_THREADS" not in os.environ
+    run(tmp_path, f"open(f'{tmp_path}/{{here}}', 'w').write(str(rank()))")
+    assert [(tmp_path / str(here)).read_text() for here in range(2)] == ["0", "1"]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == handlers
 
 

@@ -42,8 +42,7 @@ def begin(body: str) -> subprocess.Popen[str]:
 import ctypes, os, signal, sys, time
 from qnmixer.errors import Stopped
 from qnmixer.engine.processes import process
-process._SECONDS_TO_LEAVE = process._SECONDS_TO_LEAVE_BY_ITSELF = 0.3
-process._SECONDS_TO_STOP = process._SECONDS_TO_HEAR = 0.3
+process._SECONDS_TO_LEAVE = process._SECONDS_TO_BE_SECOND = 0.3
 {body}
 """
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -54,48 +53,27 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_sigterm_is_an_interruption_where_another_rank_has_failed() -> None:
-    """The launcher that sends it says nothing else; a rank that it asks to stop gets SIGUSR1 from it."""
-    process = begin("""
-process.end_with_the_others(os.getppid())
-try:
-    print("ready", flush=True)
-    time.sleep(60)
-except KeyboardInterrupt:
-    print("in order", flush=True)
-""")
-    assert said(process) == "ready"
-    process.terminate()
-    assert process.communicate(timeout=30)[0] == "in order\n"
-
-
-@pytest.mark.parametrize(
-    ("number", "training", "most"),
-    [(signal.SIGTERM, True, "process._SECONDS_TO_HEAR = 60"), (signal.SIGINT, False, "process._SECONDS_TO_STOP = 60")],
-    ids=["in a step", "before the first step"],
-)
-def test_what_hangs_outside_python_is_ended_all_the_same(number: signal.Signals, training: bool, most: str) -> None:
+def test_what_hangs_outside_python_is_ended_all_the_same() -> None:
     """As in a collective that waits for a rank that is gone; here in a mutex that is locked twice."""
-    process = begin(f"""
-{most}
-process.end_with_the_others()
-process.defer_stop({training})
+    process = begin("""
+process.end_after_sigterm()
 mutex = ctypes.create_string_buffer(256)
-print("ready", flush=True)
-for _ in range(2):
-    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+with process.stop_signals():
+    print("ready", flush=True)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
 """)
     assert said(process) == "ready"
     time.sleep(0.3)
-    process.send_signal(number)
+    process.terminate()
     process.communicate(timeout=30)
-    assert process.returncode == 128 + number
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_forks_end_with_their_rank() -> None:
     process = begin("""
-process.end_with_the_others()
+process.end_with_parent()
 child = os.fork()
 if not child:
     print(os.getpid(), flush=True)
@@ -120,18 +98,19 @@ def alive(pid: int) -> bool:
 
 
 def test_a_parent_that_died_before_is_noticed() -> None:
-    process = begin(f"process.end_with_the_others(parent={os.getppid()}); print('alive')")
+    process = begin(f"process.end_with_parent({os.getppid()}); print('alive')")
     assert process.communicate(timeout=30)[0] == ""
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize(("ended", "line"), [("", "error: rank 0: NCCL error"), ("signal.raise_signal(15)", "")])
+@pytest.mark.parametrize(("ended", "line"), [("pass", "error: rank 0: NCCL error"), ("signal.raise_signal(15)", "")])
 def test_a_rank_that_lost_contact_speaks_if_nobody_ends_it(ended: str, line: str) -> None:
     """As under srun, where no launcher shows an error of all ranks, such as a network that does not work."""
     process = begin(f"""
 sys.stderr = sys.stdout
-process.end_with_the_others()
-{ended}
+with process.stop_signals():
+    process.defer_stop(True)
+    {ended}
 process.leave(RuntimeError("NCCL error: unhandled system error"), "NCCL error", say=True)
 """)
     assert process.communicate(timeout=30)[0].strip() == line

@@ -1,4 +1,3 @@
-import contextlib
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -34,16 +33,6 @@ def test_what_comes_later_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(Stopped):
             signal.raise_signal(signal.SIGINT)
-
-
-def test_handlers_are_restored() -> None:
-    def handler(*_: object) -> None: ...
-
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with contextlib.suppress(ValueError), handle_signals(SIGNALS, handler) as handled:
-        assert {signal.getsignal(number) for number in handled} == {handler}
-        raise ValueError
-    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_another_thread_than_the_main_one_leaves_signals_alone() -> None:

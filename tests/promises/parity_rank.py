@@ -96,7 +96,7 @@ def train(
     )
     data = SliceDataModule(config.data)
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
-    for _ in range(2 * save):  # over the one before, which may be a folder of shards
+    if save:
         trainer.save_checkpoint(folder / "last.ckpt")
     found = {key: getattr(record, key) for key in ("gradients", "losses", "scales", "weights", "local")}
     if measure:

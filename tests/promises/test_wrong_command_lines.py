@@ -81,14 +81,11 @@ TRAIN = {
     # strategies
     "trainer.devices=2": "trainer.devices=2 with trainer.num_nodes=1 does not work with strategy=single",
     "strategy=ddp trainer=torchrun": "trainer.num_nodes=2, but nothing has been started on other nodes: conf/trainer/",
-    "strategy=ddp strategy.static_graph=true trainer.accumulate_grad_batches=2": "strategy.static_graph=true",
     "strategy=fsdp optimizer=adafactor": "optimizer=adafactor",
     "strategy=pipeline trainer.devices=1": "strategy=pipeline needs at least two devices",
     "strategy=pipeline trainer.devices=15": "15 stages are more than model.n_iterations=14",
     "strategy=pipeline trainer.devices=4 strategy.microbatch_size=2": "strategy.schedule=1f1b",
-    "strategy=pipeline trainer.devices=4 strategy.cut=[4,4,4,4]": "strategy.cut=[4, 4, 4, 4]",
-    "strategy=pipeline trainer.devices=4 strategy.schedule=interleaved strategy.stages_per_device=2 "
-    "data.batch_size=7 strategy.microbatch_size=2": "strategy.schedule=interleaved cannot cut data.batch_size=7",
+    "strategy=pipeline trainer.devices=4 data.batch_size=7 strategy.microbatch_size=8": "strategy.schedule=1f1b cannot",
     # what is not there, or has no value
     "data=dicom": "data.root has no value: give one with data.root=…",
     "data=dicom data.root=nowhere": "data.root=nowhere does not exist",

@@ -23,11 +23,11 @@ from qnmixer.engine.config.groups import Group
 from qnmixer.engine.config.options import TARGET, keys_of
 from qnmixer.engine.config.run import Config, checked, effective_batch, parse_file, targets_of, to_plain, without_places
 from qnmixer.engine.data.splits import SplitRecord, is_split_record
-from qnmixer.engine.parallel.shards import load_checked, merge_shards
+from qnmixer.engine.parallel.shards import load_checked
 from qnmixer.engine.plugins import check_trusted, is_trusted
 from qnmixer.engine.reconstructor import Reconstructor, build_geometry, build_network
 from qnmixer.errors import CheckpointError, first_line
-from qnmixer.files import digest, newest_complete
+from qnmixer.files import digest
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, checkpoint_in, located
 
@@ -49,15 +49,13 @@ def find_checkpoint(run: str | Path, which: str = "best") -> Path:
     file.
     """
     run = located(run)
-    if run.suffix == ".ckpt" and (path := newest_complete(run)).exists():
-        return path
     if run.is_file():
         return run
     if not run.is_dir():
         raise CheckpointError(f"no run folder at {run}: give the folder that training printed, run=runs/…")
     for name in dict.fromkeys((which, "best", "last")):
-        path = newest_complete(checkpoint_in(run, name))
-        if path.exists():
+        path = checkpoint_in(run, name)
+        if path.is_file():
             return path
     raise CheckpointError(f"{run} has no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
 
@@ -93,10 +91,8 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Load a checkpoint file, or the folder of shards that strategy=fsdp writes with sharded_checkpoint=true."""
-    if path.suffix == SUFFIX:
-        return decode(path)
-    return merge_shards(path) if path.is_dir() else load_checked(path)
+    """Load a checkpoint or a weights file."""
+    return decode(path) if path.suffix == SUFFIX else load_checked(path)
 
 
 def load_run(run: str | Path, which: str = "best", trust: Collection[str] = (), *more: str) -> Reconstructor:

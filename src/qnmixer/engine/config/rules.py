@@ -7,7 +7,7 @@ noise that the config names. So they are checked after the targets of a file are
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from qnmixer.engine.config.sections import DDPConfig, FSDPConfig, PipelineConfig, ProfileConfig, averages_weights
+from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig, ProfileConfig, averages_weights
 from qnmixer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,9 +64,6 @@ def _broken(run: "Config") -> Iterator[str]:
     # Without weights there are no gradients for several devices to share.
     if strategy.name != "single" and not model.has_weights:
         yield f"model={model.name} has no weights to train on several devices: use strategy=single"
-    # torch's static graph allows one backward pass per step.
-    if isinstance(strategy, DDPConfig) and strategy.static_graph and window > 1:
-        yield "strategy.static_graph=true does not work with trainer.accumulate_grad_batches above 1: leave out one"
     # It takes means over rows and columns of a weight.
     if isinstance(strategy, FSDPConfig) and run.optimizer.name == "adafactor":
         yield "optimizer=adafactor does not work with sharded weights: choose optimizer=adamw or strategy=ddp"
@@ -79,34 +76,24 @@ def _broken(run: "Config") -> Iterator[str]:
 
 def _broken_by_pipeline(run: "Config", strategy: PipelineConfig) -> Iterator[str]:
     """The stages of a pipeline are iterations, of which each device needs one, with micro-batches for all of them."""
-    T, cut, schedule, per_device = run.model.T, strategy.cut, strategy.schedule, strategy.stages_per_device
+    T = run.model.T
     if not run.model.is_unrolled:
         yield (
             f"strategy=pipeline cuts iterations into stages, but model={run.model.name} has {T}: use strategy=ddp or "
             "fsdp"
         )
-    if (schedule == "interleaved") != (per_device > 1):
-        yield (
-            f"strategy.schedule={schedule} does not work with strategy.stages_per_device={per_device}: interleaved "
-            "takes 2 or more, every other schedule 1"
-        )
-    if cut is not None and (sum(cut) != T or min(cut, default=0) < 1):
-        yield f"strategy.cut={cut} is wrong: give each stage 1 iteration or more, in sum model.n_iterations={T}"
     if run.trainer.devices is None:  # the rest is checked when the devices are counted
         return
     devices, size, batch = strategy.devices_per_replica(run.trainer), strategy.microbatch_size, run.data.batch_size
-    stages, (n, rest) = devices * per_device, divmod(batch * devices, size)
+    n, rest = divmod(batch * devices, size)
     if devices == 1:
         yield "strategy=pipeline needs at least two devices: give trainer.devices=…, or strategy=single"
     if run.trainer.devices % devices:
         yield f"strategy.devices_per_pipeline={devices} does not divide trainer.devices={run.trainer.devices}"
-    if stages > T:
-        yield f"{stages} stages are more than model.n_iterations={T}: lower strategy.devices_per_pipeline"
-    if cut is not None and len(cut) != stages:
-        yield f"strategy.cut={cut} has {len(cut)} stages, but the devices have {stages}"
-    unequal = schedule == "interleaved" and n % max(1, n // devices)
-    if rest or unequal or (schedule == "1f1b" and n < devices):
+    if devices > T:
+        yield f"{devices} stages are more than model.n_iterations={T}: lower strategy.devices_per_pipeline"
+    if rest or (strategy.schedule == "1f1b" and n < devices):
         yield (
-            f"strategy.schedule={schedule} cannot cut data.batch_size={batch} × {devices} devices by "
+            f"strategy.schedule={strategy.schedule} cannot cut data.batch_size={batch} × {devices} devices by "
             f"strategy.microbatch_size={size}: choose data.batch_size={size}"
         )

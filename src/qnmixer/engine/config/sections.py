@@ -167,7 +167,6 @@ class DDPConfig(StrategyConfig):
     """The whole network on every device; each gets a part of the batch."""
 
     name: str = "ddp"
-    static_graph: bool
 
 
 @dataclass(kw_only=True)
@@ -176,8 +175,6 @@ class FSDPConfig(StrategyConfig):
 
     planned_as = "shards"
     name: str = "fsdp"
-    reshard_after_forward: bool
-    sharded_checkpoint: bool
 
 
 @dataclass(kw_only=True)
@@ -186,11 +183,9 @@ class PipelineConfig(StrategyConfig):
 
     planned_as = "pipeline"
     name: str = "pipeline"
-    schedule: Literal["1f1b", "gpipe", "interleaved", "sequential"]
+    schedule: Literal["1f1b", "sequential"]
     microbatch_size: Count
     devices_per_pipeline: Annotated[int, Ge(2)] | None  # None: all of a node
-    stages_per_device: Count
-    cut: list[int] | None  # iterations of each stage; None: as equal as possible
 
     def devices_per_replica(self, trainer: "TrainerConfig") -> int:
         """The devices of one pipeline."""

@@ -133,7 +133,7 @@ def _plan_replica(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple[
         footprint = replace(footprint, strategy=footprint.gradients)
     if isinstance(config.strategy, FSDPConfig):
         footprint = _sharded(footprint, config, network)
-    return (DevicePlan((range(network.n_iterations),), 1, footprint),)
+    return (DevicePlan(range(network.n_iterations), 1, footprint),)
 
 
 def _measured_batch(module: RunModule, n: int) -> Any:
@@ -170,16 +170,15 @@ class _NormsInFull(TorchFunctionMode):
 def _sharded(footprint: Footprint, config: Config, network: UnrolledNetwork[Any]) -> Footprint:
     """The footprint of a step on one device under fsdp, by arithmetic. It is too large rather than too small.
 
-    `strategy` counts the full tensors that exist at once. These are the weights of the root unit and of one block (of
-    all blocks, if they stay gathered). Messages that gather weights and reduce gradients are twice the largest unit.
-    While accumulating, all gradients are full.
+    `strategy` counts the full tensors that exist at once. These are the weights of the root unit and of one block.
+    Messages that gather weights and reduce gradients are twice the largest unit. While accumulating, all gradients are
+    full.
     """
-    assert isinstance(config.strategy, FSDPConfig)
     n_shards = (config.trainer.devices or 1) * config.trainer.num_nodes
     blocks = [n_bytes(block.parameters()) for block in network.blocks()]
     whole = n_bytes(network.parameters())
     root = whole - sum(blocks)
-    gathered = root + (max(blocks, default=0) if config.strategy.reshard_after_forward else sum(blocks))
+    gathered = root + max(blocks, default=0)
     unreduced = whole if config.trainer.accumulate_grad_batches > 1 else 0
     return replace(
         footprint,
@@ -200,16 +199,10 @@ def n_microbatches(config: Config) -> int:
 
 
 def in_flight(config: Config, device: int) -> int:
-    """The most micro-batches that a device has between their forward and their backward pass, one for each stage."""
+    """The most micro-batches that a device has between their forward and their backward pass."""
     assert isinstance(config.strategy, PipelineConfig)
-    schedule, per_device = config.strategy.schedule, config.strategy.stages_per_device
-    n, behind = n_microbatches(config), devices_per_replica(config) - 1 - device
-    if schedule in ("sequential", "gpipe"):
-        return 1 if schedule == "sequential" else n
-    if schedule == "1f1b":
-        return min(n, behind + 1)
-    in_round = n // max(1, n // devices_per_replica(config))
-    return min(per_device * n, (per_device - 1) * in_round + 2 * behind + 1)
+    from_here_on = devices_per_replica(config) - device
+    return 1 if config.strategy.schedule == "sequential" else min(n_microbatches(config), from_here_on)
 
 
 def idle(config: Config) -> float:
@@ -217,23 +210,20 @@ def idle(config: Config) -> float:
     assert isinstance(config.strategy, PipelineConfig)
     together = 1 if config.strategy.schedule == "sequential" else n_microbatches(config)
     waiting = devices_per_replica(config) - 1
-    return waiting / (config.strategy.stages_per_device * together + waiting)
+    return waiting / (together + waiting)
 
 
 def _plan_pipeline(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple[DevicePlan, ...]:
     """The plan of each device of a pipeline, first stage first. It is an upper bound."""
-    config, n_devices = module.config, devices_per_replica(module.config)
+    config = module.config
     assert isinstance(config.strategy, PipelineConfig)
     batch = _measured_batch(module, batch_of_replica(config))  # every device gets all of it
     y = batch["sinogram"][: config.strategy.microbatch_size]
     packings = layouts(module.network, y, partial(autocast, config))
     plans = []
-    for device in range(n_devices):
-        stages, most = stages_of(config)[device::n_devices], in_flight(config, device)
-        footprints = [_plan_stage(module, optimizer, batch, packings, stage, most) for stage in stages]
-        fullest = max(footprints, key=lambda footprint: footprint.peak)
-        messages = sum(footprint.strategy for footprint in footprints)
-        plans.append(DevicePlan(tuple(stages), most, replace(fullest, strategy=messages)))
+    for device, iterations in enumerate(stages_of(config)):
+        most = in_flight(config, device)
+        plans.append(DevicePlan(iterations, most, _plan_stage(module, optimizer, batch, packings, iterations, most)))
     return tuple(plans)
 
 
@@ -329,7 +319,7 @@ def _one_in_flight(config: Config) -> str:
     if (config.trainer.devices or 1) == 1:
         return ""
     group = "" if config.strategy.name == "pipeline" else "strategy=pipeline "
-    return f"{group}strategy.schedule=sequential strategy.stages_per_device=1"
+    return f"{group}strategy.schedule=sequential"
 
 
 def changed_to(config: Config, overrides: str) -> Config | None:

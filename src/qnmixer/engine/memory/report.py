@@ -124,7 +124,7 @@ def _print_run(console: Console, config: Config, planner: Planner, assumed: str)
 
 def _print_pipeline(console: Console, config: Config, planner: Planner) -> None:
     rows = [
-        [str(n), ", ".join(map(_span, it.stages)), str(it.in_flight), f"{it.footprint.peak / MIB:,.0f}"]
+        [str(n), _span(it.iterations), str(it.in_flight), f"{it.footprint.peak / MIB:,.0f}"]
         for n, it in enumerate(planner.devices(config))
     ]
     headings = ["device", "iterations", "micro-batches in flight", "peak, MiB"]

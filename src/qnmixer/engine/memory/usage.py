@@ -49,9 +49,9 @@ class Footprint:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """The plan of one device: the iterations of its stages, its footprint, and its most micro-batches in flight."""
+    """The plan of one device: its iterations, its footprint, and its most micro-batches in flight."""
 
-    stages: tuple[range, ...]
+    iterations: range
     in_flight: int
     footprint: Footprint
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
@@ -180,15 +180,14 @@ class _Part(NamedTuple):
 
 
 def stages_of(config: Config) -> list[range]:
-    """The iterations of each stage of a pipeline: by `strategy.cut`, or as equal as possible.
+    """The iterations of each stage of a pipeline, as equal as possible: the last ones may have one fewer.
 
-    Then the last stage gets fewer, because it also computes the loss.
+    The last stage also computes the loss.
     """
-    assert isinstance(config.strategy, PipelineConfig)
-    n_stages = devices_per_replica(config) * config.strategy.stages_per_device
+    n_stages = devices_per_replica(config)
     few, more = divmod(config.model.T, n_stages)
-    cut = config.strategy.cut or [few + 1] * more + [few] * (n_stages - more)
-    return [range(first, end) for first, end in pairwise([0, *accumulate(cut)])]
+    lengths = [few + 1] * more + [few] * (n_stages - more)
+    return [range(first, end) for first, end in pairwise([0, *accumulate(lengths)])]
 
 
 def layouts(network: UnrolledNetwork[Any], y: Tensor, context: Context) -> list[Packing]:
@@ -289,7 +288,7 @@ class PipelineStrategy(DDPStrategy):
 
 
 class Pipeline:
-    """The stages of one device, and their schedule.
+    """The stage of one device, and the schedule of all stages.
 
     Args:
         module: the LightningModule to train, with `network` and `measure`.
@@ -308,18 +307,11 @@ class Pipeline:
         of_one = y[: self.microbatch_size]
         with torch.random.fork_rng([y.device] if y.is_cuda else []):  # layouts must not change later dropout
             packings = layouts(module.network, of_one, context)
-        of_all = stages_of(config)
-        own = range(dist.get_rank(group), len(of_all), dist.get_world_size(group))
-        self.stages = [self._stage(of_all, index, packings, of_one) for index in own]
-        n = 1 if self.sequential else len(y) // self.microbatch_size
+        stage = self._stage(stages_of(config), dist.get_rank(group), packings, of_one)
+        # A schedule of one micro-batch, which is called for each, or one of all. torch's 1F1B takes no single one.
+        kind, n = (ScheduleGPipe, 1) if self.sequential else (Schedule1F1B, len(y) // self.microbatch_size)
         # The loss of a micro-batch is its part of the batch's mean, so torch must not divide by their number again.
-        options_of_all: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
-        self.schedule: Any
-        if options.schedule == "interleaved":
-            self.schedule = ScheduleInterleaved1F1B(list(self.stages), n, **options_of_all)
-        else:
-            kind = Schedule1F1B if options.schedule == "1f1b" else ScheduleGPipe
-            self.schedule = kind(self.stages[0], n, **options_of_all)
+        self.schedule = kind(stage, n, loss_fn=self._loss, scale_grads=False)
         self._batch: Any = None
         self._batch_idx = 0
         self._factor = torch.ones(())
@@ -342,7 +334,7 @@ class Pipeline:
         )
 
     def step(self, y: Tensor, batch: Any, batch_idx: int, factor: Tensor) -> Tensor:
-        """Add the gradients of factor · loss of a batch to the gradients of this device's stages. Returns the loss.
+        """Add the gradients of factor · loss of a batch to the gradients of this device's stage. Returns the loss.
 
         Logs what `training_step` logs, on every rank.
         """

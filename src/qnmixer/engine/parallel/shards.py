@@ -1,4 +1,6 @@
-"""Tensors and checkpoints in shards, made whole. Plain torch, because its distributed tensors take long to import."""
+"""Tensors in shards, made whole, and files of torch.save, checked. Without torch's distributed tensors, which take long
+to import.
+"""
 
 import zipfile
 from pathlib import Path
@@ -7,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SHARD = "fsdp_shard_of_shape"
 _MOST_VALUES, _DEEPEST = 1_000_000, 32
 """Limits of a file. Measured in checkpoints: 16 values for each tensor of weights, 7 levels deep."""
 
@@ -48,19 +49,3 @@ def _require_few_values(content: Any) -> None:
         elif isinstance(value, dict | list | tuple | set):
             break
     raise ValueError("it has too many values")
-
-
-def merge_shards(folder: Path) -> dict[str, Any]:
-    """Merge the shards in a folder into the checkpoint that one device would write."""
-    return _merge([load_checked(path) for path in sorted(folder.glob("rank_*.pt"))])
-
-
-def _merge(parts: list[Any]) -> Any:
-    first = parts[0]
-    if isinstance(first, dict) and SHARD in first:
-        return torch.cat([part["local"] for part in parts]).reshape(first[SHARD])
-    if isinstance(first, dict):
-        return {key: _merge([part[key] for part in parts]) for key in first}
-    if isinstance(first, list | tuple):
-        return type(first)(_merge(list(items)) for items in zip(*parts, strict=True))
-    return first

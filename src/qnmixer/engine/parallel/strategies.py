@@ -2,14 +2,13 @@
 
 With fsdp, weights, gradients and optimizer state are in shards over the devices. Each regulariser is one unit, and the
 rest of the network another. Checkpoints are those of one device: full tensors, and the optimizer state with torch's
-numbering. On request a checkpoint is a folder with the shards of each rank, which `merge_shards` joins.
+numbering.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -24,9 +23,8 @@ from torch.utils._pytree import tree_map
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import DDPConfig, FSDPConfig, PipelineConfig, SingleConfig
 from qnmixer.engine.parallel.pipeline import PipelineStrategy
-from qnmixer.engine.parallel.shards import SHARD, gather
+from qnmixer.engine.parallel.shards import gather
 from qnmixer.errors import ConfigError
-from qnmixer.files import PART_SUFFIX, remove, replace
 from qnmixer.models.unrolled import UnrolledNetwork
 
 # The strategy of a run
@@ -49,12 +47,11 @@ def build_strategy(config: Config) -> Strategy | str:
     match config.strategy:
         case SingleConfig():
             return "auto"
-        case DDPConfig(static_graph=static):
+        case DDPConfig():
             # Gradients that are views of ddp's buckets save a copy of all gradients.
-            return DDPStrategy(static_graph=static, gradient_as_bucket_view=True, timeout=_TIMEOUT, **_NO_BUFFERS)
+            return DDPStrategy(gradient_as_bucket_view=True, timeout=_TIMEOUT, **_NO_BUFFERS)
         case FSDPConfig():
-            n_processes = (config.trainer.devices or 1) * config.trainer.num_nodes
-            return ShardedStrategy(n_processes, config.strategy, _TIMEOUT)
+            return ShardedStrategy((config.trainer.devices or 1) * config.trainer.num_nodes)
         case PipelineConfig():
             return PipelineStrategy(config, _TIMEOUT)
     raise ConfigError(f"strategy={config.strategy.name} is not known: choose single, ddp, fsdp or pipeline")
@@ -73,15 +70,14 @@ def build_precision(config: Config, accelerator: str) -> Precision:
 class ShardedStrategy(ModelParallelStrategy):
     """Lightning's strategy for FSDP2. It sends no gradients while it accumulates, and writes standard checkpoints."""
 
-    def __init__(self, n_processes: int, options: FSDPConfig, timeout: timedelta) -> None:
+    def __init__(self, n_processes: int) -> None:
         # One file, as with the other strategies: Lightning's distributed checkpoint is a folder that only FSDP2 reads.
         super().__init__(
             data_parallel_size=n_processes,
             tensor_parallel_size=1,
             save_distributed_checkpoint=False,
-            timeout=timeout,
+            timeout=_TIMEOUT,
         )
-        self.options = options
 
     def shard(self, network: UnrolledNetwork[Any], mesh: Any) -> None:
         """Put the blocks of a network, and then the rest of it, into shards over a mesh, in place."""
@@ -90,7 +86,7 @@ class ShardedStrategy(ModelParallelStrategy):
         mesh = mesh["data_parallel"]
         # Blocks first: the last call takes all weights that are in no unit yet.
         for block in network.blocks():
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.options.reshard_after_forward)
+            fully_shard(block, mesh=mesh)
         fully_shard(network, mesh=mesh)
         # FSDP2 gathers weights before `forward` only. Any other entry point must be registered.
         register_fsdp_forward_method(network, "trajectory")
@@ -118,22 +114,10 @@ class ShardedStrategy(ModelParallelStrategy):
         return optimizer.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one full file on rank 0, or a folder with the shards of each rank: completely or not at all."""
-        path = Path(self.broadcast(filepath))
-        if not self.options.sharded_checkpoint:
-            gathered = tree_map(_gathered, checkpoint)
-            if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(gathered, path)
-            return
-        folder = path.with_name(path.name + PART_SUFFIX)
+        """Write one full file on rank 0."""
+        gathered = tree_map(_gathered, checkpoint)
         if self.is_global_zero:
-            remove(folder)
-            folder.mkdir(parents=True)
-        self.barrier()  # the folder exists
-        self.checkpoint_io.save_checkpoint(tree_map(_local, checkpoint), folder / f"rank_{self.global_rank:04d}.pt")
-        self.barrier()  # all shards are written, so the folder may get its name
-        if self.is_global_zero:
-            replace(folder, path)
+            self.checkpoint_io.save_checkpoint(gathered, filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the full file on every rank."""
@@ -169,13 +153,6 @@ class ShardedStrategy(ModelParallelStrategy):
 
 def _gathered(value: Any) -> Any:
     return gather(value).cpu() if isinstance(value, DTensor) else value
-
-
-def _local(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        # A clone, because torch.save writes the whole storage behind a view.
-        return {SHARD: list(value.shape), "local": value.to_local().cpu().clone()}
-    return value
 
 
 def _sharded(like: Any, value: Any) -> Any:

@@ -4,13 +4,11 @@ The process that the user started does not train. It watches the ranks. If one f
 """
 
 import logging
-import os
 import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -20,7 +18,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from qnmixer.engine.processes.process import SIGNALS, Echo, handle_signals
 from qnmixer.errors import RankFailed, Stopped
-from qnmixer.machine import THREADS, threads_each
 
 # A rank whose partner died may end with these: NCCL's watchdog aborts, and the agent sends SIGTERM.
 _SIGNALS_OF_OTHERS = (signal.SIGABRT, signal.SIGTERM)
@@ -37,7 +34,7 @@ def launch(
     n_processes: int,
     ask_to_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run `python *arguments` once for each rank and wait for all ranks. They share the CPU cores.
+    """Run `python *arguments` once for each rank and wait for all ranks.
 
     Args:
         arguments: of python. A rank that fails must end by `qnmixer.engine.processes.process.leave`.
@@ -49,11 +46,7 @@ def launch(
     """
     _quieten_agent()
     stop = _AskToStop(ask_to_stop)
-    with (
-        tempfile.TemporaryDirectory(prefix="qnmixer-ranks-") as log_dir,
-        handle_signals(SIGNALS, stop),
-        _threads(threads_each(n_processes)),
-    ):
+    with tempfile.TemporaryDirectory(prefix="qnmixer-ranks-") as log_dir, handle_signals(SIGNALS, stop):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -73,8 +66,8 @@ def launch(
                 raise Stopped(stop.first, together=True) from None
             failed = _rank_failed(error.failures)
             raise failed from failed.__cause__
-        except SignalException as signalled:
-            raise Stopped(stop.first or signalled.sigval) from None
+        except SignalException:
+            raise Stopped(stop.first) from None
 
 
 def _quieten_agent() -> None:
@@ -97,20 +90,7 @@ class _AskToStop:
         if self.echo.of(number) or (again and number in _WARNINGS):
             return
         if again or not self.ask():
-            raise SignalException("stopped by a signal", signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-
-
-@contextmanager
-def _threads(n: int) -> Iterator[None]:
-    """Set OMP_NUM_THREADS for the ranks while the block runs, unless the user has set it."""
-    if THREADS in os.environ:
-        yield
-        return
-    os.environ[THREADS] = str(n)
-    try:
-        yield
-    finally:
-        del os.environ[THREADS]
+            raise SignalException("stopped by a signal", signal.SIGTERM)
 
 
 def _rank_failed(failures: dict[int, ProcessFailure]) -> RankFailed:
@@ -135,8 +115,8 @@ def _has_stopped(failure: ProcessFailure, asked: int | None) -> bool:
     if asked is None:
         return bool(record.get("stopped"))
     # Before the first step and after the last, ranks end where they are: the first one makes the others secondary. A
-    # rank that hangs meanwhile in a collective writes no record, and ends with the code of its signal.
-    return bool(record.get("secondary", failure.exitcode > 128))
+    # rank that hangs meanwhile in a collective writes no record, and ends by the agent's SIGTERM.
+    return bool(record.get("secondary", failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)))
 
 
 def _order(failure: ProcessFailure) -> tuple[bool, float]:

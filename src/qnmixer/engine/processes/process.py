@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import select
 import signal
 import sys
 import threading
@@ -53,81 +52,42 @@ def _slurm_tasks() -> int:
 
 # The end of a rank
 
-# Time for a rank to close its loggers after another one failed. A rank that hangs in a collective is killed then.
+# Time for a rank to close its loggers after SIGTERM. One that hangs in a collective is ended then.
 _SECONDS_TO_LEAVE = 10
 
-# Time for a rank to finish its step and write a checkpoint: torchrun and SLURM kill it after 30 s.
-_SECONDS_TO_STOP = 25
-
-# Time for the main thread to hear a signal. If it does not, it hangs outside Python, as while the ranks connect.
-_SECONDS_TO_HEAR = 3
-
-# Time for a rank that lost contact and already closes its loggers when SIGTERM arrives.
-_SECONDS_TO_LEAVE_BY_ITSELF = 2
-
-_end_heard = threading.Event()
-"""Set once the thread that listens has heard SIGTERM, SIGINT or SIGHUP."""
-_another_failed = threading.Event()
-_stops_in_order = threading.Event()
-"""Set while the main thread finishes its step before it stops, and once it has heard a signal to stop."""
+# Time for the rank that failed first to end, before one that only lost contact does.
+_SECONDS_TO_BE_SECOND = 2
 
 # Errors of a rank whose partner has ended. The user should see the error of the partner.
 _LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
 
 
-def end_with_the_others(parent: int | None = None) -> None:
-    """End this rank and its child processes within seconds of SIGTERM or of the parent's death.
+def end_after_sigterm() -> None:
+    """End this process within seconds of SIGTERM, by which our launcher ends the others when a rank has failed.
 
-    This works even inside a collective that hangs. From our launcher SIGTERM means that another rank has failed.
-    Together with SIGUSR1 it means that the run shall stop. From other launchers it can mean both. First the main thread
-    reacts, by an exception or after its step. If it does not end in time, the rank is killed. Call this in the main
-    thread.
-
-    Args:
-        parent: as in `die_with_parent`, for a rank of our launcher.
+    This works even inside a collective that hangs. torchrun and srun kill such a rank after 30 s by themselves. Call
+    this in the main thread.
     """
-    die_with_parent(parent)
-
-    def in_fork() -> None:
-        signal.set_wakeup_fd(-1)
-        die_with_parent()  # a fork does not inherit this setting
-
-    os.register_at_fork(after_in_child=in_fork)
-
     # Python runs handlers between bytecodes, so never inside a collective that hangs. The C code of a signal writes to
     # this pipe at once, and a thread reads it.
     listen, notify = os.pipe()
     os.set_blocking(notify, False)
     signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
-    # By default SIGTERM ends the process at once, before it has closed its loggers.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    threading.Thread(target=_end_when_signalled, args=(listen, parent is not None), daemon=True).start()
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
-
-def another_rank_failed() -> bool:
-    """Whether another rank has failed. If so, there is nothing to wait for."""
-    return _another_failed.is_set()
-
-
-def _end_when_signalled(listen: int, launched: bool) -> None:
-    heard: set[int] = set()
-    while not (ending := heard & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}):
-        heard.update(os.read(listen, 1))
-    _end_heard.set()
-    code = 128 + ending.pop()
-    # A rank that lost contact may be closing its loggers already. A SIGUSR1 in this time means a stop, not a failure.
-    end = time.monotonic() + _SECONDS_TO_LEAVE_BY_ITSELF
-    while launched and signal.SIGUSR1 not in heard and (left := end - time.monotonic()) > 0:
-        if select.select([listen], [], [], left)[0]:
-            heard.update(os.read(listen, 1))
-    if launched and signal.SIGUSR1 not in heard:
-        _another_failed.set()
-        # A thread cannot raise an exception in the main thread. The handler of a signal can.
-        os.kill(os.getpid(), signal.SIGINT)
+    def end() -> None:
+        while os.read(listen, 1)[0] != signal.SIGTERM:
+            pass
         time.sleep(_SECONDS_TO_LEAVE)
-    elif _stops_in_order.wait(_SECONDS_TO_HEAR):
-        time.sleep(_SECONDS_TO_STOP)
-    os._exit(code)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """As `die_with_parent`, for this process and its forks, such as data workers."""
+    die_with_parent(parent)
+    os.register_at_fork(after_in_child=die_with_parent)  # a fork does not inherit this setting
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -154,17 +114,17 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         say: also print the line, because no launcher will. A rank that ends because another one ended prints nothing.
     """
     # A second signal must not interrupt this function: the record would be lost.
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    stopped, now = isinstance(error, KeyboardInterrupt), time.time()
+    stopped, secondary, now = isinstance(error, KeyboardInterrupt), is_secondary(error), time.time()
     # For torch's elastic agent, ours or torchrun's. It reads the first two fields, and `launch` the others.
     record: dict[str, Any] = {
-        "message": "was stopped by SIGTERM or SIGINT" if stopped else line or f"{type(error).__name__}: {error}",
+        "message": "was stopped by a signal" if stopped else line or f"{type(error).__name__}: {error}",
         "timestamp": int(now),
         "time": now,
         "traceback": traceback.format_exc(),
         "bug": line is None and not stopped,  # the traceback is for the user too
-        "secondary": is_secondary(error),
+        "secondary": secondary,
         "stopped": isinstance(error, Stopped) and error.together,  # as all others did, with a checkpoint
     }
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -172,14 +132,15 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         temporary = Path(f"{path}.tmp")
         temporary.write_text(json.dumps(record), encoding="utf-8")
         temporary.replace(path)
-    shows = say and not record["secondary"]
-    interrupted = record["stopped"] or (isinstance(error, Stopped) and error.number == signal.SIGINT)
-    if record["secondary"] and not record["stopped"]:
-        # The first failed rank must end first. If nobody ends this rank then, all ranks may have lost contact.
-        shows = not _end_heard.wait(_SECONDS_TO_LEAVE_BY_ITSELF) and say and not stopped
-    if shows:
+    speaks = not secondary
+    if secondary and not stopped and stop_requested() is None:
+        # The rank that failed first must end first. Then SIGTERM ends this one. Else all ranks may have lost contact.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+        time.sleep(_SECONDS_TO_BE_SECOND)
+        speaks = True
+    if say and speaks:
         print(f"{record['traceback'] * record['bug']}error: rank {rank()}: {record['message']}", file=sys.stderr)
-    elif say and interrupted and rank() == 0:
+    elif say and rank() == 0 and (record["stopped"] or getattr(error, "number", None) == signal.SIGINT):
         print(error, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -220,12 +181,10 @@ def stop_signals() -> Iterator[None]:
         global _received
         if os.getpid() != owner:  # a data worker: a fork inherits this handler
             return
-        _stops_in_order.set()
-        # Ctrl-C comes twice: from the terminal, and from the launcher.
-        if echo.of(number) and not another_rank_failed():
+        if echo.of(number):  # Ctrl-C comes twice: from the terminal, and from the launcher
             return
         again, _received = _received is not None, _received or number
-        if not _defers_stop or another_rank_failed() or (again and not is_rank()):
+        if not _defers_stop or (again and not is_rank()):
             raise Stopped(_received)
 
     _received = None
@@ -245,7 +204,6 @@ def defer_stop(on: bool) -> None:
     """True: only record stop signals from now on, because `stop_requested` is asked soon. False: raise again."""
     global _defers_stop
     _defers_stop = on
-    (_stops_in_order.set if on else _stops_in_order.clear)()
 
 
 @contextmanager

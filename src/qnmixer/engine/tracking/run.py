@@ -31,7 +31,7 @@ from qnmixer.engine.tracking.records import (
     write_results,
 )
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.files import check_no_links, check_unused, is_temporary, newest_complete, path_of, remove, replace
+from qnmixer.files import check_no_links, check_unused, is_temporary, path_of, remove, replace
 from qnmixer.weights import checkpoint_in
 
 # Finding a run
@@ -76,7 +76,7 @@ def latest() -> Path:
 
 def has_checkpoint(run: Path) -> bool:
     """Whether there is a checkpoint to resume from."""
-    return any(newest_complete(checkpoint_in(run, name)).exists() for name in ("last", "best"))
+    return any(checkpoint_in(run, name).is_file() for name in ("last", "best"))
 
 
 def overrides_of(run: Path) -> list[str]:

@@ -24,7 +24,7 @@ from qnmixer.engine.lightning_private import number_rows
 from qnmixer.engine.processes.process import defer_stop, rank, stop_requested
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import Stopped
-from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace
+from qnmixer.files import atomic_file
 from qnmixer.weights import RUN_KEY, checkpoint_in
 
 
@@ -215,14 +215,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write to a temporary file beside path, then rename."""
-        path, encoded = Path(path), io.BytesIO()
+        encoded = io.BytesIO()
         # Into memory first: on a full disk torch.save raises a RuntimeError that does not name the cause.
         torch.save(checkpoint, encoded)
-        part = path.with_name(path.name + PART_SUFFIX)
-        remove(part)
-        with atomic_file(part) as stream:
+        with atomic_file(Path(path)) as stream:
             stream.write(encoded.getbuffer())
-        replace(part, path)  # which may be a folder of shards
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load on the CPU, without unpickling code."""

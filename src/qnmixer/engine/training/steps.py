@@ -40,7 +40,7 @@ from qnmixer.engine.memory.usage import MIB, is_out_of_memory, memory_of
 from qnmixer.engine.metrics import try_metrics
 from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks
 from qnmixer.engine.parallel.strategies import build_precision, build_strategy
-from qnmixer.engine.processes.process import another_rank_failed, rank, stop_signals, world_size
+from qnmixer.engine.processes.process import rank, stop_signals, world_size
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.loggers import DONE, FAILED, INTERRUPTED, close_loggers, device_name
@@ -75,7 +75,7 @@ def session(config: Config, run: Run) -> Iterator[None]:
             yield
             exit_code = DONE
         except (KeyboardInterrupt, SystemExit):
-            failed = another_rank_failed() or read_results(run.folder).get("status") == "failed"
+            failed = read_results(run.folder).get("status") == "failed"
             exit_code = FAILED if failed else INTERRUPTED
             raise
         finally:

@@ -19,7 +19,8 @@ from qnmixer.engine.cli import explain, lasting_output, warnings_in_one_line
 from qnmixer.engine.config.run import Config, parse, to_plain
 from qnmixer.engine.processes.process import (
     by_srun,
-    end_with_the_others,
+    end_after_sigterm,
+    end_with_parent,
     is_rank,
     is_secondary,
     leave,
@@ -32,6 +33,7 @@ from qnmixer.engine.tracking.records import read_results
 from qnmixer.engine.tracking.run import Run, resume_hint
 from qnmixer.errors import ConfigError, RankFailed, Stopped
 from qnmixer.files import naming, write_text
+from qnmixer.machine import THREADS, threads_each
 
 
 def check_processes(config: Config) -> None:
@@ -103,7 +105,7 @@ def fit_in_processes(config: Config, run: Run, fit: str) -> float:
 
 def fit_as_rank(config: Config, run: Run, fit: str) -> float:
     """Run the function as a rank that torchrun or srun started. If it fails, end the process instead of returning."""
-    end_with_the_others()
+    end_with_parent()
     try:
         with naming(run.folder):
             return _fit(config, run, fit, None)
@@ -116,7 +118,9 @@ def fit_as_rank(config: Config, run: Run, fit: str) -> float:
 def main(path: Path) -> None:
     """Run the function as a rank of our launcher, with the job in a file."""
     job = json.loads(path.read_text(encoding="utf-8"))
-    end_with_the_others(job["launcher"])
+    end_with_parent(job["launcher"])
+    end_after_sigterm()
+    os.environ.setdefault(THREADS, str(threads_each(world_size())))  # before torch is loaded
     lasting_output()
     try:
         config = parse(job["config"])
@@ -131,7 +135,7 @@ def _ask_to_stop(job: Path, n_ranks: int) -> bool:
     pids = [int(path.read_text(encoding="utf-8")) for path in job.glob("*.pid")]
     if len(pids) < n_ranks:
         return False
-    for pid in pids:  # not SIGTERM: for a rank it means that another one has failed
+    for pid in pids:  # not SIGTERM, which ends a rank within seconds
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
     return True
