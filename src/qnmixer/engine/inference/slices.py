@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from pydicom.dataset import FileDataset
 
-from qnmixer.engine.data.cache import Grid, cut_line, list_files
+from qnmixer.engine.data.cache import Grid, list_files
 from qnmixer.engine.data.dataset import build_scaling, scaled_like
 from qnmixer.engine.data.deeplesion import read_hu_png
 from qnmixer.engine.data.dicom import decode_frame, frame_count, open_ct, pixel_spacing
@@ -130,8 +130,6 @@ def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) ->
             sinogram=measurement.noise(y, [(module.config.seed, STREAMS["test"], number)]),
             offset=offset, scale=scale, template=piece.template, frame=piece.frame, field_of_view=field_of_view,
         )  # fmt: skip
-    if field_of_view is not None and (cut := cut_line(str(path), grid.widest, field_of_view)):
-        warn(cut)
     if unsized:
         warn(
             f"{unsized} slices are in files without a pixel size (.npy, PNG): each is taken to be {field_of_view:g} mm "
