@@ -176,9 +176,9 @@ def test_sinograms_in_another_unit_are_doubted(tmp_path: Path) -> None:
 
 
 def test_sinograms_of_another_scan_and_images_that_change_are_refused() -> None:
-    with pytest.raises(DataError, match=r"sinogram of test 0 has the shape \[8, 23\], not \[8, 24\]"):
+    with pytest.raises(DataError, match=r"test 0 cannot be used \(a sinogram of shape \[8, 23\], not \[8, 24\]"):
         custom(bins=23).dataset("test")[0]
-    with pytest.raises(DataError, match=r"sinogram of test 0 has NaN or infinite values$"):
+    with pytest.raises(DataError, match=r"test 0 cannot be used \(NaN or infinite values in its sinogram"):
         custom(value=np.nan).dataset("test")[0]
     for key, value in {"augment": True, "scaling": "minmax"}.items():
         with pytest.raises(ConfigError, match=rf"data\.{key}={value} changes images"):

@@ -158,7 +158,7 @@ BAD: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     r"data.simulation_factor=3 is too large: give 2 or less \(data.sources.phantoms": ({}, {"simulation_factor": 3}),
     r"data.sources.more._target_ has no value": ({"more": {"name": "custom"}}, {}),
     r"data.sources.more.root=/nowhere": ({"more": {"root": "/nowhere"}}, {}),
-    r"no slices for train with data.split=all.*\(data.sources.slices\)": ({"slices": {"split": "all"}}, {}),
+    r"no slices for train with data.split=all.*or share=0 \(data.sources.slices\)": ({"slices": {"split": "all"}}, {}),
     r"phantoms.share=0.01 gives no slice in an epoch of 6: raise it": (
         {"slices": {"share": 0.99}, "phantoms": {"share": 0.01}, "more": {"share": 0}}, {},
     ),

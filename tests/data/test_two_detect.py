@@ -119,15 +119,9 @@ def test_missing_files_are_said_once(root: Path, recwarn: pytest.WarningsRecorde
     assert "skipped 1 of its files or frames (1 without mode2/flat2.tif): slice02830" in line
 
 
-def dead(values: Any) -> Any:
-    values[0, 200:202], values[0, 202:204] = 0, 221  # dark.tif has 180 to 220
-    return values
-
-
 BAD: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
-    r"a sinogram of \[3601, 1910\], not \[3601, 1912\]": (lambda it: it[:, :-2], ["sinogram"]),
-    "a dark or flat field of 956 values, not 1912": (lambda it: it[:, ::2], ["flat1"]),
-    "2 detector bins without light": (dead, ["flat1", "flat2"]),
+    "files of another size than those of 2DeteCT": (lambda it: it[:, :-2], ["sinogram"]),
+    "detector bins without light": (lambda it: it * 0, ["flat1", "flat2"]),
     "an unreadable or truncated sinogram.tif": (lambda it: it, ["sinogram"]),
 }
 
@@ -141,7 +135,7 @@ def test_a_bad_slice_is_one_line_that_names_it(root: Path, says: str) -> None:
         tifffile.imwrite(path, values)
     if "truncated" in says:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(DataError, match=rf"slice03931.*cannot be used .{says}.*: copy it again") as error:
+    with pytest.raises(DataError, match=rf"slice03931 cannot be used .{says}") as error:
         module(root).dataset("val")[0]
     assert "\n" not in str(error.value)
 
