@@ -44,7 +44,6 @@ GEOMETRIES = {
     "half_turn_with_offset": paper(14, 64, beam="parallel", angle_span=math.pi, detector_offset=0.25),
     # Measured scan of the Helsinki tomography challenge 2022 (its .mat file): 61 views over 30°, both ends included.
     "measured": FanBeamGeometry(64, 1.1865784, 61, 560, 0.2, 410.66, 143.08, angle_span=math.radians(30.5)),
-    "listed": paper(8, 64, view_angles=(3.0, -0.1, 0.4, 1.7, 5.9, 0.41, 4.4, 0.4)),
 }
 # How many times fewer values the matrices have by the symmetry of quarter turns.
 TIMES = 4

@@ -239,8 +239,6 @@ def _key(kind: str, geometry: FanBeamGeometry) -> str:
     """The identity of a file's content; 400 and 400.0 are the same. A parallel beam has no distances in it."""
     values = asdict(geometry)
     what = {"format": FORMAT, "kind": kind, "distinct_views": geometry.n_distinct_views, "beam": values.pop("beam")}
-    if angles := values.pop("view_angles"):
-        what["view_angles"] = angles
     ignored = () if geometry.is_fan else ("source_to_axis", "axis_to_detector")
     return json.dumps(what | {name: float(value) for name, value in values.items() if name not in ignored})
 
