@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from qnmixer.engine.config.run import section
 from qnmixer.engine.data.cache import SliceCache, open_cache
 from qnmixer.engine.data.datamodule import SliceDataModule, _end_with_parent_only
-from qnmixer.engine.data.dataset import EpochSampler, MinMaxScaling, Pick, build_scaling
+from qnmixer.engine.data.dataset import EpochSampler, Pick, Scaling, scaling_of
 from qnmixer.engine.data.splits import PARTS, RunSplit, SplitRecord
 from qnmixer.engine.processes.process import SIGNALS
 from qnmixer.errors import DataError
@@ -289,13 +289,16 @@ def test_a_disc_at_the_lower_left(scaling: str) -> None:
 
 @pytest.mark.parametrize("name", ["attenuation", "minmax"])
 def test_the_way_back_gives_hu(name: str) -> None:
+    config = section("data", "phantoms", scaling=name)
     hu = np.random.default_rng(0).uniform(-1000, 2000, (9, 9)).astype(np.float32)
-    x, offset, scale = build_scaling(name, 2000.0).to_unit(hu)
+    scaling = scaling_of(config, hu)
+    x = scaling.to_unit(hu)
     assert (x.dtype, x.min() >= 0, x.max() <= 1) == (np.float32, True, True)
-    np.testing.assert_allclose(offset + scale * x, hu, atol=1e-3)
-    x, _, _ = build_scaling("attenuation", 1000.0).to_unit(np.array([[-1024.0, 0.0, 1000.0, 9000.0]], np.float32))
-    np.testing.assert_allclose(x, [[0, 0.5, 1, 1]])  # metal is clipped
-    assert (MinMaxScaling().to_unit(np.full((3, 3), 7.0, np.float32))[0] == 0).all()
+    np.testing.assert_allclose(scaling.offset + scaling.scale * x, hu, atol=1e-3)
+    metal = np.array([[-1024.0, 0.0, 500.0, 9000.0]], np.float32)
+    np.testing.assert_allclose(Scaling(-1000.0, 2000.0).to_unit(metal), [[0, 0.5, 0.75, 1]])
+    flat = np.full((3, 3), 7.0, np.float32)
+    assert (scaling_of(config, flat).to_unit(flat) == (0 if name == "minmax" else 1007 / 3000)).all()
 
 
 class One:

@@ -61,7 +61,7 @@ def test_a_turn_that_is_typed_with_six_decimals_is_the_exact_one(
         ({"detector_offset": 1.7e308}, "detector_offset=1.7e\\+308"),
         ({"beam": "fan_curved", "source_to_axis": 1e200}, "source_to_axis=1e\\+200"),
         ({"detector_offset": -256.0}, "detector_offset=-256.0 cannot see the object"),
-        ({"beam": "fan_curved", "detector_pitch": 6.0}, "curved detector of 99°"),
+        ({"beam": "fan_curved", "detector_pitch": 6.0}, "curved detector of more than 180°"),
     ],
 )
 def test_impossible_geometries_get_one_line(change: dict[str, float], words: str) -> None:

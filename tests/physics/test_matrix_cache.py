@@ -72,12 +72,9 @@ def test_the_second_time_all_is_mapped_and_nothing_changes_the_files(
     assert as_expected(FanBeamProjector(GEOMETRY))
     kept = files(folder)
     assert (len(built), len(kept)) == (4, 4)
-    for path in kept:
-        os.utime(path, (1, 1))
     projector = FanBeamProjector(GEOMETRY)
     assert as_expected(projector)
     assert len(built) == 4
-    assert all(path.stat().st_mtime > 1 for path in kept)  # use counts as use
     mapped = Path("/proc/self/maps").read_text()
     assert sum(str(path) in mapped for path in kept) == 2
     for twin in (copy.deepcopy(projector), pickle.loads(pickle.dumps(projector)), projector.to("cpu")):
@@ -161,17 +158,6 @@ def test_matrices_that_another_user_may_have_written_are_not_read(folder: Path, 
     with pytest.warns(UserWarning, match=r"no cache on disk \(it is another user's"):
         assert as_expected(FanBeamProjector(GEOMETRY))
     assert len(built) == 8
-
-
-def test_what_nobody_used_for_long_goes(folder: Path) -> None:
-    kept = FanBeamProjector(replace(GEOMETRY, first_angle=0.1))
-    before = results(kept)
-    (folder / "left-by-a-killed-process.tmp").touch()
-    for path in folder.iterdir():
-        os.utime(path, (1, 1))
-    FanBeamProjector(GEOMETRY)
-    assert sorted(path.suffix for path in folder.iterdir()) == ["", ".safetensors", ".safetensors"]
-    assert all(map(torch.equal, results(kept), before))  # who has a file mapped keeps it
 
 
 def test_processes_at_once_build_once(folder: Path, built: list[str]) -> None:

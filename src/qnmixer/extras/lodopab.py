@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from qnmixer.engine.data.dataset import FixedScaling
+from qnmixer.engine.data.dataset import Scaling
 from qnmixer.engine.data.slices import FloatArray, SkipFile, optional, reading, usable
 from qnmixer.extras.pairs import views_of
 from qnmixer.files import path_of
@@ -51,7 +51,7 @@ class LodopabSource:
     hu_max = 3071.0
     hu_scaling = (-_WATER / _PER_HU, _LARGEST / _PER_HU)
     attenuation_of_one = _LARGEST / 1000
-    scaling = FixedScaling(*hu_scaling)
+    scaling = Scaling(*hu_scaling)
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
-from qnmixer.engine.data.dataset import FixedScaling
+from qnmixer.engine.data.dataset import Scaling
 from qnmixer.engine.data.slices import FloatArray, SkipFile, optional, reading, summarise_skipped
 from qnmixer.errors import DataError
 from qnmixer.extras.pairs import views_of
@@ -70,7 +70,7 @@ class TwoDetectSource:
     ) -> None:
         optional("tifffile", "two_detect")
         self.max_attenuation = max_attenuation
-        self.scaling = FixedScaling(-1000.0, hu_max + 1000.0)
+        self.scaling = Scaling(-1000.0, hu_max + 1000.0)
         self._views = views_of(geometry, 0.0, 2 * np.pi / _VIEWS, _VIEWS, "two_detect")
         self._files: dict[int, dict[str, Path]] = {}
         folders, skipped = _folders(path_of(root)), list[tuple[str, str]]()
