@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from qnmixer.engine.config.run import section
-from qnmixer.engine.data.cache import Grid, open_cache, to_field, to_square
+from qnmixer.engine.data.cache import open_cache, to_field, to_square
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import ConfigError, DataError
@@ -77,26 +77,6 @@ def test_the_header_decides_where_it_is_asked(make_ct: Any, tmp_path: Path) -> N
 def test_without_being_asked_every_slice_fills_the_field(make_ct: Any, tmp_path: Path) -> None:
     cache = open_cache(dicom(folder(make_ct, tmp_path / "root")), 100)
     assert [measured(cache.load(k), 1.0)[0] for k in range(3)] == pytest.approx([83.3, 55.6, 55.6], abs=0.2)
-    hu = np.random.default_rng(0).normal(0, 100, (64, 48)).astype(np.float32)
-    for spacing in ((0.488281, 0.488282), (0.5, 0.5), None):  # square but for rounding
-        np.testing.assert_array_equal(Grid(32, None).place(hu, spacing), to_square(hu, 32))
-
-
-@pytest.mark.parametrize("spacing", [(3.0, 2.0), (1.0, 3.0)])
-def test_pixels_that_are_not_square_become_square(spacing: tuple[float, float]) -> None:
-    """A disc stays a disc, in the square that holds the whole slice, at any size of the image."""
-    fine = disc(300, 1.0, 120.0, 20.0, -12.0)
-    step = [round(mm) for mm in spacing]
-    hu = fine.reshape(300 // step[0], step[0], 300 // step[1], step[1]).mean((1, 3))
-    hu = hu[:, 12 // step[1] :]  # 12 mm less on the left
-    side = max(n * mm for n, mm in zip(hu.shape, spacing, strict=True))
-    assert side == 300.0
-    for size in (64, 128):
-        image = Grid(size, None).place(hu, spacing)
-        assert measured(image, side / size) == pytest.approx((120.0, 14.0, -12.0), abs=0.1)
-        axis = (np.arange(size) - (size - 1) / 2) * side / size
-        far = (axis[:, None] + 12) ** 2 + (axis - 14) ** 2 > 80**2
-        assert np.abs(image[far] + 1000).max() < 1
 
 
 @pytest.mark.parametrize("spacing", [None, [0, 0], [1e-4, 1e-4], ["nan", "nan"]])

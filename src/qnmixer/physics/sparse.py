@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from qnmixer.files import default_cache_dir, digest, make_own_folder
@@ -121,20 +121,6 @@ class _ApplyLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return _ApplyLinear.apply(gradients[0], ctx.transposed_map, ctx.map), None, None
-
-
-class FullPrecisionModule(nn.Module):
-    """A module whose buffers follow `.to()` and `.double()`, but are never converted to half precision."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply a conversion to the buffers. Of a conversion to half precision, only the device is used."""
-        exact = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, converted in self._buffers.items():
-            original = exact[name]
-            if converted is not None and original is not None and converted.dtype in (torch.float16, torch.bfloat16):
-                self._buffers[name] = original.to(converted.device)
-        return self
 
 
 # Building a matrix

@@ -10,7 +10,6 @@ The index has a digest of itself and a digest of each slice. The latter is check
 
 import inspect
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -58,18 +57,6 @@ def square_padding(shape: tuple[int, int]) -> tuple[int, int, int]:
     """(side, rows, columns): side of the square that holds a slice, and its offset in it."""
     side = max(shape)
     return side, (side - shape[0]) // 2, (side - shape[1]) // 2
-
-
-def field_of(shape: tuple[int, ...], spacing: Sequence[float] | None) -> float | None:
-    """mm of the square around a slice whose pixels are not square; None if they are, or are not known.
-
-    Args:
-        shape: rows and columns.
-        spacing: mm between rows and between columns.
-    """
-    if spacing is None or math.isclose(*spacing, rel_tol=1e-3):
-        return None
-    return max(n * mm for n, mm in zip(shape, spacing, strict=True))
 
 
 def to_square(hu: FloatArray, size: int) -> FloatArray:
@@ -130,11 +117,10 @@ class Grid:
     field_of_view: float | None
 
     def place(self, hu: FloatArray, spacing: tuple[float, float] | None) -> FloatArray:
-        """A slice [H, W] as [size, size]. A slice of unknown spacing fills the whole image, with square pixels."""
-        field = self.field_of_view or field_of(hu.shape, spacing)
-        if field is None or spacing is None:
+        """A slice [H, W] as [size, size]. A slice of unknown spacing fills the whole image."""
+        if self.field_of_view is None or spacing is None:
             return to_square(hu, self.size)
-        return to_field(hu, spacing, self.size, field)
+        return to_field(hu, spacing, self.size, self.field_of_view)
 
 
 # The cache

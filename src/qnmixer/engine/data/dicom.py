@@ -148,6 +148,13 @@ def _require_axial(dataset: Dataset, frame: int) -> None:
             raise SkipFile("not an axial plane (ImageOrientationPatient)")
 
 
+def _require_square(dataset: Dataset, frame: int) -> None:
+    """Raise SkipFile for pixels that are not square."""
+    spacing = pixel_spacing(dataset, frame)
+    if spacing is not None and not math.isclose(*spacing, rel_tol=1e-3):
+        raise SkipFile("pixels that are not square (PixelSpacing)")
+
+
 def frame_hu(dataset: Dataset, frame: int, raw: np.ndarray[Any, Any]) -> FloatArray:
     """Stored values [H, W] of a frame in HU. Padding becomes air, if the file marks it by values that no tissue has."""
     slope, intercept = rescale_of(dataset, frame)
@@ -169,6 +176,7 @@ def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
     with reading("unreadable"):
         rescale_of(dataset, frame)
         _require_axial(dataset, frame)
+        _require_square(dataset, frame)
     with reading("pixels cannot be decoded, perhaps truncated"):
         apart = _is_compressed(dataset) and os.name == "posix"
         path = str(dataset.filename)
