@@ -135,15 +135,6 @@ def test_slices_without_all_views_are_left_out(tmp_path: Path) -> None:
     assert data.part.patients == [0, 0, 0, 0]  # one file
 
 
-def test_any_first_angle_will_do(tmp_path: Path) -> None:
-    fan = open_fan(write(tmp_path))
-    for first in np.linspace(0, 6, 20):
-        view, turned = fan.nearest(first)
-        assert abs(turned) <= abs(fan.step) / 2 + 1e-9
-        angle = fan.scan(scan(), turned).angles()[view]
-        assert math.remainder(angle - first, 2 * np.pi) == pytest.approx(0, abs=1e-9)
-
-
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

@@ -15,7 +15,6 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import DataError
 from qnmixer.extras.pairs import views_of
-from qnmixer.extras.two_detect import line_integrals
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 from ..sets import write_two_detect
@@ -138,13 +137,6 @@ def test_a_bad_slice_is_one_line_that_names_it(root: Path, says: str) -> None:
     with pytest.raises(DataError, match=rf"slice03931 cannot be used .{says}") as error:
         module(root).dataset("val")[0]
     assert "\n" not in str(error.value)
-
-
-def test_counts_that_reach_nothing_stay_finite() -> None:
-    sinogram = np.zeros((3601, 1912), np.uint16)
-    flat, dark = np.full((1, 1912), 50000, np.uint16), np.full((1, 1912), 200, np.uint16)
-    p = line_integrals(sinogram, dark, [flat, flat], [0], moved=False)
-    assert p == pytest.approx(np.full((1, 956), -np.log(1e-6)), rel=1e-5)
 
 
 def test_a_folder_without_slices(tmp_path: Path) -> None:

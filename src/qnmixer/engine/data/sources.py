@@ -192,8 +192,6 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
     fine = None
     if config.simulation_factor > 1:
         fine = open_cache(config, config.image_size * config.simulation_factor, field_of_view)
-        if fine.infos != cache.infos:  # its slices are taken by their number
-            raise DataError(f"data.root={config.root} changed while its slices were read at two sizes: start again")
     return {
         part: Part(SliceView(cache, its), _numbered(patients[i] for i in its), fine and SliceView(fine, its))
         for part, its in split.items()
