@@ -96,20 +96,6 @@ def test_settings_that_do_not_fit(overrides: list[str], says: str) -> None:
         config(*overrides)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["geometry.first_angle=-1.57236712"],  # one step before the first view
-        ["geometry.first_angle=1.5723671231216916"],  # its lines are those of view 0, but its bins are mirrored
-    ],
-)
-def test_views_that_were_not_measured(written: Path, overrides: list[str]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"view \d+ of geometry, at .* is not one of the 1000 measured views: use geometry"
-    ):
-        module(written, *overrides).setup()
-
-
 ZEROS = np.zeros((3, 1000, 512), np.float32)
 Y = np.zeros((1, 1000, 513), np.float32)
 

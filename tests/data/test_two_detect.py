@@ -13,7 +13,7 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reconstructor import build_geometry
-from qnmixer.errors import DataError
+from qnmixer.errors import ConfigError, DataError
 from qnmixer.extras.pairs import views_of
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
@@ -91,6 +91,12 @@ def test_a_view_has_many_angles(overrides: list[str], first: int, second: int) -
     assert views[:2] == [first, second]
     turned = np.degrees(scan(*overrides).angles()) - np.array(views) / 10
     np.testing.assert_allclose(turned / 360, np.rint(turned / 360), atol=1e-9)
+
+
+@pytest.mark.parametrize("overrides", [["geometry.n_views=7"], ["geometry.first_angle=0.0001"]])
+def test_views_that_were_not_measured(written: Path, overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"view \d+ of geometry, at .* is not one of the 3600 measured views: use"):
+        module(written, *overrides).setup()
 
 
 def test_parts_are_those_of_the_benchmark(written: Path) -> None:

@@ -130,14 +130,6 @@ def test_the_precision_is_that_of_the_module() -> None:
     assert operator(x.double()).dtype == torch.float64
 
 
-def test_matrices_are_the_same_whatever_the_number_of_threads() -> None:
-    geometry = FanBeamGeometry.paper(32, image_size=128)  # several parts of rays and of pixels
-    alone = FanBeamProjector(geometry)
-    torch.set_num_threads(3)
-    together = FanBeamProjector(geometry)
-    assert all(map(torch.equal, together.buffers(), alone.buffers()))
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_reproducible_product_is_the_product(batch: int) -> None:
     """Deterministic mode takes it on CUDA. Empty rows give zero."""
