@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qnmixer.engine.config.run import section
-from qnmixer.engine.data.cache import open_cache, to_field
+from qnmixer.engine.data.cache import open_cache, to_grid
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import ConfigError
@@ -31,7 +31,7 @@ def measured(hu: FloatArray, mm: float) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("size", [64, 256, 700])
 def test_a_disc_keeps_its_millimetres(size: int) -> None:
-    image = to_field(disc(300, 0.6, 120.0, 20.0, -12.0), (0.6, 0.6), size, 250.0)
+    image = to_grid(disc(300, 0.6, 120.0, 20.0, -12.0), (0.6, 0.6), size, 250.0)
     assert measured(image, 250.0 / size) == pytest.approx((120.0, 20.0, -12.0), abs=0.06)
 
 

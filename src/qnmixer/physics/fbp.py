@@ -136,8 +136,8 @@ def fbp_of_slices(sinograms: np.ndarray, geometry: FanBeamGeometry, filter_name:
             row = torch.fft.irfft(torch.fft.rfft(row, n, dim=0) * response[:, None], n, dim=0)[:n_bins].float()
             bins, share = _bins_of(x[:, None], y[:, None], slice(view, view + 1), geometry)
             share[(bins < 0) | (bins >= n_bins)] = 0
-            places, share = torch.from_numpy(bins[:, 0].clip(0, n_bins - 1)), torch.from_numpy(share[:, 0]).float()
-            total += embedding_bag(places, row, mode="sum", per_sample_weights=share)
+            places, weight = torch.from_numpy(bins[:, 0].clip(0, n_bins - 1)), torch.from_numpy(share[:, 0]).float()
+            total += embedding_bag(places, row, mode="sum", per_sample_weights=weight)
         images[some] = total.T.numpy()
     return images.reshape(-1, size, size)
 

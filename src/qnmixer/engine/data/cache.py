@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -72,17 +72,19 @@ def to_square(hu: FloatArray, size: int) -> FloatArray:
     ].numpy()
 
 
-def to_field(hu: FloatArray, spacing: tuple[float, float], size: int, field_of_view: float) -> FloatArray:
-    """[H, W] at its true size in the middle of a square field [size, size], bilinear with antialiasing.
+def to_grid(hu: FloatArray, spacing: tuple[float, float] | None, size: int, field_of_view: float | None) -> FloatArray:
+    """[H, W] as [size, size]: at its true size in the middle of a field, bilinear with antialiasing.
 
     Parts of the slice outside the field are cut. Pixels that the slice does not cover are air.
 
     Args:
         hu: the slice.
-        spacing: mm between its rows and between its columns.
-        size: pixels of a side of the field.
-        field_of_view: mm of a side of the field.
+        spacing: mm between its rows and between its columns; None: unknown, so it fills the whole image.
+        size: rows and columns of the grid.
+        field_of_view: mm that they cover; None: each slice fills the whole image.
     """
+    if field_of_view is None or spacing is None:
+        return to_square(hu, size)
     step = field_of_view / size
     rows, columns = (_resampling_weights(n, mm, size, step) for n, mm in zip(hu.shape, spacing, strict=True))
     return rows @ (hu - np.float32(AIR)) @ columns.T + np.float32(AIR)
@@ -102,25 +104,6 @@ def _resampling_weights(n: int, mm: float, size: int, step: float) -> FloatArray
     found = np.zeros((size, n), np.float32)
     found[row, pixels[row, near]] = weights[row, near]
     return found
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The pixel grid of the network, and how slices are resampled onto it.
-
-    Args:
-        size: rows and columns.
-        field_of_view: mm that they cover, each slice at its true size; None: a slice fills the whole image.
-    """
-
-    size: int
-    field_of_view: float | None
-
-    def place(self, hu: FloatArray, spacing: tuple[float, float] | None) -> FloatArray:
-        """A slice [H, W] as [size, size]. A slice of unknown spacing fills the whole image."""
-        if self.field_of_view is None or spacing is None:
-            return to_square(hu, self.size)
-        return to_field(hu, spacing, self.size, self.field_of_view)
 
 
 # The cache
@@ -238,7 +221,7 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     with FileLock(folder / "lock"):
         index = _read_index(pixels, image_size)
         if index is None:
-            index = _build_cache(reader, root, chosen, Grid(image_size, field_of_view), pixels)
+            index = _build_cache(reader, root, chosen, pixels, image_size, field_of_view)
         return SliceCache(pixels, image_size, index)
 
 
@@ -256,13 +239,15 @@ def _read_index(pixels: Path, size: int) -> dict[str, Any] | None:
     return index if is_whole else None
 
 
-def _build_cache(reader: Reader, root: Path, files: Sequence[str], grid: Grid, pixels: Path) -> dict[str, Any]:
+def _build_cache(
+    reader: Reader, root: Path, files: Sequence[str], pixels: Path, size: int, field_of_view: float | None
+) -> dict[str, Any]:
     """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
     # A killed process may have left these. The caller holds the lock, so nobody else writes here.
     for stale in filter(is_temporary, pixels.parent.iterdir()):
         stale.unlink()
     with atomic_file(pixels) as stream:
-        index = _decode_all(reader, root, files, grid, stream)
+        index = _decode_all(reader, root, files, stream, size, field_of_view)
     write_text(pixels.with_suffix(".json"), json.dumps(index | {"digest": digest(index)}))
     # The version before this one stays: a run may read it.
     for older in sorted(pixels.parent.glob("*.f32"), key=lambda it: it.stat().st_mtime)[:-2]:
@@ -271,7 +256,9 @@ def _build_cache(reader: Reader, root: Path, files: Sequence[str], grid: Grid, p
     return index
 
 
-def _decode_all(reader: Reader, root: Path, files: Sequence[str], grid: Grid, stream: IO[bytes]) -> dict[str, Any]:
+def _decode_all(
+    reader: Reader, root: Path, files: Sequence[str], stream: IO[bytes], size: int, field_of_view: float | None
+) -> dict[str, Any]:
     """Decode the files one by one into the stream. Returns their index, sorted by patient, series and position."""
     infos: list[SliceInfo] = []
     digests: list[int] = []
@@ -285,12 +272,12 @@ def _decode_all(reader: Reader, root: Path, files: Sequence[str], grid: Grid, st
                 try:  # also slices of no use, at whatever size
                     hu = clean_hu(piece.hu)
                     require_content(hu)
-                    if grid.field_of_view is not None and piece.spacing is None:
+                    if field_of_view is not None and piece.spacing is None:
                         raise SkipFile(f"{NO_SPACING}, which data.pixel_size=header needs")
                 except SkipFile as reason:
                     skipped.append((piece.info.name, str(reason)))
                     continue
-                pixels = grid.place(hu, piece.spacing).astype(_PIXEL, copy=False).tobytes()
+                pixels = to_grid(hu, piece.spacing, size, field_of_view).astype(_PIXEL, copy=False).tobytes()
                 stream.write(pixels)
                 digests.append(digest_of_bytes(pixels))
                 infos.append(piece.info)

@@ -139,17 +139,13 @@ def _is_original(dataset: Dataset, frame: int) -> bool:
 
 
 def _require_axial(dataset: Dataset, frame: int) -> None:
-    """Raise SkipFile for a coronal, sagittal or oblique reformat: no scan sees such a plane alone."""
+    """Raise SkipFile for a coronal, sagittal or oblique reformat, and for pixels that are not square."""
     with suppress(TypeError, ValueError):  # a damaged tag says nothing
         orientation = frame_tag(dataset, frame, "PlaneOrientationSequence", "ImageOrientationPatient")
         axes = np.asarray(orientation, float).reshape(2, 3)
         normal = np.cross(axes[0], axes[1])
         if abs(normal[2]) < _LEAST_AXIAL * np.linalg.norm(normal):  # zeros say nothing
             raise SkipFile("not an axial plane (ImageOrientationPatient)")
-
-
-def _require_square(dataset: Dataset, frame: int) -> None:
-    """Raise SkipFile for pixels that are not square."""
     spacing = pixel_spacing(dataset, frame)
     if spacing is not None and not math.isclose(*spacing, rel_tol=1e-3):
         raise SkipFile("pixels that are not square (PixelSpacing)")
@@ -176,7 +172,6 @@ def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
     with reading("unreadable"):
         rescale_of(dataset, frame)
         _require_axial(dataset, frame)
-        _require_square(dataset, frame)
     with reading("pixels cannot be decoded, perhaps truncated"):
         apart = _is_compressed(dataset) and os.name == "posix"
         path = str(dataset.filename)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from pydicom.dataset import FileDataset
 
-from qnmixer.engine.data.cache import Grid, list_files
+from qnmixer.engine.data.cache import list_files, to_grid
 from qnmixer.engine.data.dataset import scaling_of
 from qnmixer.engine.data.deeplesion import read_hu_png
 from qnmixer.engine.data.dicom import decode_frame, frame_count, open_ct, pixel_spacing
@@ -114,7 +114,6 @@ def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) ->
     data, measurement = module.config.data, module.measurement
     field_of_view = module.projector.geometry.field_of_view if data.at_true_size else None
     factor = data.simulation_factor
-    grid, fine_grid = Grid(data.image_size, field_of_view), Grid(factor * data.image_size, field_of_view)
 
     def tensor(image: FloatArray) -> torch.Tensor:
         return torch.from_numpy(image)[None, None].to(module.device)
@@ -122,9 +121,9 @@ def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) ->
     unsized = 0
     for number, piece in enumerate(read_slices(path, files, true_size=data.at_true_size)):
         unsized += field_of_view is not None and piece.spacing is None
-        hu = grid.place(piece.hu, piece.spacing)
+        hu, finer = (to_grid(piece.hu, piece.spacing, f * data.image_size, field_of_view) for f in (1, factor))
         scaling = scaling_of(data, hu)
-        fine = tensor(scaling.to_unit(fine_grid.place(piece.hu, piece.spacing))) if factor > 1 else None
+        fine = tensor(scaling.to_unit(finer)) if factor > 1 else None
         y = measurement.project(tensor(scaling.to_unit(hu)), fine)
         yield Scan(
             name=piece.name,

@@ -121,8 +121,8 @@ def write_dicom(
         template: the source; None: a minimal image of an anonymous patient is written.
         frame: of the template, for multi-frame sources.
         pixel_spacing: mm, used only without a template.
-        field_of_view: mm of a square in the middle of the template, which the image covers (`to_field`); None: it
-            covers the template, padded to a square (`Grid`).
+        field_of_view: mm of a square in the middle of the template, which the image covers (`to_grid`); None: it
+            covers the template, padded to a square.
         instance_number: replaces that of the template or its frame.
 
     Raises:
