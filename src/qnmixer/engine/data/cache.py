@@ -269,7 +269,7 @@ def _decode_all(
     for file in track(files, f"Decoding {root.name}", console=console, transient=True, disable=hidden):
         try:
             for piece in reader.read(root, file):
-                try:  # also slices of no use, at whatever size
+                try:  # before it is resampled, so that every size has the same slices
                     hu = clean_hu(piece.hu)
                     require_content(hu)
                     if field_of_view is not None and piece.spacing is None:
