@@ -21,11 +21,25 @@ def mae(image, truth):
     return (image - truth).abs().mean((1, 2, 3))
 
 
-class Lion(torch.optim.SGD):
-    """It stands for any optimizer with a state and an argument of its own."""
-
+class Lion(torch.optim.Optimizer):
     def __init__(self, params, lr, beta=0.9):
-        super().__init__(params, lr, momentum=beta)
+        super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * torch.sign(mean.lerp(p.grad, 1 - group["beta"])))
+                mean.lerp_(p.grad, 0.01)
+        return loss
 
 
 def triangle(step, n_steps, peak=0.5):
