@@ -140,6 +140,8 @@ def test_a_patient_is_known_by_name_and_by_slices() -> None:
     swapped = {name: its for name, its in TEN.items() if name != train} | {test: TEN[train]}
     assert test in settled(RunSplit(record), swapped)[0]["train"]
     assert settled(RunSplit(record), swapped)[0]["test"] == []
+    both = {name: its for name, its in TEN.items() if name != train} | {test: [*TEN[test], *TEN[train]]}
+    assert test in settled(RunSplit(record), both)[0]["train"]
 
 
 def test_slices_that_are_alike_change_no_part() -> None:
