@@ -116,6 +116,7 @@ def test_views_at_other_angles(n_views: int) -> None:
         ({"beam": "parallel"}, "with beam parallel .* the run was trained for fan_flat"),
         ({"source_to_axis": 500.0}, "500 mm from the axis"),
         ({"n_detectors": 52}, "cuts the object off"),
+        ({"n_detectors": 110, "detector_offset": 20.0}, "cuts the object off"),  # on one side
         ({"n_views": 21}, "has 21 measured views"),
     ],
 )

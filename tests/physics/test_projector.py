@@ -35,12 +35,13 @@ GEOMETRIES = {
     "partial_turn": paper(24, 64, first_angle=-1.0, angle_span=2.0),
     "curved": paper(32, 64, beam="fan_curved", detector_offset=0.25),
     "curved_short_scan": paper(25, 65, beam="fan_curved", detector_offset=-1.25, first_angle=1.0, angle_span=-4.2),
+    "large_offset": paper(16, 64, n_detectors=150, detector_pitch=5.0, detector_offset=-41.3),
     "parallel": paper(16, 64, beam="parallel", detector_offset=0.25),
     "half_turn": paper(30, 64, beam="parallel", angle_span=math.pi),
 }
 # How many times fewer values the matrices have by the symmetry of quarter turns.
 TIMES = 4
-SYMMETRIC = "paper", "clockwise", "curved", "parallel"
+SYMMETRIC = "paper", "clockwise", "curved", "large_offset", "parallel"
 
 
 @cache

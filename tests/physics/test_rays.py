@@ -17,12 +17,13 @@ PAPER = FanBeamGeometry.paper(32)
 BEAMS = {
     "fan_flat, no symmetry": FanBeamGeometry.paper(10),
     "fan_flat": replace(PAPER, detector_offset=0.25),
+    "fan_flat far to one side": replace(PAPER, detector_offset=-100.0),
     "fan_curved": replace(PAPER, beam="fan_curved"),
     "fan_curved, short, clockwise": replace(PAPER, beam="fan_curved", detector_offset=1.25, angle_span=-4.0),
     "parallel": replace(PAPER, beam="parallel", detector_pitch=1.25, detector_offset=0.25),
     "parallel over π": replace(PAPER, beam="parallel", detector_pitch=1.25, angle_span=math.pi),
     "parallel over −π": replace(
-        PAPER, beam="parallel", detector_pitch=1.25, angle_span=-math.pi, detector_offset=-7.5, n_detectors=401
+        PAPER, beam="parallel", detector_pitch=1.25, angle_span=-math.pi, detector_offset=30.5, n_detectors=401
     ),
 }
 
@@ -80,7 +81,7 @@ def any_geometry(seed: int) -> FanBeamGeometry:
         first_angle=float(rng.choice([0.0, math.pi / 4, rng.uniform(-6, 6)])),
         angle_span=float(span),
         beam=str(rng.choice(["fan_flat", "fan_curved", "parallel"])),
-        detector_offset=float(rng.choice([0, 0.25, 0.5, -1, rng.uniform(-1, 1) * min(bins / 4, 8)])),
+        detector_offset=float(rng.choice([0, 0.25, 0.5, -1, rng.uniform(-1, 1) * bins / 4])),
     )
 
 

@@ -13,8 +13,6 @@ BEAMS = ("fan_flat", "fan_curved", "parallel")
 """Kinds of beam by name."""
 _ANGLE_TOLERANCE = 1e-6
 """Radians: 2π with six decimals counts as 2π. In an image of 1024 × 1024 a corner moves by less than 0.001 pixels."""
-_FARTHEST = 8.0
-"""Bins of the largest offset of a detector. Clinical scanners have up to 2.25."""
 _LARGEST = 1e9
 """Of any value. A source 1000 km away gives parallel rays; squares of much larger numbers overflow."""
 
@@ -51,7 +49,7 @@ class FanBeamGeometry:
         angle_span: radians from view 0 to where view n_views would be; negative turns clockwise. A rounded full turn
             becomes the exact one.
         beam: fan_flat, fan_curved or parallel.
-        detector_offset: shift of all bins along u, at most 8 bins; a quarter gives a full turn twice as fine samples.
+        detector_offset: shift of all bins along u, in bins; a quarter gives a full turn twice as fine samples.
 
     Raises:
         GeometryError: if a value is impossible or no ray can see the object.
@@ -199,16 +197,12 @@ class FanBeamGeometry:
             raise GeometryError(f"n_detectors={self.n_detectors} make a curved detector of more than 180°: lower it")
 
     def _require_sight(self) -> None:
-        """Raise GeometryError for a beam that is narrower than a pixel or beside the image, or a detector far aside."""
+        """Raise GeometryError for a beam on one side of the axis, narrower than a pixel, or beside the image."""
         width, nearest_ray = self.n_detectors * self.pitch_at_axis, np.abs(self.ray_distances()).min()
-        if abs(self.detector_offset) > _FARTHEST:
+        sees_axis = abs(self.detector_offset) < self.n_detectors / 2
+        if not sees_axis or width < self.pixel_size or nearest_ray > self.field_of_view / 2:
             raise GeometryError(
-                f"detector_offset={self.detector_offset} is more than {_FARTHEST:g} bins: FBP has no weights for a "
-                "detector that is far to one side"
-            )
-        if width < self.pixel_size or nearest_ray > self.field_of_view / 2:
-            raise GeometryError(
-                f"detector_pitch={self.detector_pitch} mm and n_detectors={self.n_detectors} cannot see the object: "
-                f"the beam is {width:.3g} mm wide at the axis, its nearest ray {nearest_ray:.3g} mm from it, the image "
-                f"{self.field_of_view:.6g} mm wide: change one"
+                f"detector_pitch={self.detector_pitch} mm, n_detectors={self.n_detectors} and detector_offset="
+                f"{self.detector_offset} cannot see the object: the beam is {width:.3g} mm wide at the axis, its "
+                f"nearest ray {nearest_ray:.3g} mm from it, the image {self.field_of_view:.6g} mm wide: change one"
             )

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from qnmixer.errors import GeometryError
 from qnmixer.machine import memory
-from qnmixer.physics.fbp import backprojection_matrix, matched_gain, ramp_response, ray_weights
+from qnmixer.physics.fbp import backprojection_matrix, matched_gain, ramp_response, ray_weights, with_even_sides
 from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.scan import Numbering, ScanMatrix
 from qnmixer.physics.sparse import (
@@ -59,13 +60,16 @@ class FanBeamProjector(nn.Module):
         self.geometry = geometry
         self.fbp_filter = fbp_filter
         self._rays = system_matrix(geometry)
-        self._backprojection = backprojection_matrix(geometry)
+        even = with_even_sides(geometry)  # FBP needs both sides of the detector, A and Aᵀ only what it measures
+        self._backprojection = backprojection_matrix(even)
+        lacking = even.n_detectors - geometry.n_detectors  # bins before and after each row
+        self._lacking = (lacking, 0) if geometry.detector_offset > 0 else (0, lacking)
         # The ramp of A†, as a symmetric matrix: iterations use it most often, and an FFT takes three operators.
         bins = np.arange(geometry.n_detectors)
         kernel = np.fft.irfft(matched_gain(geometry) * ramp_response(geometry, fbp_filter))
         for name, array in {
             "_ray_weights": ray_weights(geometry),
-            "_response": ramp_response(geometry, fbp_filter, on_arc=geometry.beam == "fan_curved"),
+            "_response": ramp_response(even, fbp_filter, on_arc=geometry.beam == "fan_curved"),
             "_ramp": kernel[np.abs(bins[:, None] - bins)],
         }.items():
             self.register_buffer(name, torch.from_numpy(array).float(), persistent=False)
@@ -181,10 +185,17 @@ class FanBeamProjector(nn.Module):
         return full_product(y.view(-1, len(self._ramp)), self._ramp).view(y.shape)
 
     def _fbp(self, y: Tensor) -> Tensor:
-        return self._backprojection.transpose(self._convolved(y * self._ray_weights))
+        return self._backprojection.transpose(self._filter(y))
 
     def _fbp_transpose(self, x: Tensor) -> Tensor:
-        return self._convolved(self._backprojection(x)) * self._ray_weights
+        rows = self._convolved(self._backprojection(x))
+        before, after = self._lacking
+        return rows[..., before : rows.shape[-1] - after] * self._ray_weights
+
+    def _filter(self, y: Tensor) -> Tensor:
+        """Weight each ray, add the bins that the shorter side lacks, and filter the rows by the ramp."""
+        rows = y * self._ray_weights
+        return self._convolved(pad(rows, self._lacking) if any(self._lacking) else rows)
 
     def _convolved(self, rows: Tensor) -> Tensor:
         """The rows after the ramp, by zero-padded FFT. The ramp is its own transpose."""
