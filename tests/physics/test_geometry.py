@@ -21,14 +21,24 @@ def test_paper_geometry_is_the_fingerprinted_one() -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_turn_that_is_typed_with_six_decimals_is_the_exact_one(sign: int) -> None:
+@pytest.mark.parametrize(
+    ("beam", "rounded", "exact"),
+    [
+        ("fan_flat", (6.28318531, 6.2831853, 6.283185, 6.283186), 2 * math.pi),
+        ("parallel", (6.28318531, 6.2831853, 6.283185, 6.283186), 2 * math.pi),
+        ("parallel", (3.14159265, 3.1415927, 3.141593), math.pi),
+    ],
+)
+def test_a_turn_that_is_typed_with_six_decimals_is_the_exact_one(
+    beam: str, rounded: tuple[float, ...], exact: float, sign: int
+) -> None:
     """Then it has the same matrices, also on the disk."""
-    whole = replace(PAPER, angle_span=sign * 2 * math.pi)
-    for span in (6.28318531, 6.283185, 6.283186):
+    whole = replace(PAPER, beam=beam, angle_span=sign * exact)
+    for span in rounded:
         its = replace(whole, angle_span=sign * span)
         assert its == whole
         assert its.has_quarter_turn_symmetry
-    for other in (2 * math.pi - 1e-5, 3.14159265):
+    for other in (exact - 1e-5, 1.0, *([3.14159265] if beam == "fan_flat" else [])):
         assert replace(whole, angle_span=sign * other).angle_span == sign * other
 
 
@@ -38,13 +48,17 @@ def test_a_turn_that_is_typed_with_six_decimals_is_the_exact_one(sign: int) -> N
         ({"n_views": 2.5}, "n_views=2.5"),
         ({"n_detectors": -1}, "n_detectors=-1"),
         ({"pixel_size": math.nan}, "pixel_size=nan"),
+        ({"detector_pitch": -1.875}, "detector_pitch=-1.875"),
+        ({"source_to_axis": math.inf}, "source_to_axis=inf"),
         ({"source_to_axis": 280.0}, "inside the image"),
         ({"axis_to_detector": -600.0}, "behind the source"),
         ({"first_angle": "0"}, "first_angle='0'"),
         ({"first_angle": 90.0}, "degrees must be converted"),
         ({"angle_span": 1e-320}, "angle_span=1e-320"),
+        ({"angle_span": 360.0}, "degrees must be converted"),
         ({"detector_pitch": 1e-4}, "cannot see the object"),
         ({"beam": "cone"}, "beam='cone' is not known: choose fan_flat, fan_curved, parallel"),
+        ({"detector_offset": 1.7e308}, "detector_offset=1.7e\\+308"),
         ({"beam": "fan_curved", "source_to_axis": 1e200}, "source_to_axis=1e\\+200"),
         ({"detector_offset": -256.0}, "detector_offset=-256.0 cannot see the object"),
         ({"beam": "fan_curved", "detector_pitch": 6.0}, "curved detector of more than 180°"),
@@ -54,6 +68,13 @@ def test_impossible_geometries_get_one_line(change: dict[str, float], words: str
     with pytest.raises(GeometryError, match=words) as caught:
         replace(PAPER, **change)
     assert "\n" not in str(caught.value)
+
+
+def test_a_parallel_beam_has_no_source() -> None:
+    geometry = replace(PAPER, beam="parallel", source_to_axis=0.0, axis_to_detector=math.nan)
+    assert geometry.pitch_at_axis == geometry.detector_pitch
+    np.testing.assert_array_equal(geometry.ray_distances(), geometry.bin_positions())
+    assert not geometry.fan_angles().any()
 
 
 def test_fan_angles_are_equal_on_an_arc_and_slopes_on_a_line() -> None:
@@ -67,13 +88,17 @@ def test_fan_angles_are_equal_on_an_arc_and_slopes_on_a_line() -> None:
 @pytest.mark.parametrize(
     ("beam", "views", "span", "offset", "distinct"),
     [
-        ("fan_flat", 30, 2 * math.pi, 0.0, 30),
-        ("fan_curved", 32, -2 * math.pi, 0.25, 8),
-        ("fan_curved", 32, math.pi, 0.0, 32),
-        ("parallel", 32, 2 * math.pi, 0.25, 8),
-        ("parallel", 32, math.pi, 0.0, 32),
+        ("fan_flat", 30, 2 * math.pi, 0.0, (30, 512)),
+        ("fan_curved", 32, -2 * math.pi, 0.25, (8, 512)),
+        ("fan_curved", 32, math.pi, 0.0, (32, 512)),
+        ("parallel", 32, 2 * math.pi, 0.25, (8, 512)),
+        ("parallel", 30, -math.pi, 0.0, (15, 256)),
+        ("parallel", 30, math.pi, 0.25, (30, 512)),
+        ("parallel", 31, math.pi, 0.0, (31, 512)),
     ],
 )
-def test_how_much_of_a_scan_tells_all(beam: str, views: int, span: float, offset: float, distinct: int) -> None:
+def test_how_much_of_a_scan_tells_all(
+    beam: str, views: int, span: float, offset: float, distinct: tuple[int, int]
+) -> None:
     geometry = replace(PAPER, beam=beam, n_views=views, angle_span=span, detector_offset=offset)
-    assert geometry.n_distinct_views == distinct
+    assert (geometry.n_distinct_views, geometry.n_distinct_bins) == distinct

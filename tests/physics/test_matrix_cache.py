@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import random
 import resource
 import warnings
@@ -75,7 +76,8 @@ def test_the_second_time_all_is_mapped_and_nothing_changes_the_files(
     assert len(built) == 4
     mapped = Path("/proc/self/maps").read_text()
     assert sum(str(path) in mapped for path in kept) == 2
-    assert as_expected(copy.deepcopy(projector))
+    for twin in (copy.deepcopy(projector), pickle.loads(pickle.dumps(projector)), projector.to("cpu")):
+        assert as_expected(twin)
     for buffer in projector.buffers():
         buffer.zero_()
     assert files(folder) == kept
@@ -84,7 +86,7 @@ def test_the_second_time_all_is_mapped_and_nothing_changes_the_files(
     assert files(folder) == kept
 
 
-def test_another_scan_has_other_files(folder: Path) -> None:
+def test_another_scan_has_other_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = (
         {}, {"first_angle": 0.1}, {"angle_span": -GEOMETRY.angle_span}, {"source_to_axis": 601.0},
         {"beam": "fan_curved"}, {"detector_offset": 0.25}, {"beam": "parallel"},
@@ -95,6 +97,9 @@ def test_another_scan_has_other_files(folder: Path) -> None:
     FanBeamProjector(replace(GEOMETRY, source_to_axis=np.float64(600), axis_to_detector=290))
     FanBeamProjector(replace(GEOMETRY, beam="parallel", source_to_axis=1.0))  # it has no source
     assert len(files(folder)) == 2 * len(changes)
+    monkeypatch.setattr(sparse, "FORMAT", sparse.FORMAT + 1)
+    FanBeamProjector(GEOMETRY)
+    assert len(files(folder)) == 2 * len(changes) + 2
     assert FanBeamProjector(GEOMETRY, "hann").safe_step_size() > FanBeamProjector(GEOMETRY).safe_step_size()
 
 
@@ -107,7 +112,7 @@ def test_no_damaged_file_is_taken_for_a_matrix_or_a_norm(folder: Path, built: li
         place = rng.randrange(len(content))
         return content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
 
-    damages = [lambda c: c[:-1], lambda c: c + b"\0", lambda c: b"", lambda c: bytes(len(c)), *[flipped] * 6]
+    damages = [lambda c: c[:-1], lambda c: c + b"\0", lambda c: b"", lambda c: bytes(len(c)), *[flipped] * 10]
     contents = [{path: damage(content) for path, content in good.items()} for damage in damages]
     for damaged in [*contents, dict(zip(good, reversed(good.values()), strict=True))]:
         for path, content in damaged.items():
@@ -122,23 +127,33 @@ def test_no_damaged_file_is_taken_for_a_matrix_or_a_norm(folder: Path, built: li
     assert as_expected(FanBeamProjector(GEOMETRY))
 
 
-def test_a_full_disk_costs_only_the_caching(folder: Path) -> None:
+@pytest.mark.parametrize("trouble", ["no folder", "full disk"])
+def test_a_disk_that_takes_nothing_costs_only_the_caching(
+    trouble: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    if trouble == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    else:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     try:
-        with pytest.warns(UserWarning, match="no cache on disk .*builds the matrices of the scan again$"):
+        with pytest.warns(UserWarning, match="no cache on disk .*builds the matrices of the scan again$") as caught:
             assert as_expected(FanBeamProjector(GEOMETRY))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any("\n" in str(warning.message) for warning in caught)
     assert all(size < 50_000 for size in map(len, files(folder).values()))
     assert not list(folder.glob("*.tmp"))
 
 
 @pytest.mark.filterwarnings("ignore:no cache on disk")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_matrices_that_another_user_may_have_written_are_not_read(folder: Path, built: list[str]) -> None:
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_matrices_that_another_user_may_have_written_are_not_read(folder: Path, built: list[str], which: str) -> None:
     results(FanBeamProjector(GEOMETRY))
-    os.chown(next(iter(files(folder))), 4711, -1)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    os.chown(folder if which == "folder" else next(iter(files(folder))), 4711, -1)
     with pytest.warns(UserWarning, match=r"no cache on disk \(it is another user's"):
         assert as_expected(FanBeamProjector(GEOMETRY))
     assert len(built) == 8

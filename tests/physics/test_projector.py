@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qnmixer.errors import GeometryError
-from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.physics import FBP_WINDOWS, FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.sparse import _csr_product, _reproducible_product
 
 from .ellipses import random_pair, relative_error
@@ -30,18 +30,24 @@ def paper(n_views: int, image_size: int, **changes: object) -> FanBeamGeometry:
 
 GEOMETRIES = {
     "paper": paper(32, 64),
+    "odd_image": paper(16, 65),
     "odd_everything": paper(31, 65, n_detectors=101, detector_pitch=9.0),
     "clockwise": paper(32, 64, angle_span=-2 * math.pi),
     "partial_turn": paper(24, 64, first_angle=-1.0, angle_span=2.0),
+    "narrow_detector": paper(32, 64, n_detectors=64),
     "curved": paper(32, 64, beam="fan_curved", detector_offset=0.25),
     "curved_short_scan": paper(25, 65, beam="fan_curved", detector_offset=-1.25, first_angle=1.0, angle_span=-4.2),
     "large_offset": paper(16, 64, n_detectors=150, detector_pitch=5.0, detector_offset=-41.3),
     "parallel": paper(16, 64, beam="parallel", detector_offset=0.25),
     "half_turn": paper(30, 64, beam="parallel", angle_span=math.pi),
+    "bin_on_the_axis": paper(16, 64, beam="parallel", angle_span=-math.pi, n_detectors=101, detector_pitch=5.0),
+    "half_turn_with_offset": paper(14, 64, beam="parallel", angle_span=math.pi, detector_offset=0.25),
+    # Measured scan of the Helsinki tomography challenge 2022 (its .mat file): 61 views over 30°, both ends included.
+    "measured": FanBeamGeometry(64, 1.1865784, 61, 560, 0.2, 410.66, 143.08, angle_span=math.radians(30.5)),
 }
 # How many times fewer values the matrices have by the symmetry of quarter turns.
 TIMES = 4
-SYMMETRIC = "paper", "clockwise", "curved", "large_offset", "parallel"
+SYMMETRIC = "paper", "clockwise", "curved", "large_offset", "parallel", "half_turn", "bin_on_the_axis"
 
 
 @cache
@@ -67,7 +73,8 @@ def test_adjoint_is_the_transpose_and_backward_takes_it(name: str) -> None:
 @pytest.mark.parametrize("name", SYMMETRIC)
 def test_quarter_turn_path_equals_full_matrices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operator = projector(name)
-    monkeypatch.setattr(FanBeamGeometry, "has_quarter_turn_symmetry", False)
+    for symmetry in ("has_quarter_turn_symmetry", "has_half_turn_symmetry"):
+        monkeypatch.setattr(FanBeamGeometry, symmetry, False)
     full = FanBeamProjector(operator.geometry)
     assert full._rays.values.numel() > 0.95 * TIMES * operator._rays.values.numel()
     x, y = random_pair(operator.geometry, batch=9)  # more than one product takes of quarters
@@ -105,8 +112,9 @@ def test_gradients_to_second_order(geometry: FanBeamGeometry, method: str) -> No
     assert torch.autograd.gradgradcheck(lambda v: apply(v).square(), (z,), fast_mode=True)
 
 
-def test_autocast_changes_nothing() -> None:
-    operator, dtype = projector("paper"), torch.bfloat16
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    operator = projector("paper")
     x, y = random_pair(operator.geometry)
     for apply, z in ((operator, x.to(dtype)), (operator.adjoint, y.to(dtype)), (operator.fbp, y.to(dtype))):
         found, gradients = [], []
@@ -143,13 +151,13 @@ def test_wrong_shapes_get_one_line() -> None:
     operator = projector("paper")
     x, y = random_pair(operator.geometry)
     for apply, z, needed in (
+        (operator, x[..., 1:], "[batch, 1, 64, 64]"),
         (operator, x[0], "[batch, 1, 64, 64]"),
         (operator.fbp, y.transpose(2, 3), "[batch, 1, 32, 512]"),
         (partial(operator.filtered_residual, x), y[:, :, :1], "[batch, 1, 32, 512]"),
     ):
-        with pytest.raises(
-            GeometryError, match=re.escape(f"of shape {list(z.shape)} does not fit the geometry, which needs {needed}")
-        ):
+        words = re.escape(f"of shape {list(z.shape)} does not fit the geometry, which needs {needed}")
+        with pytest.raises(GeometryError, match=rf"^(image|sinogram) {words}.*$"):
             apply(z)
 
 
@@ -160,7 +168,7 @@ def test_operator_norm_is_the_largest_singular_value() -> None:
     assert operator.operator_norm() == FanBeamProjector(TINY).operator_norm()
 
 
-@pytest.mark.parametrize("fbp_filter", ["ramp", "hann"])
+@pytest.mark.parametrize("fbp_filter", FBP_WINDOWS)
 def test_filtered_adjoint_makes_a_symmetric_positive_map(fbp_filter: str) -> None:
     """All eigenvalues of A†A, in float64, against the step that is called safe."""
     operator = FanBeamProjector(TINY, fbp_filter).double()
@@ -170,6 +178,16 @@ def test_filtered_adjoint_makes_a_symmetric_positive_map(fbp_filter: str) -> Non
     eigenvalues = torch.linalg.eigvalsh(dense)
     assert eigenvalues[0] > -1e-12
     assert operator.safe_step_size() == pytest.approx(1 / float(eigenvalues[-1]), rel=1e-2)
+
+
+def test_filtered_adjoint_has_the_gain_of_fbp() -> None:
+    """On a smooth disc, away from its rim."""
+    operator = FanBeamProjector(FanBeamGeometry.paper(32, image_size=128))
+    axis = torch.linspace(-1, 1, 128)
+    x = torch.sigmoid(40 * (0.6 - torch.hypot(axis[:, None], axis)))[None, None]
+    inner = torch.hypot(axis[:, None], axis) < 0.4
+    image = operator.filtered_adjoint(operator(x))[0, 0]
+    assert float(image[inner].mean()) == pytest.approx(1, abs=0.04)
 
 
 def test_a_scan_that_no_memory_holds_is_refused_before_it_is_built() -> None:

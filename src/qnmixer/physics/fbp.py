@@ -153,6 +153,7 @@ def _by_pixels(geometry: FanBeamGeometry) -> Csr:
     layout = Numbering(geometry)
     n_views, n_detectors, size = geometry.n_distinct_views, geometry.n_detectors, geometry.image_size
     numbers = layout.ray_numbers() + layout.n_rays * np.arange(layout.quarters)[:, None, None]
+    distinct = layout.ray_numbers()[0] >= 0
     pixels = layout.corner_pixels()  # −1 is padding
 
     def part(first: int, last: int) -> Triples:
@@ -160,6 +161,7 @@ def _by_pixels(geometry: FanBeamGeometry) -> Csr:
         x, y = ((z - (size - 1) / 2) * geometry.pixel_size for z in (column, size - 1 - row))
         bins, weights = _bins_of(x, y, slice(n_views), geometry)
         kept = (bins >= 0) & (bins < n_detectors) & (weights > 0) & (pixels >= 0)[first:last, :, None, None]
+        kept &= distinct[bins.clip(0, n_detectors - 1)]  # a mirrored bin gets its share by a turn of the other
         pixel, corner, view, _ = np.nonzero(kept)
         return first + pixel, numbers[corner, view, bins[kept]], weights[kept].astype(np.float32)
 

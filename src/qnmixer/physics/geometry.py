@@ -12,7 +12,7 @@ FULL_TURN = 2 * math.pi
 BEAMS = ("fan_flat", "fan_curved", "parallel")
 """Kinds of beam by name."""
 _ANGLE_TOLERANCE = 1e-6
-"""Radians: 2π with six decimals counts as 2π. In an image of 1024 × 1024 a corner moves by less than 0.001 pixels."""
+"""Radians: π with six decimals counts as π. In an image of 1024 × 1024 a corner moves by less than 0.001 pixels."""
 _LARGEST = 1e9
 """Of any value. A source 1000 km away gives parallel rays; squares of much larger numbers overflow."""
 
@@ -46,8 +46,8 @@ class FanBeamGeometry:
         axis_to_detector: distance of the detector from the axis in mm; 0 is a virtual detector through the axis. A
             parallel beam ignores it.
         first_angle: β of view 0 in radians, at most a full turn; all angles are within one, and 90 would be degrees.
-        angle_span: radians from view 0 to where view n_views would be; negative turns clockwise. A rounded full turn
-            becomes the exact one.
+        angle_span: radians from view 0 to where view n_views would be; negative turns clockwise. A rounded full turn,
+            or half turn of a parallel beam, becomes the exact one.
         beam: fan_flat, fan_curved or parallel.
         detector_offset: shift of all bins along u, in bins; a quarter gives a full turn twice as fine samples.
 
@@ -79,8 +79,9 @@ class FanBeamGeometry:
                     f"{name}={value} is outside of {least:g} to 2π: give radians, at most a full turn "
                     f"({FULL_TURN:.6f}); degrees must be converted"
                 )
-        if abs(abs(self.angle_span) - FULL_TURN) <= _ANGLE_TOLERANCE:  # symmetric matrices are right for the exact one
-            object.__setattr__(self, "angle_span", math.copysign(FULL_TURN, self.angle_span))
+        for turn in (FULL_TURN,) if self.is_fan else (FULL_TURN, FULL_TURN / 2):
+            if abs(abs(self.angle_span) - turn) <= _ANGLE_TOLERANCE:  # symmetric matrices are right for exact ones only
+                object.__setattr__(self, "angle_span", math.copysign(turn, self.angle_span))
         if self.is_fan:
             self._require_source()
         self._require_sight()
@@ -138,17 +139,34 @@ class FanBeamGeometry:
         return abs(self.angle_span) == FULL_TURN
 
     @property
-    def has_quarter_turn_symmetry(self) -> bool:
-        """Whether turning the image by 90° maps the views onto each other. Then a quarter of the views is enough.
+    def has_half_turn_symmetry(self) -> bool:
+        """Whether a parallel beam over π goes on with its own views, seen from the other side.
 
-        Images with a pixel in the middle are taken as they are.
+        Then half of the views are enough, and half of the bins: bin D − 1 − i sees the same lines as bin i.
         """
-        return self.is_full_turn and self.n_views % 4 == 0 and self.image_size % 2 == 0
+        half = not self.is_fan and abs(self.angle_span) == FULL_TURN / 2 and self.detector_offset == 0
+        return half and self.n_views % 2 == 0 and self.image_size % 2 == 0
+
+    @property
+    def has_quarter_turn_symmetry(self) -> bool:
+        """Whether turning the image by 90° maps the views onto each other. Then some of them are enough.
+
+        In a full turn a quarter of the views is enough. Images with a pixel in the middle are taken as they are.
+        """
+        full = self.is_full_turn and self.n_views % 4 == 0 and self.image_size % 2 == 0
+        return full or self.has_half_turn_symmetry
 
     @property
     def n_distinct_views(self) -> int:
         """How many of the first views give all others by quarter turns of the image."""
-        return self.n_views // 4 if self.has_quarter_turn_symmetry else self.n_views
+        if not self.has_quarter_turn_symmetry:
+            return self.n_views
+        return self.n_views // (4 if self.is_full_turn else 2)
+
+    @property
+    def n_distinct_bins(self) -> int:
+        """How many of the first bins give all others by quarter turns of the image."""
+        return (self.n_detectors + 1) // 2 if self.has_half_turn_symmetry else self.n_detectors
 
     def angles(self) -> np.ndarray:
         """Angle β of each view in radians, float64 [V]."""

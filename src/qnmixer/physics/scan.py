@@ -24,8 +24,12 @@ class Numbering:
     corners, which the turns map onto each other: if the image is turned by k, pixel p of corner q becomes pixel p of
     corner q + k. Without the symmetry Q is 1, and the only corner is the image.
 
-    Ray (view j, bin i) turned by k is (j + k·V/4, i). Pixels are numbered row by row in a corner. Rays are numbered fan
-    by fan: `_FAN` bins of each view, then the next bins.
+    In a full turn, ray (view j, bin i) turned by k is (j + k·V/4, i). A parallel beam over π has views for one turn:
+    the orbit is (j, i), then (j + V/2, i), then the same two lines from the other side, in the mirrored bin. The middle
+    one of an odd number of bins is its own mirror image, so its orbit has two rays and two gaps.
+
+    Pixels are numbered row by row in a corner. Rays are numbered fan by fan: `_FAN` bins of each view, then the next
+    bins.
 
     Attributes:
         quarters: Q, 4 or 1.
@@ -37,8 +41,9 @@ class Numbering:
         self.quarters = 4 if geometry.has_quarter_turn_symmetry else 1
         self._turn = -1 if geometry.angle_span > 0 else 1
         self._size, self._n_detectors = geometry.image_size, geometry.n_detectors
-        self._n_views = geometry.n_distinct_views
-        self.n_rays = -(-self._n_detectors // _FAN) * self._n_views * _FAN
+        self._n_views, self._half_turn = geometry.n_distinct_views, geometry.has_half_turn_symmetry
+        self._n_bins = geometry.n_distinct_bins
+        self.n_rays = -(-self._n_bins // _FAN) * self._n_views * _FAN
         self._side = self._size if self.quarters == 1 else self._size // 2  # of a corner
         self.n_pixels = self._side * (self._side + _PADDING)
 
@@ -54,10 +59,12 @@ class Numbering:
         return np.stack([corner.ravel() for corner in padded], axis=1)
 
     def ray_numbers(self) -> np.ndarray:
-        """The number of each ray of the distinct views: int64 [views, D]."""
-        bins = np.arange(self._n_detectors)
+        """The number of each ray of the distinct views, −1 if another ray has that of its orbit: int64 [views, D]."""
+        bins = np.arange(self._n_bins)
+        numbers = np.full((self._n_views, self._n_detectors), -1)
         first = np.arange(self._n_views)[:, None] * _FAN
-        return bins // _FAN * (self._n_views * _FAN) + first + bins % _FAN
+        numbers[:, : self._n_bins] = bins // _FAN * (self._n_views * _FAN) + first + bins % _FAN
+        return numbers
 
     def turned_rays(self) -> np.ndarray:
         """The row-major index in the sinogram of each orbit's ray at each turn, −1 for none: int64 [R, Q].
@@ -66,15 +73,20 @@ class Numbering:
         """
         rays = np.full((self.n_rays, self.quarters), -1)
         numbers = self.ray_numbers()
-        views, bins = np.indices(numbers.shape)
+        views, bins = np.nonzero(numbers >= 0)
         for k in range(self.quarters):  # a turn by k quarters is one by n_distinct_views · k views
-            rays[numbers, k] = (views + k * self._n_views) * self._n_detectors + bins
+            view, bin_ = views + k * self._n_views, bins
+            if self._half_turn and k >= 2:
+                mirrored = self._n_detectors - 1 - bins
+                view, bin_ = view - 2 * self._n_views, np.where(mirrored == bins, -1, mirrored)
+            rays[numbers[views, bins], k] = np.where(bin_ < 0, -1, view * self._n_detectors + bin_)
         return rays
 
     def gathers(self) -> dict[str, Tensor]:
         """The indices of the gathers before and after a product, int32, by name.
 
-        An entry without a pixel or ray may point anywhere: the matrix has no value for it.
+        An entry without a pixel or ray may point anywhere if the matrix has no value for it. For the gaps in orbits the
+        matrix has values, so `gaps` must set these entries to zero.
         """
         pixels, rays = self.corner_pixels(), self.turned_rays()
         tables = {
@@ -84,6 +96,16 @@ class Numbering:
             "image_order": _flat_places(pixels),
         }
         return {name: torch.from_numpy(table.clip(0).astype(np.int32)) for name, table in tables.items()}
+
+    def gaps(self) -> Tensor | None:
+        """The factors on the entries of the sinogram's table: 0 for gaps in orbits, 1 for rays; None if all are 1.
+
+        Float32 [entries, 1].
+        """
+        rays = self.turned_rays()
+        if not ((rays < 0) & (rays[:, :1] >= 0)).any():
+            return None
+        return torch.from_numpy(_all_turns(rays, -1) >= 0).float()[:, None]
 
 
 class ScanMatrix(nn.Module):
@@ -113,6 +135,7 @@ class ScanMatrix(nn.Module):
     sinogram_order: Tensor
     sinogram_table: Tensor
     image_order: Tensor
+    gaps: Tensor | None
 
     def __init__(self, geometry: FanBeamGeometry, arrays: Sequence[np.ndarray]) -> None:
         super().__init__()
@@ -125,6 +148,7 @@ class ScanMatrix(nn.Module):
             self.register_buffer(name, torch.from_numpy(array), persistent=False)
         for name, order in layout.gathers().items():
             self.register_buffer(name, order, persistent=False)
+        self.register_buffer("gaps", layout.gaps(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """M x: sinograms [B, 1, V, D] of images x [B, 1, H, W], both of the values' dtype."""
@@ -139,6 +163,8 @@ class ScanMatrix(nn.Module):
         if (at_most := _COLUMNS // self._quarters) < len(y):
             return torch.cat([self.transpose(part) for part in y.split(at_most)])
         turned = _columns(y).index_select(0, self.sinogram_table)
+        if self.gaps is not None:
+            turned.view(len(self.gaps), -1).mul_(self.gaps)
         product = self._product((self.starts_t, self.rays, self.values_t), turned)
         return _samples(product.index_select(0, self.image_order), self._image_shape)
 

@@ -201,7 +201,7 @@ def cached(kind: str, geometry: FanBeamGeometry, build: Callable[[], Arrays]) ->
 
 def _work(geometry: FanBeamGeometry) -> int:
     """Rays times pixels of a side. Time and memory of the build are proportional to it."""
-    return geometry.n_distinct_views * geometry.n_detectors * geometry.image_size
+    return geometry.n_distinct_views * geometry.n_distinct_bins * geometry.image_size
 
 
 def _key(kind: str, geometry: FanBeamGeometry) -> str:
