@@ -36,46 +36,91 @@ def test_multi_frame_uses_each_frames_own_rescale_and_position(make_ct: Any, bod
     assert [s.info.position for s in slices] == [30, 28]
 
 
-@pytest.mark.parametrize(
-    ("padding", "end", "is_padding"),
-    [
-        (-2000, -2000, True),
-        (30000, 30000, True),
-        (-2000, -1500, True),
-        (0, 0, True),
-        (1024, 1024, False),
-        (0, 1100, False),
-    ],
-)
-def test_padding_of_values_that_no_tissue_has_is_air(
-    make_ct: Any, body_hu: Any, tmp_path: Path, padding: int, end: int, is_padding: bool
+@pytest.mark.parametrize("padding", [-2000, -32768, -31000, 30000])
+def test_padding_of_a_value_that_no_tissue_has_is_air_everywhere(
+    make_ct: Any, body_hu: Any, tmp_path: Path, padding: int
 ) -> None:
     hu = body_hu()
     hu[:5] = hu[20, 20] = padding - 1024
-    make_ct(tmp_path / "a", hu, PixelPaddingValue=padding, PixelPaddingRangeLimit=end)
+    make_ct(tmp_path / "a", hu, PixelPaddingValue=padding)
     found = read(tmp_path / "a")[0].hu
-    np.testing.assert_array_equal(found, np.where(hu == padding - 1024, -1000, hu) if is_padding else hu)
+    assert (found[:5] == -1000).all()
+    assert found[20, 20] == -1000
+
+
+@pytest.mark.parametrize(
+    ("shift", "tags"),
+    [
+        (0, {"PixelPaddingValue": 0}),  # signed HU: water
+        (1024, {"PixelPaddingValue": 1024, "PixelRepresentation": 0}),
+        (0, {"PixelPaddingValue": 0, "PixelPaddingRangeLimit": 0}),
+    ],
+)
+def test_padding_of_a_value_that_tissue_has_is_none_inside(
+    make_ct: Any, body_hu: Any, tmp_path: Path, shift: int, tags: dict[str, Any]
+) -> None:
+    """It is air where it fills the corners, such as around a round field of view; inside, it is tissue."""
+    stored = body_hu() + shift
+    stored[18:22, 10:14] = shift
+    y, x = np.mgrid[:40, :40] - 19.5
+    for outside in (np.zeros((40, 40), bool), x**2 + y**2 > 20**2):
+        pixels = np.where(outside, shift, stored).astype("<i2").tobytes()
+        make_ct(tmp_path / "a", stored, RescaleIntercept=-shift, PixelData=pixels, **tags)
+        np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, np.where(outside, -1000, stored - shift))
+    make_ct(tmp_path / "a", body_hu(), PixelPaddingValue=-2000, PixelPaddingRangeLimit=1100)  # not believed
+    np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, body_hu())
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_bits_beyond_those_stored_do_not_count(make_ct: Any, body_hu: Any, tmp_path: Path, compress: bool) -> None:
-    """Older scanners draw into them."""
-    stored = (body_hu() + 1000).astype("<u2")
-    stored[0] |= 1 << 15
-    tags = {"RescaleIntercept": -1000, "PixelRepresentation": 0, "BitsStored": 12, "HighBit": 11}
-    dataset = make_ct(tmp_path / "a", body_hu(), PixelData=stored.tobytes(), **tags)
+@pytest.mark.parametrize(("sign", "low", "shift", "right"), [
+    (0, 0, 0, True), (1, -1024, 0, True), (0, 0, 4, False), (1, 0, 4, False), (0, 3000, 0, False),
+])  # fmt: skip
+def test_bits_beyond_those_stored_are_looked_at(
+    make_ct: Any, body_hu: Any, tmp_path: Path, sign: int, low: int, shift: int, right: bool, compress: bool
+) -> None:
+    """HighBit may be wrong, and the pixels may be where it says: only what fits BitsStored is read."""
+    stored = (body_hu() + 1000 + low).astype("<i2")
+    hu = stored - 1000.0 - low
+    pixels = (stored << shift).tobytes()
+    tags = {"RescaleIntercept": -1000 - low, "PixelRepresentation": sign, "BitsStored": 12, "HighBit": 15}
+    dataset = make_ct(tmp_path / "a", hu, PixelData=pixels, **tags)
     if compress:
         dataset.compress(RLELossless)
         dataset.save_as(tmp_path / "a")
-    np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, body_hu())
+    if right:
+        np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, hu)
+    else:
+        with pytest.raises(SkipFile, match="values need more than its 12 bits \\(BitsStored\\)"):
+            read(tmp_path / "a")
+
+
+@pytest.mark.parametrize("what", ["padding", "overlay", "no sign"])
+def test_what_else_may_be_in_bits_beyond_those_stored(make_ct: Any, body_hu: Any, tmp_path: Path, what: str) -> None:
+    hu = body_hu()
+    tags: dict[str, Any] = {"RescaleIntercept": -1000, "PixelRepresentation": 0, "BitsStored": 12, "HighBit": 11}
+    stored = (hu + 1000).astype("<u2")
+    if what == "no sign":  # of negative values in the other bits
+        stored, tags["RescaleIntercept"], tags["PixelRepresentation"] = hu.astype("<i2") & 0xFFF, 0, 1
+    else:
+        stored[0] = stored[0] | 1 << 15
+    if what == "padding":
+        tags["PixelPaddingValue"], hu[0] = int(stored[0, 0]), -1000
+    dataset = make_ct(tmp_path / "a", hu, PixelData=stored.tobytes(), **tags)
+    if what == "overlay":
+        dataset.add_new((0x6000, 0x0102), "US", 15)  # OverlayBitPosition
+        dataset.save_as(tmp_path / "a")
+    np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, hu)
 
 
 @pytest.mark.parametrize(
     ("orientation", "axial"),
     [
         ([1, 0, 0, 0, 0, -1], False),  # coronal
+        ([0, 1, 0, 0, 0, -1], False),  # sagittal
         ([1, 0, 0, 0, 0.7, -0.7], False),
         ([1, 0, 0, 0, 0.8660254, -0.5], True),  # a gantry tilts by up to 30°
+        ([-1, 0, 0, 0, -1, 0], True),
+        ([0.5, 0, 0, 0, 0.5, 0], True),
         ([0, 0, 0, 0, 0, 0], True),  # says nothing
     ],
 )
@@ -116,6 +161,7 @@ def test_a_deflated_file_is_not_unpacked(make_ct: Any, tmp_path: Path) -> None:
     ("tags", "reason"),
     [
         ({"RescaleSlope": None}, "RescaleSlope"),
+        ({"RescaleIntercept": None}, "RescaleSlope"),
         ({"Modality": "MR"}, "not a CT image"),
         ({"SOPClassUID": "1.2.840.10008.5.1.4.1.1.7"}, "not a CT image"),
         ({"ImageType": ["ORIGINAL", "PRIMARY", "LOCALIZER"]}, "localizer"),
@@ -124,6 +170,7 @@ def test_a_deflated_file_is_not_unpacked(make_ct: Any, tmp_path: Path) -> None:
         ({"PhotometricInterpretation": "RGB"}, "a colour image"),  # JPEG 2000 of these can end a decoder
         ({"RescaleType": "Z_EFF"}, "RescaleType Z_EFF, not HU"),
         ({"RescaleType": "US", "ImageType": ["DERIVED", "SECONDARY", "AXIAL"]}, "RescaleType US, not HU"),
+        ({"RescaleType": "US", "ImageType": "DERIVED"}, "RescaleType US, not HU"),
         ({"RescaleType": "US", "ImageType": None}, "RescaleType US, not HU"),
         ({"RescaleType": "US", "MultienergyCTAcquisition": "YES"}, "RescaleType US, not HU"),
     ],

@@ -24,7 +24,7 @@ _MEMORY = 2 * 2**30
 
 
 def decode_apart(path: str, frame: int, seconds: int = SECONDS) -> np.ndarray[Any, Any]:
-    """Stored values [H, W] of one frame of a DICOM file.
+    """Pixels [H, W] of one frame of a DICOM file, with all bits that are allocated.
 
     Raises SkipFile if the decoder fails, dies or is too slow.
     """
@@ -82,7 +82,7 @@ def _serve(pipe: Connection) -> None:
                         dataset = read_partial(its, lambda tag, *_: tag == 0)  # zeros are no tags
                     opened = file
                 stream = io.BytesIO()
-                np.save(stream, pixel_array(dataset, index=frame), allow_pickle=False)
+                np.save(stream, pixel_array(dataset, index=frame, correct_unused_bits=False), allow_pickle=False)
                 answer = stream.getvalue()
             except Exception as error:
                 answer = b"!" + type(error).__name__.encode()

@@ -15,9 +15,12 @@ from pydicom.errors import InvalidDicomError
 from pydicom.filereader import read_file_meta_info, read_partial
 from pydicom.pixels.utils import pixel_array
 from pydicom.uid import (
+    UID,
     CTImageStorage,
     DeflatedExplicitVRLittleEndian,
     EnhancedCTImageStorage,
+    JPEG2000TransferSyntaxes,
+    JPEGLSTransferSyntaxes,
     LegacyConvertedEnhancedCTImageStorage,
 )
 
@@ -30,6 +33,7 @@ _SPACINGS = 0.01, 20.0
 """The range of plausible pixel sizes of CT, in mm."""
 _LEAST_AXIAL = 0.8
 """The cosine of the largest angle to an axial plane, 37°. A gantry tilts by up to 30°."""
+_OVERLAY_BIT = 0x6000, 0x0102
 _DENSEST_TISSUE = 3071.0
 """HU, the largest value of 12 bits."""
 CT_CLASSES = CTImageStorage, EnhancedCTImageStorage, LegacyConvertedEnhancedCTImageStorage
@@ -151,16 +155,47 @@ def _require_axial(dataset: Dataset, frame: int) -> None:
         raise SkipFile("pixels that are not square (PixelSpacing)")
 
 
+def _stored(dataset: Dataset, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The values [H, W] of the bits that are stored, of decoded pixels with all their bits.
+
+    Raises SkipFile if the other bits hold something too: then BitsStored is wrong, or the pixels are in upper bits.
+    """
+    exact = *JPEG2000TransferSyntaxes, *JPEGLSTransferSyntaxes  # their streams know the bits
+    if raw.dtype.kind == "f" or dataset.file_meta.TransferSyntaxUID in exact:
+        return raw
+    bits = int(dataset.BitsStored)
+    unused = 8 * raw.dtype.itemsize - bits
+    values = raw << unused >> unused
+    if (overlay := dataset.get(_OVERLAY_BIT)) is not None and overlay.value:  # older scanners draw into unused bits
+        return values
+    values = np.where(raw == dataset.get("PixelPaddingValue"), raw, values)  # padding may need more bits than pixels
+    # A sign that is not repeated in the unused bits is fine.
+    odd = raw[values != raw]
+    if odd.size and not 0 <= odd.min() <= odd.max() < 2**bits:
+        raise SkipFile(f"values need more than its {bits} bits (BitsStored)")
+    return values
+
+
 def frame_hu(dataset: Dataset, frame: int, raw: np.ndarray[Any, Any]) -> FloatArray:
-    """Stored values [H, W] of a frame in HU. Padding becomes air, if the file marks it by values that no tissue has."""
+    """Stored values [H, W] of a frame in HU. Pixels that the file marks as padding become air."""
     slope, intercept = rescale_of(dataset, frame)
     hu = raw.astype(np.float32) * np.float32(slope) + np.float32(intercept)
     if (padding := dataset.get("PixelPaddingValue")) is not None:
         low, high = sorted((padding, dataset.get("PixelPaddingRangeLimit", padding)))
+        marked = (raw >= low) & (raw <= high)
         lowest, highest = sorted(slope * it + intercept for it in (low, high))
-        if highest <= AIR or lowest > _DENSEST_TISSUE:
-            hu[(raw >= low) & (raw <= high)] = AIR
+        if highest > AIR and lowest <= _DENSEST_TISSUE:  # tissue may have such values
+            marked &= _outside(marked) & (low == high)
+        hu[marked] = AIR
     return hu
+
+
+def _outside(marked: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The marked pixels [H, W] in one line from the rim of a slice; none unless all four corners are marked."""
+    if not marked[[0, 0, -1, -1], [0, -1, 0, -1]].all():
+        return np.zeros_like(marked)
+    sides = [np.rot90(np.logical_and.accumulate(np.rot90(marked, k)), -k) for k in range(4)]
+    return np.logical_or.reduce(sides)
 
 
 def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
@@ -175,8 +210,8 @@ def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
     with reading("pixels cannot be decoded, perhaps truncated"):
         apart = _is_compressed(dataset) and os.name == "posix"
         path = str(dataset.filename)
-        raw = decode_apart(path, frame) if apart else pixel_array(dataset, index=frame)
-        return frame_hu(dataset, frame, raw)
+        raw = decode_apart(path, frame) if apart else pixel_array(dataset, index=frame, correct_unused_bits=False)
+        return frame_hu(dataset, frame, _stored(dataset, raw))
 
 
 def slice_position(dataset: Dataset, frame: int) -> float:
@@ -216,10 +251,12 @@ class DicomReader:
         dataset = open_ct(root / path)
         n_frames = frame_count(dataset)
         patient = str(dataset.get("PatientID") or "").strip()
-        series = str(dataset.get("SeriesInstanceUID") or "").strip() or path.rpartition("/")[0]
+        uids = [str(dataset.get(keyword) or "").strip() for keyword in ("StudyInstanceUID", "SeriesInstanceUID")]
+        series = uids[1] or path.rpartition("/")[0]
+        uids = [uid for uid in uids if "." in uid and UID(uid).is_valid]  # some programs write one word for everybody
         for frame in range(n_frames):
             with reading("no position"):
                 position = slice_position(dataset, frame)
                 spacing = pixel_spacing(dataset, frame)
-            info = SliceInfo(path, frame, n_frames, patient, series, position)
+            info = SliceInfo(path, frame, n_frames, patient, series, position, " ".join(uids).strip())
             yield Slice(info, decode_frame(dataset, frame), spacing)

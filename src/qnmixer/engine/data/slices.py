@@ -81,6 +81,7 @@ class SliceInfo:
         patient: the patient's name or number.
         series: the scan of the patient.
         position: sorts the slices of a series. It is the position along the patient in mm, or a number, or 0.
+        uids: StudyInstanceUID and SeriesInstanceUID with a space between, or empty. Each is of one patient only.
     """
 
     path: str
@@ -89,6 +90,7 @@ class SliceInfo:
     patient: str
     series: str
     position: float
+    uids: str = ""
 
     @property
     def name(self) -> str:
