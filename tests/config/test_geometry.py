@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from qnmixer.engine.config.compose import CONF, compose
-from qnmixer.engine.config.run import Config, parse, to_plain
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.reconstructor import build_geometry
-from qnmixer.errors import ConfigError, GeometryError
 
 
 def config(*overrides: str) -> Config:
@@ -58,36 +57,6 @@ def test_the_scans_of_public_sets() -> None:
     assert lodopab.n_detectors * lodopab.detector_pitch == pytest.approx(260 * math.sqrt(2), abs=0.01)
     two_detect = build_geometry(config("geometry=two_detect", "data.image_size=512"))
     assert two_detect.n_detectors * two_detect.pitch_at_axis == pytest.approx(512 * two_detect.pixel_size, abs=0.01)
-
-
-def test_angles_by_override_and_in_files(tmp_path: Path) -> None:
-    """The config has the numbers of a file, so that a run needs it only once."""
-    angles = np.array([0.5, 3.0, -1.25, 0.75])
-    np.save(tmp_path / "a.npy", angles)
-    np.savetxt(tmp_path / "a.txt", angles)
-    for given in ("[0.5,3.0,-1.25,0.75]", tmp_path / "a.npy", tmp_path / "a.txt"):
-        its = config("geometry=siemens_force", f"geometry.angles={given}")
-        assert (its.geometry.n_views, its.geometry.angles) == (4, angles.tolist())
-        assert parse(to_plain(its)) == its
-        np.testing.assert_array_equal(build_geometry(its).angles(), angles)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("[]", "geometry.angles has 0 angles: give 1 to 8192"),
-        ("[0.5,90]", "geometry.angles has 90 for view 1, .* degrees must be converted"),
-        ("nothing.txt", r"geometry.angles=nothing.txt has no angles \(it is no file .* give a list"),
-        ("words.txt", r"words.txt has no angles \(could not convert string 'deg'"),
-        ("square.npy", r"square.npy has no angles \(it has float64 \[2, 2\], not one finite number for each view"),
-    ],
-)
-def test_no_angles_are_one_line(given: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("words.txt").write_text("10 deg\n")
-    np.save("square.npy", np.eye(2))
-    with pytest.raises((ConfigError, GeometryError), match=words):
-        build_geometry(config(f"geometry.angles={given}"))
 
 
 def test_a_beam_and_an_offset_by_override() -> None:

@@ -1,11 +1,10 @@
 """The cache of decoded slices: what is kept, when it is built again, and what no damage passes for."""
 
 import os
-import pickle
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -69,25 +68,6 @@ def test_changed_sources_are_decoded_again(root: Path, body_hu: Any) -> None:
     assert opened(root).load(0)[10, 5] == pytest.approx(100, abs=1)
 
 
-def pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "damage"),
-    [
-        ("*.f32", lambda file: os.truncate(file, file.stat().st_size - 4)),
-        ("*.f32", pipe),  # to open it would not end
-        ("index.json", pipe),
-    ],
-)
-def test_a_damaged_cache_is_built_again(root: Path, pattern: str, damage: Callable[[Path], object]) -> None:
-    whole = opened(root).load(2)
-    damage(only(root, pattern))
-    np.testing.assert_array_equal(opened(root).load(2), whole)
-
-
 def test_bad_files_among_good_ones_are_skipped_and_counted(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
     root = tmp_path / "root"
     make_ct(root / "p/0.IMA")
@@ -110,8 +90,7 @@ def test_bad_files_among_good_ones_are_skipped_and_counted(make_ct: Any, body_hu
         ("dicom", None, r"data\.root=.*root does not exist: give the folder with the slices"),
         ("dicom", {}, "is empty"),
         ("dicom", {"a.txt": b"hello"}, r"no usable slice.*1 not DICOM.*a\.txt.*give a folder with CT images in DICOM"),
-        ("numpy", {"line.npy": np.arange(9.0)}, "no usable slice"),
-        ("numpy", {"cut.npy": b"\x93NUMPY\x01\x00"}, "no usable slice"),
+        ("numpy", {"line.npy": np.arange(9.0), "cut.npy": b"\x93NUMPY\x01\x00"}, "no usable slice"),
         ("numpy", {"unit.npy": np.linspace(0, 1, 1600).reshape(40, 40)}, "not HU"),
         ("numpy", {"nan.npy": np.full((40, 40), np.nan)}, "NaN or infinite"),
     ],
@@ -124,9 +103,8 @@ def test_folders_of_no_use_say_so(root: Path, option: str, files: dict[str, Any]
         path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content)
     if files is None:
         root.rmdir()
-    with pytest.raises(DataError, match=says) as raised:
+    with pytest.raises(DataError, match=says):
         opened(root, 20, option)
-    assert "\n" not in str(raised.value)
     assert not list(root.with_name("cache").rglob("*.f32"))
 
 
@@ -182,7 +160,7 @@ def test_a_killed_writer_leaves_nothing_that_is_taken_for_whole(root: Path) -> N
     assert not list(root.with_name("cache").glob("*/.*.tmp"))
 
 
-def test_no_damaged_byte_is_taken_for_a_slice(root: Path) -> None:
+def test_no_damage_is_taken_for_a_slice(root: Path) -> None:
     """A damaged index is built again. Damaged pixels raise an error, and are built again at the next start."""
 
     def content() -> list[object]:
@@ -190,33 +168,37 @@ def test_no_damaged_byte_is_taken_for_a_slice(root: Path) -> None:
         return [[cache.load(number).tobytes() for number in range(len(cache))], cache.infos, cache.skipped]
 
     right, told, rng = content(), list[str](), random.Random(0)
-    good = {path: path.read_bytes() for path in (only(root), only(root, "index.json"))}
-    for number in range(20):
+    good = {path: path.read_bytes() for path in (only(root), only(root, "*.json"))}
+    for number in range(12):
         for path, its in good.items():
             path.write_bytes(its)
         path = [*good][number % 2]
         damaged = bytearray(good[path])
         damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
-        path.write_bytes(damaged)
+        path.write_bytes(damaged if number > 1 else damaged[:-4])
         with within_limits():
             try:
                 assert content() == right
             except DataError as error:
                 told.append(str(error))
                 assert content() == right
-    assert len(told) == 10
+    assert len(told) == 5
     assert all(re.search(r"has changed on the disk at P\d.npy: start again", line) for line in told)
+    for path in good:
+        path.unlink()
+        os.mkfifo(path)  # to open it would not end
+        assert content() == right
 
 
 def test_what_a_run_reads_stays_when_another_builds(root: Path, body_hu: Any) -> None:
-    """A worker that starts later opens the file by its name."""
+    """Two versions stay."""
     first = opened(root)
+    before = first.load(0)
     np.save(root / "P7.npy", body_hu(seed=7))
     second = opened(root)
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(first)).load(0), first.load(0))
+    np.testing.assert_array_equal(first.load(0), before)
     np.save(root / "P8.npy", body_hu(seed=8))
     third = opened(root)
-    assert first.load(0).shape == (20, 20)  # what is open stays, even deleted
     kept = {file.name for file in root.with_name("cache").glob("*/*.f32")}
     assert kept == {second._file.name, third._file.name}
 
@@ -226,23 +208,11 @@ def test_what_a_run_reads_stays_when_another_builds(root: Path, body_hu: Any) ->
 def test_a_cache_that_another_user_may_have_written_is_not_read(root: Path, which: str) -> None:
     opened(root)
     folder = only(root).parent
-    changed = {"around": root.with_name("cache"), "folder": folder, "file": folder / "index.json"}[which]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    changed = {"around": root.with_name("cache"), "folder": folder, "file": only(root)}[which]
     os.chown(changed, 4711, -1)
     if which == "around":  # theirs, but this folder in it is ours
         assert len(opened(root)) == 3
         changed.chmod(0o777)
     with pytest.raises(DataError, match=rf"^{changed} cannot keep slices \(it is another .* data\.cache_dir="):
-        opened(root)
-
-
-def test_others_cannot_read_a_cache_nor_write_to_it(root: Path) -> None:
-    opened(root)
-    folder = only(root).parent
-    folder.chmod(0o777)
-    opened(root)
-    assert folder.stat().st_mode & 0o777 == 0o700
-    mine = root.with_name("mine")
-    folder.rename(mine)
-    folder.symlink_to(mine)
-    with pytest.raises(DataError, match=r"or a link\): give a folder of your own"):
         opened(root)

@@ -14,9 +14,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from qnmixer.engine.config.run import section
-from qnmixer.engine.data.cache import SliceCache, open_cache
 from qnmixer.engine.data.datamodule import SliceDataModule, _end_with_parent_only
-from qnmixer.engine.data.dataset import EpochSampler, MinMaxScaling, Pick, build_scaling
+from qnmixer.engine.data.dataset import EpochSampler, Pick, Scaling, scaling_of
 from qnmixer.engine.data.splits import PARTS, RunSplit, SplitRecord
 from qnmixer.engine.processes.process import SIGNALS
 from qnmixer.errors import DataError
@@ -64,13 +63,10 @@ def test_epochs_bring_new_phantoms_to_training_only() -> None:
 def test_few_training_slices_are_the_same_in_every_epoch() -> None:
     module = phantoms(train_slices=2, simulation_factor=2)
     loader: Any = module.train_dataloader()
-    epochs = []
-    for epoch in range(3):
+    for epoch in range(2):
         loader.sampler.set_epoch(epoch)
-        epochs.append({name for batch in loader for name in batch["name"]})
-    assert epochs == [{"train-phantom-00000", "train-phantom-00003"}] * 3
+        assert {batch["name"][0] for batch in loader} == {"train-phantom-00000", "train-phantom-00003"}
     assert len(module.dataset("val")) == 3
-    assert len(phantoms(train_slices=100).dataset("train")) == 6
 
 
 def steps(sampler: EpochSampler, accumulate: int = 1) -> list[list[Pick]]:
@@ -80,7 +76,7 @@ def steps(sampler: EpochSampler, accumulate: int = 1) -> list[list[Pick]]:
     return [picks[i : i + size] for i in range(0, len(picks), size)]
 
 
-@pytest.mark.parametrize("length", [1, 8, 22, 34])
+@pytest.mark.parametrize("length", [1, 22])
 @pytest.mark.parametrize(("replicas", "batch", "accumulate"), [(1, 8, 1), (4, 1, 2), (2, 4, 1), (2, 2, 2), (4, 2, 1)])
 def test_a_step_has_the_same_samples_however_they_are_shared_out(
     length: int, replicas: int, batch: int, accumulate: int
@@ -152,26 +148,6 @@ def test_order_follows_seed_and_epoch_and_may_begin_in_the_middle() -> None:
     assert list(sampler) == picks(2)
 
 
-@pytest.mark.parametrize("rule", ["patient_from=tag", "patient_from=folder", "split=aapm"])
-def test_a_scan_is_in_one_part(
-    make_ct: Any, body_hu: Any, tmp_path: Path, rule: str, recwarn: pytest.WarningsRecorder
-) -> None:
-    """A file of each scan has another PatientID or none, and is elsewhere. Folders and names count if asked for."""
-    for p, patient in enumerate(("L333", "L310", "L067", "L096")):
-        tags = {"StudyInstanceUID": f"1.2.{p}", "SeriesInstanceUID": f"1.2.{p}.1"}
-        for k, name in enumerate((patient, patient, "" if p % 2 else f"odd {p}")):
-            place = tmp_path / (patient if k < 2 else "sent later") / f"{p}{k}"
-            make_ct(place, body_hu(seed=10 * p + k), PatientID=name, ImagePositionPatient=[0, 0, k], **tags)
-    key, value = rule.split("=")
-    module = folder("dicom", tmp_path, **{"split": "random", key: value})
-    module.setup()
-    told = ["name several patients, who count as one: L067 = odd 2" in str(it.message) for it in recwarn.list]
-    assert told == ([True] if value == "tag" else [])
-    names = [[Path(it.source.name(k)).name for k in range(len(it.source))] for it in module.parts.values()]
-    in_one_part = sum(len({name[0] for name in its}) for its in names) == 4 and sum(map(len, names)) == 12
-    assert in_one_part == (value == "tag")
-
-
 def test_deeplesion_folder(body_hu: Any, tmp_path: Path) -> None:
     for patient in ("000001", "000002", "000003"):
         series = tmp_path / "Images_png" / f"{patient}_01_02"
@@ -193,31 +169,30 @@ def test_all_slices_for_test_and_nothing_to_train_on(body_hu: Any, tmp_path: Pat
     assert batch["image"].min() == 0
     assert batch["image"].max() == 1
     assert len(module.test_dataloader()) == 3
-    with pytest.raises(DataError, match=r"no slices for train with data\.split=all: choose another split"):
+    with pytest.raises(DataError, match=r"no slices for train with data\.split=all below .*: choose another split"):
         module.train_dataloader()
     record: SplitRecord = {part: {key: torch.tensor([1]) for key in ("patients", "slices")} for part in PARTS}
     module = SliceDataModule(replace(module.config, split="random"), split=RunSplit(record))
-    message = rf"no slices for train below {tmp_path}: give the folder with the run's slices \(evaluate"
+    message = rf"no slices for train .*below {tmp_path}: .*give the folder with the run's slices \(evaluate"
     with pytest.warns(UserWarning, match="came after the run began"), pytest.raises(DataError, match=message):
         module.train_dataloader()
 
 
 @pytest.mark.parametrize(
-    ("split", "n_frames", "says"),
+    ("n_frames", "says"),
     [
-        ("random", 1, "each of 4 files with one slice counts as a patient .*too narrow"),
-        ("random", 2, "no pixel is below −500 HU; is this really in HU"),
-        ("slices", 3, "scores will be too good"),
+        (1, "each of 4 files with one slice counts as a patient .*too narrow"),
+        (2, "no pixel is below −500 HU; is this really in HU"),
     ],
 )
 def test_what_a_user_should_know_of_a_folder(
-    body_hu: Any, tmp_path: Path, n_frames: int, split: str, says: str, recwarn: pytest.WarningsRecorder
+    body_hu: Any, tmp_path: Path, n_frames: int, says: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     for k in range(4):
         np.save(
             tmp_path / f"p01_{k}.npy", np.stack([np.clip(body_hu(), 0 if n_frames == 2 else -1000, None)] * n_frames)
         )
-    folder("numpy", tmp_path, split=split).setup()
+    folder("numpy", tmp_path).setup()
     (line,) = [str(it.message) for it in recwarn.list]
     assert re.search(says, line)
 
@@ -258,29 +233,15 @@ def test_fine_phantoms_are_the_same_phantoms() -> None:
     assert (b["fine"] - mean.repeat_interleave(2, 2).repeat_interleave(2, 3)).abs().mean() > 3e-3
 
 
-@pytest.mark.parametrize("scaling", ["attenuation", "minmax"])
-def test_fine_slices_of_a_folder(tmp_path: Path, scaling: str) -> None:
+def test_fine_slices_of_a_folder(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     np.save(tmp_path / "a.npy", rng.uniform(-1000, 1500, (3, 64, 64)).astype(np.float32))
-    data = folder("numpy", tmp_path, split="all", scaling=scaling, simulation_factor=4)
+    data = folder("numpy", tmp_path, split="all", scaling="minmax", simulation_factor=4)
     (batch, _) = SliceDataModule(data.config, first=2).test_dataloader()
     (plain, _) = SliceDataModule(replace(data.config, simulation_factor=1), first=2).test_dataloader()
     assert torch.equal(plain["image"], batch["image"])
     x = (np.load(tmp_path / "a.npy")[0] - float(batch["hu_offset"])) / float(batch["hu_scale"])
     np.testing.assert_allclose(batch["fine"][0, 0], np.clip(x, 0, 1), atol=1e-5)
-
-
-def test_files_that_change_between_two_sizes(body_hu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.save(tmp_path / "b.npy", np.stack([body_hu()] * 3))
-
-    def opened(*arguments: Any) -> SliceCache:
-        cache = open_cache(*arguments)
-        np.save(tmp_path / "a.npy", body_hu())
-        return cache
-
-    monkeypatch.setattr("qnmixer.engine.data.sources.open_cache", opened)
-    with pytest.raises(DataError, match=rf"^data\.root={tmp_path} changed while .*: start again$"):
-        folder("numpy", tmp_path, split="all", simulation_factor=2).setup()
 
 
 def test_a_worker_that_cannot_send_its_batch_ends() -> None:
@@ -310,13 +271,16 @@ def test_a_disc_at_the_lower_left(scaling: str) -> None:
 
 @pytest.mark.parametrize("name", ["attenuation", "minmax"])
 def test_the_way_back_gives_hu(name: str) -> None:
+    config = section("data", "phantoms", scaling=name)
     hu = np.random.default_rng(0).uniform(-1000, 2000, (9, 9)).astype(np.float32)
-    x, offset, scale = build_scaling(name, 2000.0).to_unit(hu)
+    scaling = scaling_of(config, hu)
+    x = scaling.to_unit(hu)
     assert (x.dtype, x.min() >= 0, x.max() <= 1) == (np.float32, True, True)
-    np.testing.assert_allclose(offset + scale * x, hu, atol=1e-3)
-    x, _, _ = build_scaling("attenuation", 1000.0).to_unit(np.array([[-1024.0, 0.0, 1000.0, 9000.0]], np.float32))
-    np.testing.assert_allclose(x, [[0, 0.5, 1, 1]])  # metal is clipped
-    assert (MinMaxScaling().to_unit(np.full((3, 3), 7.0, np.float32))[0] == 0).all()
+    np.testing.assert_allclose(scaling.offset + scaling.scale * x, hu, atol=1e-3)
+    metal = np.array([[-1024.0, 0.0, 500.0, 9000.0]], np.float32)
+    np.testing.assert_allclose(Scaling(-1000.0, 2000.0).to_unit(metal), [[0, 0.5, 0.75, 1]])
+    flat = np.full((3, 3), 7.0, np.float32)
+    assert (scaling_of(config, flat).to_unit(flat) == (0 if name == "minmax" else 1007 / 3000)).all()
 
 
 class One:

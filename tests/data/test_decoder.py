@@ -35,7 +35,7 @@ def decoder() -> int:
     return int(pid)
 
 
-def test_one_process_decodes_file_after_file_and_can_have_2_gb(good: Path, body_hu: Any) -> None:
+def test_one_process_decodes_file_after_file(good: Path, body_hu: Any) -> None:
     np.testing.assert_array_equal(decode_apart(str(good), 0), stored(body_hu))
     first = decoder()
     for path, frame in ((good, 1), (good.with_name("nowhere"), 0)):
@@ -43,8 +43,6 @@ def test_one_process_decodes_file_after_file_and_can_have_2_gb(good: Path, body_
             decode_apart(str(path), frame)
     np.testing.assert_array_equal(decode_apart(str(good), 0), stored(body_hu))
     assert decoder() == first
-    (line,) = [it for it in Path(f"/proc/{first}/limits").read_text().splitlines() if "address space" in it]
-    assert int(line.split()[3]) <= 2 * 2**30 + good.stat().st_size
 
 
 @pytest.mark.parametrize("ends", ["by itself", "by the clock"])

@@ -166,6 +166,7 @@ def test_a_deflated_file_is_not_unpacked(make_ct: Any, tmp_path: Path) -> None:
         ({"SOPClassUID": "1.2.840.10008.5.1.4.1.1.7"}, "not a CT image"),
         ({"ImageType": ["ORIGINAL", "PRIMARY", "LOCALIZER"]}, "localizer"),
         ({"PixelData": None}, "no pixel data"),
+        ({"PixelSpacing": [0.8, 0.7]}, "pixels that are not square"),
         ({"PhotometricInterpretation": "RGB"}, "a colour image"),  # JPEG 2000 of these can end a decoder
         ({"RescaleType": "Z_EFF"}, "RescaleType Z_EFF, not HU"),
         ({"RescaleType": "US", "ImageType": ["DERIVED", "SECONDARY", "AXIAL"]}, "RescaleType US, not HU"),

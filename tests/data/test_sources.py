@@ -13,8 +13,6 @@ from qnmixer.engine.data.numpy_files import NumpyReader
 from qnmixer.errors import DataError, PluginError
 
 MINE = """
-from pathlib import Path
-
 import numpy as np
 
 class Mine:
@@ -50,9 +48,6 @@ class Scaled(Mine):
     def load(self, index):
         return np.eye(16)
 
-class Filed(Mine):
-    def name(self, index):
-        return Path("scans") / f"{index}.npy"
 """
 
 
@@ -77,8 +72,6 @@ def test_slices_of_any_shape_come_square_and_scaled() -> None:
     assert batch["name"] == ["val 0", "val 1"]
     assert batch["fine"].shape == (2, 1, 32, 32)
     np.testing.assert_allclose(batch["fine"][:, 0, 16, 16], batch["image"][:, 0, 8, 8])
-    (batch,) = module("Filed", batch_size=2).val_dataloader()  # whose names are paths
-    assert batch["name"] == ["scans/0.npy", "scans/1.npy"]
 
 
 def test_a_class_that_takes_the_size_draws_at_it() -> None:

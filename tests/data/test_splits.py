@@ -5,8 +5,7 @@ import pytest
 
 from qnmixer.engine.config.run import section
 from qnmixer.engine.data.slices import SliceInfo
-from qnmixer.engine.data.splits import AAPM_PATIENTS, PARTS, RunSplit, Split, files_as_patients, patients_of
-from qnmixer.engine.data.splits import join_patients as join
+from qnmixer.engine.data.splits import PARTS, RunSplit, Split, files_as_patients, patients_of
 from qnmixer.errors import DataError
 
 
@@ -18,13 +17,9 @@ def names(paths: list[str], patient: str = "", **options: Any) -> list[str]:
     return patients_of(infos_of(*paths, patient=patient), section("data", "dicom", root="some/root", **options))
 
 
-def split_of(infos: list[SliceInfo], patients: list[str], **options: Any) -> Split:
-    config = section("data", "dicom", root="somewhere", **options)
-    return RunSplit().settle("data", infos, patients, [0] * len(infos), config)[0]
-
-
 def split(patients: list[str], **options: Any) -> Split:
-    return split_of([SliceInfo(f"{p}/{i}", 0, 1, p, p, float(i)) for i, p in enumerate(patients)], patients, **options)
+    config = section("data", "dicom", root="somewhere", **options)
+    return RunSplit().settle("data", patients, [0] * len(patients), config)[0]
 
 
 @pytest.mark.parametrize(
@@ -32,19 +27,10 @@ def split(patients: list[str], **options: Any) -> Split:
     [
         (["a/x", "b/c/y"], "", {}, ["a", "b"]),
         (["all/a/s1/x", "all/b/s1/y", "all/b/s2/y"], "", {}, ["a", "b", "b"]),
-        (["full_3mm/L067/x.IMA", "full_1mm/L067/y.IMA"], "", {}, ["L067", "L067"]),
         (["x", "y"], "", {}, ["root", "root"]),
         (["x.npy", "y.npy"], "", {}, ["x", "y"]),
         (["a/x", "b/y"], "ANON", {}, ["ANON", "ANON"]),
         (["a/x", "b/y"], "ANON", {"patient_from": "folder"}, ["a", "b"]),
-        (
-            ["L333/a/L333_FD_1.IMA", "L310/x.IMA", "y.IMA"],
-            "Anonymous",
-            {"split": "aapm"},
-            ["L333", "L310", "Anonymous"],
-        ),
-        (["L310_1.npy", "L310_2.npy", "L3100.npy"], "", {"split": "aapm"}, ["L310", "L310", "L3100"]),
-        (["L310/a.IMA"], "mayo-L067-x", {"split": "aapm"}, ["L067"]),
     ],
 )
 def test_a_patient_is_the_tag_or_a_folder(
@@ -70,23 +56,6 @@ def test_files_of_one_slice_are_told_from_patients_with_a_folder_or_a_stack(
     assert files_as_patients(infos, patients_of(infos, section("data", "dicom", root="root"))) == lone
 
 
-@pytest.mark.parametrize(
-    ("slices", "patients", "joined"),
-    [
-        ([("A", "1 2"), ("", "1 2"), ("B", "3 4")], ["A", "A", "B"], ["1 = A"]),
-        ([("", "1 2"), ("", "1 3"), ("", "4 5"), ("", "")], ["0", "0", "2", "3"], ["0 = 1"]),
-        ([("A", "1"), ("B", "9"), ("C", "8"), ("C", "9"), ("A", "8"), ("D", "")], [*"AAAAAD"], ["A = B = C"]),
-        ([("A", "1 2"), ("B", "3 4"), ("A", "5 6")], ["A", "B", "A"], []),
-        ([("A", ""), ("B", ""), ("", "")], ["A", "B", "2"], []),
-    ],
-)
-def test_a_study_or_series_is_of_one_patient(
-    slices: list[tuple[str, str]], patients: list[str], joined: list[str]
-) -> None:
-    infos = [SliceInfo(f"{k}/x", 0, 1, patient, "same for all", 0.0, uids) for k, (patient, uids) in enumerate(slices)]
-    assert join(infos, patients_of(infos, section("data", "dicom", root="r"))) == (patients, joined)
-
-
 def test_random_split_keeps_patients_apart_and_gives_each_part_one() -> None:
     patients = [f"p{i % 11}" for i in range(100)]
     parts = split(patients)
@@ -109,12 +78,10 @@ def test_three_patients_go_one_to_each_part_and_the_largest_trains(fraction: flo
 @pytest.mark.parametrize(
     ("patients", "options", "says"),
     [
-        ([*"aab"], {}, r"2 patient\(s\) \(a, b\), too few.*patient_from=folder.*data\.split=slices"),
-        (["L333", "L067"], {"split": "aapm"}, "nothing for test"),
+        ([*"aab"], {}, r"2 patient\(s\) \(a, b\), too few.*patient_from=folder.*data\.split=all"),
         (["abcd", "b", "c"], {"split": "explicit", "val_patients": ["abce"]}, "did you mean abcd"),
         ([*"abc"], {"split": "explicit", "val_patients": ["b"], "test_patients": ["b"]}, r"also in data\.val_patients"),
         ([*"abc"], {"split": "explicit", "val_patients": ["b"]}, "nothing for test"),
-        ([*"ab"], {"split": "slices"}, "3 slices or more"),
     ],
 )
 def test_what_cannot_be_split_says_what_to_do(patients: list[str], options: dict[str, Any], says: str) -> None:
@@ -123,25 +90,11 @@ def test_what_cannot_be_split_says_what_to_do(patients: list[str], options: dict
 
 
 def test_splits_by_rule() -> None:
-    patients = [*AAPM_PATIENTS, "L333", "somebody"]
-    parts = split(patients, split="aapm")
-    assert {patients[i] for i in parts["val"]} == {"L333"}
-    assert [patients[i] for i in parts["test"]] == ["L310"]
-    assert len(parts["train"]) == 8
     parts = split([*"abcd"], split="explicit", val_patients=["b"], test_patients=["d"])
     assert parts == {"train": [0, 2], "val": [1], "test": [3]}
+    parts = split([*"abcd"], split="explicit", train_patients=["a"], val_patients=["b"], test_patients=["d"])
+    assert parts == {"train": [0], "val": [1], "test": [3]}
     assert split([*"aa"], split="all") == {"train": [], "val": [], "test": [0, 1]}
-
-
-def test_blocks_are_contiguous_and_of_one_series_of_one_patient() -> None:
-    parts = split(["a"] * 20 + ["b"] * 3 + ["c"], split="slices")
-    assert parts == {"train": [*range(16), 20, 23], "val": [16, 17, 21], "test": [18, 19, 22]}
-    infos = infos_of(*(f"x_{k:02}.npy" for k in range(10)))  # each such file is a patient, but their folder is a series
-    parts = split_of(infos, [info.path for info in infos], split="slices")
-    assert parts == {"train": [*range(8)], "val": [8], "test": [9]}
-    infos = [SliceInfo(f"{name}/{k}", 0, 1, name, "1.2", float(k)) for name in "ab" for k in range(3)]
-    parts = split_of(infos, [*"aaabbb"], split="slices")  # de-identified files may have the same series for all
-    assert parts == {"train": [0, 3], "val": [1, 4], "test": [2, 5]}
 
 
 TEN = {f"P{number}": [10 * number, 10 * number + 1] for number in range(10)}
@@ -150,10 +103,9 @@ TEN = {f"P{number}": [10 * number, 10 * number + 1] for number in range(10)}
 def settled(run: RunSplit, slices: dict[str, list[int]], **options: Any) -> tuple[dict[str, list[str]], list[str]]:
     """Patients of each part, and the new ones; `slices`: digests of the slices of each patient."""
     patients = [name for name, digests in slices.items() for _ in digests]
-    infos = [SliceInfo(f"{p}/{i}", 0, 1, p, p, float(i)) for i, p in enumerate(patients)]
     digests = [digest for its in slices.values() for digest in its]
     config = section("data", "dicom", root="somewhere", **options)
-    split, new = run.settle("data", infos, patients, digests, config)
+    split, new = run.settle("data", patients, digests, config)
     return {part: sorted({patients[i] for i in split[part]}) for part in PARTS}, new
 
 
@@ -183,9 +135,13 @@ def test_a_patient_is_known_by_name_and_by_slices() -> None:
     assert settled(RunSplit(record), renamed)[0]["test"] == ["other"]
     anew = TEN | {train: [500, 501], test: [*TEN[test], 502]}  # reconstructed again, and one more
     assert settled(RunSplit(record), anew) == (parts, [])
+    finer = {name: [1000 + it for it in its] for name, its in TEN.items()}  # the digests of another pixel size
+    assert settled(RunSplit(record), finer) == (parts, [])
     swapped = {name: its for name, its in TEN.items() if name != train} | {test: TEN[train]}
     assert test in settled(RunSplit(record), swapped)[0]["train"]
     assert settled(RunSplit(record), swapped)[0]["test"] == []
+    both = {name: its for name, its in TEN.items() if name != train} | {test: [*TEN[test], *TEN[train]]}
+    assert test in settled(RunSplit(record), both)[0]["train"]
 
 
 def test_slices_that_are_alike_change_no_part() -> None:
@@ -195,29 +151,6 @@ def test_slices_that_are_alike_change_no_part() -> None:
     assert settled(RunSplit(record), alike) == (parts, [])
     two = {name: alike[name] for name in (parts["train"][0], parts["test"][0])}
     assert settled(RunSplit(record), two)[0] == {"train": parts["train"][:1], "val": [], "test": parts["test"]}
-
-
-def test_names_keep_the_split_at_another_pixel_size() -> None:
-    """There the digests of all slices differ."""
-    for rule in ("aapm", "slices"):
-        infos = infos_of(*(f"{name}/{k}.IMA" for name in AAPM_PATIENTS for k in range(3)), patient="Anonymous")
-        config = section("data", "dicom", root="r", split=rule)
-        patients, run = patients_of(infos, config), RunSplit()
-        split, _ = run.settle("data", infos, patients, [*range(30)], config)
-        assert RunSplit(run.record).settle("data", infos, patients, [*range(100, 130)], config) == (split, [])
-
-
-def test_blocks_of_slices_are_kept_by_their_digests() -> None:
-    def blocks(digests: list[int], names: str) -> tuple[list[SliceInfo], list[str], list[int], Any]:
-        infos = [SliceInfo(f"A/{name}", 0, 1, "A", "A", float(i)) for i, name in enumerate(names)]
-        return infos, ["A"] * len(digests), digests, section("data", "dicom", root="somewhere", split="slices")
-
-    run = RunSplit()
-    split, _ = run.settle("data", *blocks([*range(20)], "abcdefghijklmnopqrst"))
-    shorter, new = RunSplit(run.record).settle("data", *blocks([*range(5, 20), 99], "ABCDEFGHIJKLMNOP"))
-    for part in ("val", "test"):
-        assert [i + 5 for i in shorter[part]] == split[part]
-    assert new == ["A"]
 
 
 def test_copies_of_trained_slices_are_counted() -> None:

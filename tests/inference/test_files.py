@@ -12,7 +12,7 @@ from pydicom import dcmread
 from pydicom.dataset import Dataset
 from pydicom.uid import generate_uid
 
-from qnmixer.engine.data.cache import Grid, to_square
+from qnmixer.engine.data.cache import to_square
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.engine.inference.slices import InputSlice, read_slices, slice_files
 from qnmixer.engine.inference.writers import write_dicom, write_npy, write_png
@@ -83,25 +83,6 @@ def test_a_point_lies_at_the_same_millimetres_before_and_after(
     assert list(out.PixelSpacing) == pytest.approx(new)
     assert list(out.ImagePositionPatient) == pytest.approx(first)
     assert (out.Rows, out.Columns) == (20, 20)
-
-
-def test_grid_of_a_source_whose_pixels_are_not_square(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
-    """It is that of the image on which the slice lies: a square of 120 mm around its middle."""
-    position = {"PixelSpacing": [3, 2], "ImagePositionPatient": [-10, -20, 30]}
-    make_ct(tmp_path / "in.dcm", body_hu(40, 50), **position)
-    (source,) = slices(tmp_path / "in.dcm")
-    hu = Grid(60, None).place(source.hu, source.spacing)
-    write_dicom(tmp_path / "out.dcm", hu, template=source.template, series_uid="1.2", **WORDS)
-    out = dcmread(tmp_path / "out.dcm")
-    assert list(out.PixelSpacing) == [2, 2]
-    assert list(out.ImagePositionPatient) == [-20, -20.5, 30]
-    assert np.abs(hu_of(tmp_path / "out.dcm") - hu).max() <= 0.5
-    centre = {}
-    for name, (down, right), first in (("in", (3, 2), (-20, -10)), ("out", (2, 2), (-20.5, -20))):
-        bone = hu_of(tmp_path / f"{name}.dcm").clip(100) - 100
-        y, x = ((bone * its).sum() / bone.sum() for its in np.mgrid[: bone.shape[0], : bone.shape[1]])
-        centre[name] = (first[0] + down * y, first[1] + right * x)
-    assert centre["out"] == pytest.approx(centre["in"], abs=0.2)
 
 
 def test_multi_frame_source_gives_single_frames(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Matrices on disk: found again, mapped, rebuilt when damaged, and never in the way."""
 
 import copy
-import hashlib
 import os
 import pickle
 import random
@@ -72,12 +71,9 @@ def test_the_second_time_all_is_mapped_and_nothing_changes_the_files(
     assert as_expected(FanBeamProjector(GEOMETRY))
     kept = files(folder)
     assert (len(built), len(kept)) == (4, 4)
-    for path in kept:
-        os.utime(path, (1, 1))
     projector = FanBeamProjector(GEOMETRY)
     assert as_expected(projector)
     assert len(built) == 4
-    assert all(path.stat().st_mtime > 1 for path in kept)  # use counts as use
     mapped = Path("/proc/self/maps").read_text()
     assert sum(str(path) in mapped for path in kept) == 2
     for twin in (copy.deepcopy(projector), pickle.loads(pickle.dumps(projector)), projector.to("cpu")):
@@ -94,8 +90,6 @@ def test_another_scan_has_other_files(folder: Path, monkeypatch: pytest.MonkeyPa
     changes = (
         {}, {"first_angle": 0.1}, {"angle_span": -GEOMETRY.angle_span}, {"source_to_axis": 601.0},
         {"beam": "fan_curved"}, {"detector_offset": 0.25}, {"beam": "parallel"},
-        {"view_angles": tuple(np.linspace(0, 5, GEOMETRY.n_views))},
-        {"view_angles": tuple(np.linspace(5, 0, GEOMETRY.n_views))},
     )  # fmt: skip
     for change in changes:
         FanBeamProjector(replace(GEOMETRY, **change))  # type: ignore[arg-type]  # numbers and words
@@ -165,17 +159,6 @@ def test_matrices_that_another_user_may_have_written_are_not_read(folder: Path, 
     assert len(built) == 8
 
 
-def test_what_nobody_used_for_long_goes(folder: Path) -> None:
-    kept = FanBeamProjector(replace(GEOMETRY, first_angle=0.1))
-    before = results(kept)
-    (folder / "left-by-a-killed-process.tmp").touch()
-    for path in folder.iterdir():
-        os.utime(path, (1, 1))
-    FanBeamProjector(GEOMETRY)
-    assert sorted(path.suffix for path in folder.iterdir()) == ["", ".safetensors", ".safetensors"]
-    assert all(map(torch.equal, results(kept), before))  # who has a file mapped keeps it
-
-
 def test_processes_at_once_build_once(folder: Path, built: list[str]) -> None:
     """And share the files with this process."""
     children = []
@@ -190,14 +173,3 @@ def test_processes_at_once_build_once(folder: Path, built: list[str]) -> None:
     assert sum(len((folder.parent / str(child)).read_text().split()) for child in children) == 4
     assert as_expected(FanBeamProjector(GEOMETRY))
     assert built == []
-
-
-def test_another_layout_needs_another_format() -> None:
-    """What the matrices of one scan hold; where this fails for good reason, raise FORMAT and write down the new one."""
-    digest = hashlib.sha256()
-    for name, buffer in FanBeamProjector(GEOMETRY).named_buffers():
-        if name.rpartition(".")[2] in ("starts", "pixels", "values", "starts_t", "rays", "values_t"):
-            # Of the values what rounding leaves alone.
-            rounded = buffer.double().sum(0, keepdim=True).round(decimals=1)
-            digest.update((rounded if buffer.is_floating_point() else buffer).numpy().tobytes())
-    assert (sparse.FORMAT, digest.hexdigest()[:16]) == (3, "e920af00b62fd78b")

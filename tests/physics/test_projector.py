@@ -44,7 +44,6 @@ GEOMETRIES = {
     "half_turn_with_offset": paper(14, 64, beam="parallel", angle_span=math.pi, detector_offset=0.25),
     # Measured scan of the Helsinki tomography challenge 2022 (its .mat file): 61 views over 30°, both ends included.
     "measured": FanBeamGeometry(64, 1.1865784, 61, 560, 0.2, 410.66, 143.08, angle_span=math.radians(30.5)),
-    "listed": paper(8, 64, view_angles=(3.0, -0.1, 0.4, 1.7, 5.9, 0.41, 4.4, 0.4)),
 }
 # How many times fewer values the matrices have by the symmetry of quarter turns.
 TIMES = 4
@@ -128,26 +127,15 @@ def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
         assert torch.equal(gradients[0].to(dtype), gradients[1])
 
 
-@pytest.mark.parametrize("convert", ["half", "double"])
-def test_dtype_conversions_keep_the_matrices_exact(convert: str) -> None:
+def test_the_precision_is_that_of_the_module() -> None:
     operator = FanBeamProjector(TINY)
     x, y = random_pair(TINY)
     expected = operator(x), operator.adjoint(y), operator.fbp(y)
-    operator = getattr(operator, convert)()
+    operator.double()
     for found, before in zip((operator(x), operator.adjoint(y), operator.fbp(y)), expected, strict=True):
         assert found.dtype == torch.float32
         assert relative_error(found, before) < 1e-6
-    assert operator(x.double()).dtype == (torch.float64 if convert == "double" else torch.float32)
-    returned = operator.float()
-    assert torch.equal(returned(x), expected[0])
-
-
-def test_matrices_are_the_same_whatever_the_number_of_threads() -> None:
-    geometry = FanBeamGeometry.paper(32, image_size=128)  # several parts of rays and of pixels
-    alone = FanBeamProjector(geometry)
-    torch.set_num_threads(3)
-    together = FanBeamProjector(geometry)
-    assert all(map(torch.equal, together.buffers(), alone.buffers()))
+    assert operator(x.double()).dtype == torch.float64
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -70,7 +70,7 @@ def any_geometry(seed: int) -> FanBeamGeometry:
     rng = np.random.default_rng(seed)
     size, bins, source = int(rng.integers(2, 14)), int(rng.integers(3, 30)), float(rng.uniform(9, 30))
     span = rng.choice([2 * math.pi, math.pi, rng.uniform(0.1, 2 * math.pi)]) * rng.choice([-1, 1])
-    geometry = FanBeamGeometry(
+    return FanBeamGeometry(
         image_size=size,
         pixel_size=10.0 / size,
         n_views=int(rng.integers(1, 13)),
@@ -83,7 +83,6 @@ def any_geometry(seed: int) -> FanBeamGeometry:
         beam=str(rng.choice(["fan_flat", "fan_curved", "parallel"])),
         detector_offset=float(rng.choice([0, 0.25, 0.5, -1, rng.uniform(-1, 1) * bins / 4])),
     )
-    return geometry if seed % 3 else replace(geometry, view_angles=tuple(rng.uniform(-6, 6, geometry.n_views)))
 
 
 def chords(geometry: FanBeamGeometry) -> np.ndarray:
@@ -113,5 +112,5 @@ def test_any_scan_sees_the_square_and_is_that_of_single_views(first: int) -> Non
         assert abs(left - right) <= 1e-5 * abs(left), geometry
         for view in range(0, geometry.n_views, 3):
             angle = math.remainder(geometry.angles()[view], 2 * math.pi)
-            one = replace(geometry, n_views=1, first_angle=angle, angle_span=0.5, view_angles=None)
+            one = replace(geometry, n_views=1, first_angle=angle, angle_span=0.5)
             torch.testing.assert_close(system_matrix(one)(x)[:, :, 0], matrix(x)[:, :, view], atol=1e-4, rtol=1e-4)

@@ -287,7 +287,7 @@ def test_evaluation_on_another_folder_measures_every_slice(trained: Path, ct: Pa
         (["data.image_size=64"], "the run was trained with data.image_size=32"),
         (["data.root=/nowhere"], "/nowhere does not exist"),
         (["split=val"], "no slices for val"),
-        (["data.split=aapm"], "data.split=aapm finds nothing"),
+        (["data.split=explicit"], "data.split=explicit finds nothing"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*skipped 2 of its files")

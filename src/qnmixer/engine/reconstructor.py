@@ -157,10 +157,9 @@ def build_geometry(config: Config) -> FanBeamGeometry:
             angle_span=g.angle_span,
             beam=g.beam,
             detector_offset=g.detector_offset,
-            view_angles=None if g.angles is None else tuple(g.angles),  # type: ignore[arg-type]  # a file has been read
         )
     except GeometryError as error:  # it names its argument; on the command line the group comes first
-        raise GeometryError(f"geometry.{str(error).replace('view_angles', 'angles')}") from error
+        raise GeometryError(f"geometry.{error}") from error
 
 
 def build_projector(config: Config) -> FanBeamProjector:

@@ -5,23 +5,21 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from qnmixer.engine.data.cache import to_square
-from qnmixer.engine.data.dataset import FixedScaling
+from qnmixer.engine.data.dataset import Scaling
 from qnmixer.engine.data.slices import FloatArray, SkipFile, optional, reading, usable
-from qnmixer.errors import DataError
 from qnmixer.extras.pairs import views_of
 from qnmixer.files import path_of
 from qnmixer.physics import FanBeamGeometry
 
 _NAMES = {"train": "train", "val": "validation", "test": "test"}
 _IMAGES = {"train": 35820, "val": 3522, "test": 3553}
+"""The last file of images has more."""
 _VIEWS, _BINS, _SIZE = 1000, 513, 362
 _WATER, _AIR, _LARGEST = 20.0, 0.02, 81.35858
 """Attenuation in 1/m: x = (HU·(water − air)/1000 + water)/largest."""
 _PER_HU = (_WATER - _AIR) / 1000
 _MM = 1000.0
 """Millimetres in a metre: observations are line integrals of x over metres."""
-_FIX = "unzip it again"
 
 
 class LodopabSource:
@@ -37,17 +35,15 @@ class LodopabSource:
 
     Args:
         part: train, val or test.
-        image_size: rows and columns that images are resampled to; in the files they have 362.
         geometry: the scan.
         root: folder with all files.
         sinograms: "measured" or "simulated".
 
     Raises:
-        DataError: h5py or a file is missing, or a file has another layout.
+        DataError: h5py is missing, or a file has another layout.
         ConfigError: the scan has views that were not measured.
     """
 
-    endless = False
     scan: ClassVar[dict[str, Any]] = {
         "beam": "parallel", "n_detectors": _BINS, "detector_pitch": 0.716755, "detector_offset": 0.0,
         "field_of_view": 260.0,
@@ -55,49 +51,35 @@ class LodopabSource:
     hu_max = 3071.0
     hu_scaling = (-_WATER / _PER_HU, _LARGEST / _PER_HU)
     attenuation_of_one = _LARGEST / 1000
-    scaling = FixedScaling(*hu_scaling)
+    scaling = Scaling(*hu_scaling)
 
     def __init__(
         self,
         part: str,
-        image_size: int,
         geometry: FanBeamGeometry,
         *,
         root: str,
         sinograms: Literal["measured", "simulated"] = "measured",
     ) -> None:
-        self.image_size, self.root = image_size, path_of(root)
+        self.root = path_of(root)
         self._views: list[int] = []
         if sinograms == "measured":  # the set's views start half a step after ODL's first angle, which is −π/2 here
             step = np.pi / _VIEWS
             self._views = views_of(geometry, step / 2 - np.pi / 2, step, _VIEWS, "lodopab")
         kind, shape = ("observation", (_VIEWS, _BINS)) if self._views else ("ground_truth", (_SIZE, _SIZE))
-        self._places: list[tuple[str, int]] = []
-        for path in sorted(self.root.glob(f"{kind}_{_NAMES[part]}_[0-9][0-9][0-9].hdf5")):
-            end, n = path.name.removeprefix(kind), _rows(path, shape)
-            if (has := _rows(self.root / f"ground_truth{end}", (_SIZE, _SIZE))) < n:
-                raise DataError(
-                    f"{self.root}/ground_truth{end} has {has} images for {n} observations: unzip both again"
-                )
-            self._places += [(end, row) for row in range(n)]
-        self._places = self._places[: _IMAGES[part]]  # the last file of images is longer
-        self.warnings: list[str] = []
-        if 0 < len(self) < _IMAGES[part]:
-            self.warnings.append(
-                f"data.root={root} has only {len(self)} of the {_IMAGES[part]} images of LoDoPaB-CT for {part}: the "
-                "published scores use all of them"
-            )
+        files = sorted(self.root.glob(f"{kind}_{_NAMES[part]}_[0-9][0-9][0-9].hdf5"))
+        places = [(path.name.removeprefix(kind), row) for path in files for row in range(_rows(path, shape))]
+        self._places = places[: _IMAGES[part]]
 
     def __len__(self) -> int:
         return len(self._places)
 
     def load(self, index: int) -> FloatArray:
-        """Image [S, S] in HU. Raises DataError if it cannot be read."""
-        x = self._row("ground_truth", index)
-        return to_square(self.scaling.offset + self.scaling.scale * x, self.image_size)
+        """Image [362, 362] in HU. Raises SkipFile if it cannot be read."""
+        return self.scaling.offset + self.scaling.scale * self._row("ground_truth", index)
 
     def sinogram(self, index: int) -> FloatArray:
-        """The observation of an image, [V, 513], value × mm. Raises DataError if it cannot be read."""
+        """The observation of an image, [V, 513], value × mm. Raises SkipFile if it cannot be read."""
         return self._row("observation", index)[self._views] * np.float32(_MM)
 
     def name(self, index: int) -> str:
@@ -109,17 +91,14 @@ class LodopabSource:
         end, row = self._places[index]
         path = self.root / f"{kind}{end}"
         h5py = optional("h5py", "lodopab")
-        with usable(path, _FIX), reading(f"row {row} is damaged"), h5py.File(path, "r") as stream:
-            values = np.asarray(stream["data"][row], np.float32)
-            if not np.isfinite(values).all():
-                raise SkipFile(f"NaN or infinite values in row {row}")
-        return values
+        with reading(f"{path.name} is missing or damaged"), h5py.File(path, "r") as stream:
+            return np.asarray(stream["data"][row], np.float32)
 
 
 def _rows(path: Path, shape: tuple[int, int]) -> int:
     """The number of arrays of this shape in a file. Raises DataError for another layout."""
     h5py = optional("h5py", "lodopab")
-    with usable(path, _FIX), reading("no whole HDF5 file of LoDoPaB-CT"), h5py.File(path, "r") as stream:
+    with usable(path, "unzip it again"), reading("no whole HDF5 file of LoDoPaB-CT"), h5py.File(path, "r") as stream:
         its = stream["data"].shape
         if len(its) != 3 or its[1:] != shape:
             raise SkipFile(f"values {[*its]} in `data`, not [n, {shape[0]}, {shape[1]}]")

@@ -17,11 +17,11 @@ def views_of(geometry: FanBeamGeometry, first: float, step: float, count: int, e
     Args:
         geometry: the scan.
         first: angle of the first measured view in radians.
-        step: angle between measured views, a divisor of a full turn.
+        step: signed angle between measured views, a divisor of a full turn.
         count: number of measured views.
         extra: the set's option of `geometry`, for the message.
     """
-    turn = round(2 * np.pi / step)
+    turn = round(2 * np.pi / abs(step))
     place = (geometry.angles() - first) / step
     nearest = np.rint(place)
     index = np.mod(nearest, turn).astype(int)  # −6° is 354°
@@ -30,6 +30,6 @@ def views_of(geometry: FanBeamGeometry, first: float, step: float, count: int, e
         raise ConfigError(
             f"view {j} of geometry, at {np.degrees(geometry.angles()[j]):.4g}°, is not one of the {count} measured "
             f"views: use geometry={extra} with n_views a divisor of {count}, or first_angle and angle_span in whole "
-            f"steps of {np.degrees(step):.3g}°"
+            f"steps of {np.degrees(abs(step)):.3g}°"
         )
     return [int(it) for it in index]

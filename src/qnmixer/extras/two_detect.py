@@ -10,9 +10,8 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
-from qnmixer.engine.data.cache import to_square
-from qnmixer.engine.data.dataset import FixedScaling
-from qnmixer.engine.data.slices import FloatArray, SkipFile, optional, reading, summarise_skipped, usable
+from qnmixer.engine.data.dataset import Scaling
+from qnmixer.engine.data.slices import FloatArray, SkipFile, optional, reading, summarise_skipped
 from qnmixer.errors import DataError
 from qnmixer.extras.pairs import views_of
 from qnmixer.files import path_of
@@ -25,11 +24,9 @@ _MOVED = range(1, 2831), range(5521, 5871)
 _VIEWS, _RAW_BINS, _SIZE = 3600, 1912, 1024
 _RAW = "sinogram.tif", "dark.tif", "flat1.tif", "flat2.tif"
 _REFERENCE = "reconstruction.tif"
-_FIX = "copy it again, or move it away"
+_OTHER = "files of another size than those of 2DeteCT"
 _PIXEL = 0.113797
 """Millimetres of the references, whose values are attenuation per pixel."""
-_DEAD = 1e-3
-"""Share of the median light; a bin with less is dead, and its values are noise."""
 _LEAST = 1e-6
 """The transmission of a ray without any light."""
 
@@ -44,7 +41,6 @@ class TwoDetectSource:
 
     Args:
         part: train, val or test, as in the benchmark.
-        image_size: rows and columns that references are resampled to; in the files they have 1024.
         geometry: the scan.
         hu_max: HU of x = 1; air is −1000.
         root: folder with slice00001/mode1/sinogram.tif and so on, at most two folders down. References,
@@ -57,7 +53,6 @@ class TwoDetectSource:
         ConfigError: the scan has views that were not measured.
     """
 
-    endless = False
     scan: ClassVar[dict[str, Any]] = {
         "beam": "fan_flat", "n_detectors": _RAW_BINS // 2, "detector_pitch": 0.1496, "detector_offset": 0.0,
         "source_to_axis": 431.019989, "axis_to_detector": 97.980499, "field_of_view": 116.528,
@@ -66,7 +61,6 @@ class TwoDetectSource:
     def __init__(
         self,
         part: str,
-        image_size: int,
         geometry: FanBeamGeometry,
         hu_max: float,
         *,
@@ -75,17 +69,14 @@ class TwoDetectSource:
         max_attenuation: Annotated[float, Gt(0)] = 0.05,
     ) -> None:
         optional("tifffile", "two_detect")
-        self.image_size, self.max_attenuation = image_size, max_attenuation
-        self.scaling = FixedScaling(-1000.0, hu_max + 1000.0)
+        self.max_attenuation = max_attenuation
+        self.scaling = Scaling(-1000.0, hu_max + 1000.0)
         self._views = views_of(geometry, 0.0, 2 * np.pi / _VIEWS, _VIEWS, "two_detect")
-        folders = _folders(path_of(root))
-        if not folders:
-            raise DataError(
-                f"data.root={root} has no folder slice00001 or the like, two folders down at most: unzip 2DeteCT there"
-            )
-        wanted = {name: f"mode{mode}/{name}" for name in _RAW} | {_REFERENCE: f"mode2/{_REFERENCE}"}
         self._files: dict[int, dict[str, Path]] = {}
-        skipped: list[tuple[str, str]] = []
+        folders, skipped = _folders(path_of(root)), list[tuple[str, str]]()
+        if not folders:
+            raise DataError(f"data.root={root} has no folder slice00001 or the like: unzip 2DeteCT there")
+        wanted = {name: f"mode{mode}/{name}" for name in _RAW} | {_REFERENCE: f"mode2/{_REFERENCE}"}
         for number in sorted(folders.keys() & {*_PARTS[part]}):
             below = {name: [folder / its for folder in folders[number]] for name, its in wanted.items()}
             found = {name: path for name, its in below.items() for path in its if path.is_file()}
@@ -100,19 +91,19 @@ class TwoDetectSource:
         return len(self._numbers)
 
     def load(self, index: int) -> FloatArray:
-        """Reference [S, S] with HU = −1000 + (hu_max + 1000)·x. Raises DataError if it cannot be used."""
-        file = self._files[self._numbers[index]][_REFERENCE]
-        with usable(file, _FIX):
-            attenuation = to_square(_reference(_read(file)), self.image_size)
+        """Reference [1024, 1024] with HU = −1000 + (hu_max + 1000)·x. Raises SkipFile if it cannot be used."""
+        with reading(_OTHER):
+            attenuation = _reference(_read(self._files[self._numbers[index]][_REFERENCE]))
         return np.float32(self.scaling.offset) + attenuation * np.float32(self.scaling.scale / self.max_attenuation)
 
     def sinogram(self, index: int) -> FloatArray:
-        """Sinogram [V, 956], value × mm. Raises DataError if it cannot be used."""
+        """Sinogram [V, 956], value × mm. Raises SkipFile if it cannot be used."""
         moved = any(self._numbers[index] in its for its in _MOVED)
         files = self._files[self._numbers[index]]
-        with usable(files[_RAW[0]].parent, _FIX):
+        with reading(_OTHER):
             sinogram, dark, *flats = (_read(files[name]) for name in _RAW)
-            return line_integrals(sinogram, dark, flats, self._views, moved=moved) / np.float32(self.max_attenuation)
+            p = line_integrals(sinogram, dark, flats, self._views, moved=moved)
+        return p / np.float32(self.max_attenuation)
 
     def name(self, index: int) -> str:
         """The folder of the slice, as slice00001."""
@@ -125,8 +116,6 @@ def _folders(root: Path) -> dict[int, list[Path]]:
     for level in ("", "*/", "*/*/"):
         for folder in sorted(root.glob(f"{level}slice[0-9][0-9][0-9][0-9][0-9]")):
             found.setdefault(int(folder.name[-5:]), []).append(folder)
-        if found:
-            break
     return found
 
 
@@ -135,12 +124,9 @@ def _read(path: Path) -> np.ndarray[Any, Any]:
     tifffile = optional("tifffile", "two_detect")
     with reading(f"an unreadable or truncated {path.name}"):
         try:
-            values = tifffile.memmap(path, mode="r")
+            return tifffile.memmap(path, mode="r")
         except ValueError:
-            values = np.asarray(tifffile.imread(path))
-    if values.dtype.kind not in "iuf" or (values.dtype.kind == "f" and not np.isfinite(values).all()):
-        raise SkipFile(f"values that are no finite numbers in {path.name}")
-    return values
+            return np.asarray(tifffile.imread(path))
 
 
 def _binned(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -166,16 +152,13 @@ def line_integrals(
         moved: whether the detector was shifted by one bin in this slice.
 
     Raises:
-        SkipFile: another size, or a detector without light.
+        SkipFile: a bin of the detector had no light.
+        ValueError or IndexError: another size.
     """
-    if sinogram.shape not in ((_VIEWS + 1, _RAW_BINS), (_VIEWS, _RAW_BINS)):
-        raise SkipFile(f"a sinogram of {[*sinogram.shape]}, not [{_VIEWS + 1}, {_RAW_BINS}]")
-    if wrong := [it for it in (dark, *flats) if it.size != _RAW_BINS]:
-        raise SkipFile(f"a dark or flat field of {wrong[0].size} values, not {_RAW_BINS}")
     none, *full = (_binned(it.reshape(_RAW_BINS)) for it in (dark, *flats))
     light = np.mean(full, axis=0) - none
-    if dark_bins := int((light <= max(0.0, _DEAD * np.median(light))).sum()):
-        raise SkipFile(f"{dark_bins} detector bins without light in its flat fields")
+    if light.min() <= 0:
+        raise SkipFile("detector bins without light in its flat fields")
     transmission = (_binned(sinogram[[*views]]) - none) / light
     if moved:
         last = 2 * transmission[:, -1:] - transmission[:, -2:-1]
@@ -185,8 +168,6 @@ def line_integrals(
 
 def _reference(values: np.ndarray[Any, Any]) -> FloatArray:
     """A reference in 1/mm on the pixels of the scan. The set's own pixels are shifted by one, down and to the right."""
-    if values.shape != (_SIZE, _SIZE):
-        raise SkipFile(f"a reference of {[*values.shape]}, not [{_SIZE}, {_SIZE}]")
     moved = np.zeros((_SIZE, _SIZE), np.float32)
     moved[:-1, :-1] = values[1:, 1:] / np.float32(_PIXEL)
     return moved

@@ -33,8 +33,8 @@ _SIDE_TAPER = 8
 """Width of the smooth end of a detector with an offset, in offsets; at most the bins that are seen from both sides."""
 _CHUNK = 2**17
 """Values computed at a time: few enough for the CPU's cache, and for little memory."""
-_VIEWS, _SLICES = 8, 64
-"""The same without a matrix."""
+_SLICES = 64
+"""Slices reconstructed together without a matrix."""
 
 
 def ray_weights(geometry: FanBeamGeometry) -> np.ndarray:
@@ -122,25 +122,22 @@ def fbp_of_slices(sinograms: np.ndarray, geometry: FanBeamGeometry, filter_name:
         geometry: the scan.
         filter_name: a key of `FBP_WINDOWS`.
     """
-    n_views, n_bins, size = geometry.n_views, geometry.n_detectors, geometry.image_size
+    n_bins, size = geometry.n_detectors, geometry.image_size
     response = torch.from_numpy(ramp_response(geometry, filter_name, on_arc=geometry.beam == "fan_curved"))
-    weights = np.broadcast_to(ray_weights(geometry), (n_views, n_bins))[..., None]
+    n = 2 * (len(response) - 1)
+    weights = np.broadcast_to(ray_weights(geometry), (geometry.n_views, n_bins))[..., None]
     axis = (np.arange(size) - (size - 1) / 2) * geometry.pixel_size
-    x, y = np.tile(axis, size)[:, None], -np.repeat(axis, size)[:, None]
+    x, y = np.tile(axis, size), -np.repeat(axis, size)
     images = np.empty((sinograms.shape[2], size**2), np.float32)
     for some in (slice(first, first + _SLICES) for first in range(0, len(images), _SLICES)):
         total = torch.zeros(size**2, len(images[some]))
-        for views in (slice(first, first + _VIEWS) for first in range(0, n_views, _VIEWS)):
-            rows = torch.from_numpy(sinograms[views, :, some] * weights[views])
-            n = 2 * (len(response) - 1)
-            rows = torch.fft.irfft(torch.fft.rfft(rows, n, dim=1) * response[:, None], n, dim=1)[:, :n_bins].float()
-            bins, share = _bins_of(x, y, views, geometry)
+        for view in range(geometry.n_views):
+            row = torch.from_numpy(sinograms[view, :, some] * weights[view])
+            row = torch.fft.irfft(torch.fft.rfft(row, n, dim=0) * response[:, None], n, dim=0)[:n_bins].float()
+            bins, share = _bins_of(x[:, None], y[:, None], slice(view, view + 1), geometry)
             share[(bins < 0) | (bins >= n_bins)] = 0
-            places = bins.clip(0, n_bins - 1) + n_bins * np.arange(len(rows))[:, None]
-            total += embedding_bag(
-                torch.from_numpy(places).flatten(1), rows.flatten(0, 1), mode="sum",
-                per_sample_weights=torch.from_numpy(share).float().flatten(1),
-            )  # fmt: skip
+            places, weight = torch.from_numpy(bins[:, 0].clip(0, n_bins - 1)), torch.from_numpy(share[:, 0]).float()
+            total += embedding_bag(places, row, mode="sum", per_sample_weights=weight)
         images[some] = total.T.numpy()
     return images.reshape(-1, size, size)
 
@@ -179,7 +176,7 @@ def _bins_of(x: np.ndarray, y: np.ndarray, views: slice, geometry: FanBeamGeomet
     position = u / geometry.detector_pitch + (geometry.n_detectors - 1) / 2 - geometry.detector_offset
     below = np.floor(position)
     bins = np.stack([below, below + 1], axis=-1).astype(np.intp)
-    return bins, (1 - np.abs(position[..., None] - bins)) * (geometry.view_widths()[views] * gain)[..., None]
+    return bins, (1 - np.abs(position[..., None] - bins)) * (abs(geometry.angle_step) * gain)[..., None]
 
 
 def _seen(t: np.ndarray, v: np.ndarray, geometry: FanBeamGeometry) -> tuple[np.ndarray, np.ndarray]:

@@ -27,7 +27,7 @@ class FanBeamGeometry:
     Convention (ASTRA's `fanflat`): at angle β the source is at `source_to_axis`·(sin β, −cos β), the detector centre
     at `axis_to_detector`·(−sin β, cos β), and the detector coordinate u runs along (cos β, sin β). Bin k is centred at
     u = (k − (n_detectors − 1)/2 + `detector_offset`)·`detector_pitch`. Row 0 of the image is at the top (largest y),
-    column 0 at the left (smallest x). View j is at `first_angle` + j·`angle_span`/`n_views`, or at `view_angles`[j].
+    column 0 at the left (smallest x). View j is at `first_angle` + j·`angle_span`/`n_views`.
 
     The beams:
 
@@ -50,9 +50,6 @@ class FanBeamGeometry:
             or half turn of a parallel beam, becomes the exact one.
         beam: fan_flat, fan_curved or parallel.
         detector_offset: shift of all bins along u, in bins; a quarter gives a full turn twice as fine samples.
-        view_angles: β of each view in radians, in any order, for views that are not equally spaced. They replace
-            `first_angle` (then the first view of the arc) and `angle_span` (the arc). If the largest gap is more than
-            twice the second largest, it is the part of the turn without views.
 
     Raises:
         GeometryError: if a value is impossible or no ray can see the object.
@@ -69,15 +66,12 @@ class FanBeamGeometry:
     angle_span: float = FULL_TURN
     beam: str = "fan_flat"
     detector_offset: float = 0.0
-    view_angles: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         self._require("image_size", "n_views", "n_detectors", whole=True)
         if self.beam not in BEAMS:
             raise GeometryError(f"beam={self.beam!r} is not known: choose {', '.join(BEAMS)}")
         self._require("pixel_size", "detector_pitch")
-        if self.view_angles is not None:
-            self._take_view_angles()
         self._require("first_angle", "angle_span", "detector_offset", positive=False)
         for name, least in (("angle_span", _ANGLE_TOLERANCE), ("first_angle", 0.0)):
             if not least <= abs(value := getattr(self, name)) <= FULL_TURN + _ANGLE_TOLERANCE:
@@ -136,7 +130,7 @@ class FanBeamGeometry:
 
     @property
     def angle_step(self) -> float:
-        """Signed angle between neighbouring views in radians; of listed angles, the mean."""
+        """Signed angle between neighbouring views in radians."""
         return self.angle_span / self.n_views
 
     @property
@@ -151,16 +145,15 @@ class FanBeamGeometry:
         Then half of the views are enough, and half of the bins: bin D − 1 − i sees the same lines as bin i.
         """
         half = not self.is_fan and abs(self.angle_span) == FULL_TURN / 2 and self.detector_offset == 0
-        return half and self.view_angles is None and self.n_views % 2 == 0 and self.image_size % 2 == 0
+        return half and self.n_views % 2 == 0 and self.image_size % 2 == 0
 
     @property
     def has_quarter_turn_symmetry(self) -> bool:
         """Whether turning the image by 90° maps the views onto each other. Then some of them are enough.
 
-        In a full turn a quarter of the views is enough. Listed angles, and images with a pixel in the middle, are
-        taken as they are.
+        In a full turn a quarter of the views is enough. Images with a pixel in the middle are taken as they are.
         """
-        full = self.is_full_turn and self.view_angles is None and self.n_views % 4 == 0 and self.image_size % 2 == 0
+        full = self.is_full_turn and self.n_views % 4 == 0 and self.image_size % 2 == 0
         return full or self.has_half_turn_symmetry
 
     @property
@@ -177,20 +170,7 @@ class FanBeamGeometry:
 
     def angles(self) -> np.ndarray:
         """Angle β of each view in radians, float64 [V]."""
-        if self.view_angles is not None:
-            return np.array(self.view_angles)
         return self.first_angle + self.angle_step * np.arange(self.n_views)
-
-    def view_widths(self) -> np.ndarray:
-        """The angle in radians that each view stands for: half of the way to each neighbour. float64 [V]."""
-        if self.view_angles is None:
-            return np.full(self.n_views, abs(self.angle_step))
-        order, gaps = self._gaps()
-        if not self.is_full_turn:
-            gaps[-1] = self.angle_step
-        widths = np.empty(self.n_views)
-        widths[order] = (gaps + np.roll(gaps, 1)) / 2
-        return widths
 
     def bin_positions(self) -> np.ndarray:
         """Detector coordinate u of each bin centre in mm, float64 [D]."""
@@ -210,36 +190,6 @@ class FanBeamGeometry:
         """
         return self.source_to_axis * np.sin(self.fan_angles()) if self.is_fan else self.bin_positions()
 
-    def _gaps(self) -> tuple[np.ndarray, np.ndarray]:
-        """The listed views along the turn, and the gap after each in radians. The last gap is the largest."""
-        angles = self.angles() % FULL_TURN
-        order = np.argsort(angles, kind="stable")
-        gaps = np.diff(angles[order], append=angles[order[0]] + FULL_TURN)
-        start = -1 - int(gaps.argmax())
-        return np.roll(order, start), np.roll(gaps, start)
-
-    def _take_view_angles(self) -> None:
-        """Check the listed angles, and set the arc that they cover. Raises GeometryError."""
-        try:
-            angles = np.asarray(self.view_angles, dtype=np.float64)
-        except (TypeError, ValueError):
-            angles = np.array(math.nan)
-        if angles.shape != (self.n_views,):
-            its = f"{len(angles)} angles" if angles.ndim == 1 else "no list of numbers"
-            raise GeometryError(f"view_angles has {its} for n_views={self.n_views}: give one for each view, in radians")
-        if (wrong := np.flatnonzero(~(np.abs(angles) <= FULL_TURN + _ANGLE_TOLERANCE))).size:
-            raise GeometryError(
-                f"view_angles has {angles[wrong[0]]:g} for view {wrong[0]}, outside of −2π to 2π: give radians within "
-                "a turn; degrees must be converted"
-            )
-        object.__setattr__(self, "view_angles", tuple(angles.tolist()))
-        order, gaps = self._gaps()
-        if self.n_views > 1 and (rest := FULL_TURN - gaps[-1]) < _ANGLE_TOLERANCE:
-            raise GeometryError(f"view_angles are all the same, {angles[0]:g}: give those of different views")
-        partial = self.n_views > 1 and gaps[-1] > 2 * gaps[:-1].max()
-        object.__setattr__(self, "first_angle", float(angles[order[0]] % FULL_TURN))
-        object.__setattr__(self, "angle_span", rest * self.n_views / (self.n_views - 1) if partial else FULL_TURN)
-
     def _require(self, *names: str, positive: bool = True, whole: bool = False) -> None:
         """Raise GeometryError for a value that is no number, too large to compute with, or not positive."""
         for name in names:
@@ -255,21 +205,14 @@ class FanBeamGeometry:
         self._require("source_to_axis")
         self._require("axis_to_detector", positive=False)
         if self.source_to_detector <= 0:
-            raise GeometryError(
-                f"axis_to_detector={self.axis_to_detector} puts the detector behind the source "
-                f"(source_to_axis={self.source_to_axis}): give a value above {-self.source_to_axis}"
-            )
+            raise GeometryError(f"axis_to_detector={self.axis_to_detector} mm puts the detector behind the source")
         if self.source_to_axis <= self.image_radius:
             raise GeometryError(
                 f"source_to_axis={self.source_to_axis} mm puts the source inside the image, whose corners are "
                 f"{self.image_radius:.6g} mm from the axis: increase it or lower the field of view"
             )
-        widest = float(np.abs(self.fan_angles()).max())
-        if self.beam == "fan_curved" and widest >= math.pi / 2:
-            raise GeometryError(
-                f"detector_pitch={self.detector_pitch} mm and n_detectors={self.n_detectors} make a curved detector "
-                f"of {math.degrees(widest):.0f}° on one side of the central ray, which can be 90° at most: lower one"
-            )
+        if self.beam == "fan_curved" and np.abs(self.fan_angles()).max() >= math.pi / 2:
+            raise GeometryError(f"n_detectors={self.n_detectors} make a curved detector of more than 180°: lower it")
 
     def _require_sight(self) -> None:
         """Raise GeometryError for a beam on one side of the axis, narrower than a pixel, or beside the image."""

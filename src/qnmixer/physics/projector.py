@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from qnmixer.errors import GeometryError
@@ -19,7 +19,6 @@ from qnmixer.physics.scan import Numbering, ScanMatrix
 from qnmixer.physics.sparse import (
     Arrays,
     Csr,
-    FullPrecisionModule,
     Triples,
     apply_linear,
     cached,
@@ -32,7 +31,7 @@ from qnmixer.physics.sparse import (
 # The projector
 
 
-class FanBeamProjector(FullPrecisionModule):
+class FanBeamProjector(nn.Module):
     """A of a scan, with transpose and filtered back-projection, all linear and differentiable twice.
 
     Images x are [B, 1, H, W], sinograms y are [B, 1, V, D], line integrals in value × mm. Everything is computed in

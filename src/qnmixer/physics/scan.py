@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qnmixer.physics.geometry import FanBeamGeometry
-from qnmixer.physics.sparse import FullPrecisionModule
 
 _PADDING = 4
 """Unused numbers after each row of a corner: rows a power of two apart would share cache lines, 15 % slower."""
@@ -109,7 +108,7 @@ class Numbering:
         return torch.from_numpy(_all_turns(rays, -1) >= 0).float()[:, None]
 
 
-class ScanMatrix(FullPrecisionModule):
+class ScanMatrix(nn.Module):
     """M, a sparse matrix that takes images [B, 1, H, W] to sinograms [B, 1, V, D], and Mᵀ, both stored.
 
     The matrix of the distinct views has a block for each corner: [M_0 … M_{Q−1}]. For an image with corners c_q,

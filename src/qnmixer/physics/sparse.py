@@ -3,28 +3,24 @@
 The first run of a scan builds its matrices, and later ones map the files into memory. They are in
 `$XDG_CACHE_HOME/qnmixer/matrices` (or `~/.cache`). A file is written under another name, then renamed. One process
 builds while others wait. A file whose checksum is wrong is built again; checking 100 MB takes 0.05 s. If the disk is
-full or read-only, only the caching is lost.
+full or read-only, only the caching is lost. Nothing is removed: the user may do that at any time.
 """
 
 import json
-import os
-import sys
-import time
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from qnmixer.files import default_cache_dir, digest, make_own_folder
@@ -127,20 +123,6 @@ class _ApplyLinear(torch.autograd.Function):
         return _ApplyLinear.apply(gradients[0], ctx.transposed_map, ctx.map), None, None
 
 
-class FullPrecisionModule(nn.Module):
-    """A module whose buffers follow `.to()` and `.double()`, but are never converted to half precision."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply a conversion to the buffers. Of a conversion to half precision, only the device is used."""
-        exact = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, converted in self._buffers.items():
-            original = exact[name]
-            if converted is not None and original is not None and converted.dtype in (torch.float16, torch.bfloat16):
-                self._buffers[name] = original.to(converted.device)
-        return self
-
-
 # Building a matrix
 
 Triples = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -193,10 +175,6 @@ FORMAT = 3
 """Raise it when the layout or the values of the matrices change."""
 WORTH_CACHING = 2**20
 """From this number of rays times pixels of a side on, a matrix is cached. It takes about 0.1 s to build, and 10 MB."""
-WORTH_A_LINE = 2**25
-"""From this number on, building takes seconds, and a line on the terminal says so."""
-SECONDS_UNUSED = 30 * 24 * 3600
-"""Seconds after which a file that nobody used is removed, when another is written."""
 Arrays = Sequence[np.ndarray]
 
 
@@ -206,17 +184,15 @@ def cached(kind: str, geometry: FanBeamGeometry, build: Callable[[], Arrays]) ->
         return build()
     key, found = _key(kind, geometry), None
     try:
-        path = _folder() / f"{digest(key, 32)}.safetensors"
-        found = _read(path, key)
-        if found is None:
-            with FileLock(path.parent / "lock"):
-                found = _read(path, key)  # another process may have built it while this one waited
-                if found is None:
-                    if _work(geometry) >= WORTH_A_LINE and sys.stderr.isatty():
-                        print(f"Building the {kind} of the scan, once …", file=sys.stderr)
-                    found = build()
-                    _write(path, key, found)
-                    found = _read(path, key) or found  # mapped, so that processes share the pages
+        folder = default_cache_dir() / "matrices"
+        make_own_folder(folder)
+        path = folder / f"{digest(key, 32)}.safetensors"
+        with FileLock(folder / "lock"):
+            found = _read(path, key)
+            if found is None:
+                found = build()
+                _write(path, key, found)
+                found = _read(path, key) or found  # mapped, so that processes share the pages
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: no home, or a disk without locks
         reason = f"{error.strerror} for {error.filename}" if isinstance(error, OSError) else error
         warnings.warn(f"no cache on disk ({reason}): every start builds the matrices of the scan again", stacklevel=1)
@@ -228,19 +204,10 @@ def _work(geometry: FanBeamGeometry) -> int:
     return geometry.n_distinct_views * geometry.n_distinct_bins * geometry.image_size
 
 
-def _folder() -> Path:
-    """The folder of the files. Raises OSError if other users may have written them."""
-    folder = default_cache_dir() / "matrices"
-    make_own_folder(folder)
-    return folder
-
-
 def _key(kind: str, geometry: FanBeamGeometry) -> str:
     """The identity of a file's content; 400 and 400.0 are the same. A parallel beam has no distances in it."""
     values = asdict(geometry)
     what = {"format": FORMAT, "kind": kind, "distinct_views": geometry.n_distinct_views, "beam": values.pop("beam")}
-    if angles := values.pop("view_angles"):
-        what["view_angles"] = angles
     ignored = () if geometry.is_fan else ("source_to_axis", "axis_to_detector")
     return json.dumps(what | {name: float(value) for name, value in values.items() if name not in ignored})
 
@@ -256,16 +223,11 @@ def _read(path: Path, key: str) -> Arrays | None:
                 return None
     except SafetensorError:
         return None
-    with suppress(OSError):  # the file may be another's, or on a disk that cannot be written
-        os.utime(path)  # the time of its last use
     return arrays
 
 
 def _write(path: Path, key: str, arrays: Arrays) -> None:
     """Write a file. Only for the process that holds the lock, so that the name for the time being is nobody else's."""
-    for other in path.parent.iterdir():
-        if other.name != "lock" and time.time() - other.stat().st_mtime > SECONDS_UNUSED:
-            other.unlink()
     temporary = path.with_suffix(".tmp")
     try:
         tensors = {str(k): torch.from_numpy(array) for k, array in enumerate(arrays)}

@@ -140,7 +140,7 @@ class FolderData(DataConfig):
     root: str | None
     include: str
     patient_from: Literal["tag", "folder"]
-    split: Literal["random", "aapm", "explicit", "slices", "all"]
+    split: Literal["random", "explicit", "all"]
     val_fraction: Annotated[float, Gt(0), Lt(1)]
     test_fraction: Annotated[float, Gt(0), Lt(1)]
     train_patients: list[str]

@@ -13,8 +13,7 @@ from annotated_types import Ge, Gt, Le
 from qnmixer.engine.config.groups import FUNCTION_OR_MODULE, Group, parse_section
 from qnmixer.engine.config.options import TARGET, check_names, converted_arguments, options, values_of_option
 from qnmixer.engine.plugins import Kind, subclass_of
-from qnmixer.errors import ConfigError, first_line
-from qnmixer.files import path_of
+from qnmixer.errors import ConfigError
 
 _MOST_VIEWS = 8192
 LONGEST_TAG = 64
@@ -38,11 +37,7 @@ Precision = Literal["32", "16-mixed", "bf16-mixed"]
 class GeometryConfig:
     """Fan or parallel beam in mm and radians. pixel_size is field_of_view / data.image_size.
 
-    name, beam, detector_offset and angles have defaults: a user's own file may leave them out.
-
-    Attributes:
-        angles: of the views in radians, or a .npy or text file of them, whose content the config then has. They replace
-            n_views, first_angle and angle_span.
+    name, beam and detector_offset have defaults: a user's own file may leave them out.
     """
 
     name: str = ""  # for the reader of a config; nothing depends on it
@@ -57,34 +52,6 @@ class GeometryConfig:
     fbp_filter: Literal["ramp", "shepp-logan", "cosine", "hamming", "hann"]
     beam: Literal["fan_flat", "fan_curved", "parallel"] = "fan_flat"
     detector_offset: float = 0.0  # bins
-    angles: list[float] | str | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.angles, str):
-            self.angles = _angles_of(self.angles)
-        if self.angles is not None:
-            if not 1 <= len(self.angles) <= _MOST_VIEWS:
-                raise ConfigError(f"geometry.angles has {len(self.angles)} angles: give 1 to {_MOST_VIEWS}")
-            self.n_views = len(self.angles)
-
-
-def _angles_of(file: str) -> list[float]:
-    """The numbers of a .npy or text file. Raises ConfigError."""
-    import numpy as np
-
-    path = path_of(file)
-    try:
-        if not path.is_file() or path.stat().st_size > 2**20:  # opening a pipe would not end
-            raise ValueError("it is no file of at most 1 MiB")
-        numbers = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, ndmin=1)
-        if numbers.ndim != 1 or not np.isfinite(numbers).all():
-            raise ValueError(f"it has {numbers.dtype} {list(numbers.shape)}, not one finite number for each view")
-        return [float(it) for it in numbers]
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"geometry.angles={file} has no angles ({first_line(error)}): give a list such as [0.0,0.1,0.25] in "
-            "radians, or a .npy or text file of them"
-        ) from error
 
 
 @dataclass(kw_only=True)

@@ -1,8 +1,8 @@
 """How a slice gets the size of the network, and the cache of slices that have it.
 
-A cache is a folder with one file of float32 pixels [N, S, S] in HU, and an index. The index is written last, by an
-atomic rename. A cache is built again if it has no index, or if its sources, format or size, or the file of its reader,
-differ from its index. One process builds it under a lock file. The others wait and then read.
+A cache is a file of float32 pixels [N, S, S] in HU, and an index beside it. The name of both is a digest of their
+sources, the format and the file of the reader, so a change of these builds a new cache. The index is written last, by
+an atomic rename. One process builds under a lock file. The others wait and then read.
 
 The index has a digest of itself and a digest of each slice. The latter is checked when the slice is read, in 0.3 ms for
 256 × 256 pixels. A check of all slices at the start would read the whole file.
@@ -10,9 +10,7 @@ The index has a digest of itself and a digest of each slice. The latter is check
 
 import inspect
 import json
-import math
 import os
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatch
@@ -61,18 +59,6 @@ def square_padding(shape: tuple[int, int]) -> tuple[int, int, int]:
     return side, (side - shape[0]) // 2, (side - shape[1]) // 2
 
 
-def field_of(shape: tuple[int, ...], spacing: Sequence[float] | None) -> float | None:
-    """mm of the square around a slice whose pixels are not square; None if they are, or are not known.
-
-    Args:
-        shape: rows and columns.
-        spacing: mm between rows and between columns.
-    """
-    if spacing is None or math.isclose(*spacing, rel_tol=1e-3):
-        return None
-    return max(n * mm for n, mm in zip(shape, spacing, strict=True))
-
-
 def to_square(hu: FloatArray, size: int) -> FloatArray:
     """Pad [H, W] with air to a square, then resample to [size, size]: bilinear with antialiasing, as in most papers."""
     side, top, left = square_padding((hu.shape[0], hu.shape[1]))
@@ -86,17 +72,19 @@ def to_square(hu: FloatArray, size: int) -> FloatArray:
     ].numpy()
 
 
-def to_field(hu: FloatArray, spacing: tuple[float, float], size: int, field_of_view: float) -> FloatArray:
-    """[H, W] at its true size in the middle of a square field [size, size], bilinear with antialiasing.
+def to_grid(hu: FloatArray, spacing: tuple[float, float] | None, size: int, field_of_view: float | None) -> FloatArray:
+    """[H, W] as [size, size]: at its true size in the middle of a field, bilinear with antialiasing.
 
     Parts of the slice outside the field are cut. Pixels that the slice does not cover are air.
 
     Args:
         hu: the slice.
-        spacing: mm between its rows and between its columns.
-        size: pixels of a side of the field.
-        field_of_view: mm of a side of the field.
+        spacing: mm between its rows and between its columns; None: unknown, so it fills the whole image.
+        size: rows and columns of the grid.
+        field_of_view: mm that they cover; None: each slice fills the whole image.
     """
+    if field_of_view is None or spacing is None:
+        return to_square(hu, size)
     step = field_of_view / size
     rows, columns = (_resampling_weights(n, mm, size, step) for n, mm in zip(hu.shape, spacing, strict=True))
     return rows @ (hu - np.float32(AIR)) @ columns.T + np.float32(AIR)
@@ -118,58 +106,11 @@ def _resampling_weights(n: int, mm: float, size: int, step: float) -> FloatArray
     return found
 
 
-TISSUE = -300.0
-"""HU. Denser pixels count as tissue."""
-
-
-def tissue_width(hu: FloatArray, spacing: tuple[float, float]) -> float:
-    """mm of the square in the middle of a slice [H, W] that has all centres of pixels with tissue in it."""
-    centres = [np.abs(np.arange(n) - (n - 1) / 2) * mm for n, mm in zip(hu.shape, spacing, strict=True)]
-    has_tissue = (hu > TISSUE).any(1), (hu > TISSUE).any(0)
-    return 2 * max(float(its[where].max(initial=0)) for its, where in zip(centres, has_tissue, strict=True))
-
-
-def cut_line(root: str, widest: float, field_of_view: float) -> str | None:
-    """The warning about tissue, up to `widest` mm wide, outside of the field of view; None if nothing is cut."""
-    if widest <= field_of_view:
-        return None
-    return (
-        f"{root}: tissue (above −300 HU) lies outside geometry.field_of_view={field_of_view:g} mm and is cut: train "
-        f"with geometry.field_of_view={math.ceil(round(widest, 3)) + 1} to cut nothing"
-    )
-
-
-class Grid:
-    """The pixel grid of the network, and how slices are resampled onto it.
-
-    Args:
-        size: rows and columns.
-        field_of_view: mm that they cover, each slice at its true size; None: a slice fills the whole image.
-
-    Attributes:
-        widest: `tissue_width` of the slice with the widest tissue so far, if slices have their true size.
-    """
-
-    def __init__(self, size: int, field_of_view: float | None) -> None:
-        self.size, self.field_of_view = size, field_of_view
-        self.widest = 0.0
-
-    def place(self, hu: FloatArray, spacing: tuple[float, float] | None) -> FloatArray:
-        """A slice [H, W] as [size, size]. A slice of unknown spacing fills the whole image, with square pixels."""
-        field = self.field_of_view or field_of(hu.shape, spacing)
-        if field is None or spacing is None:
-            return to_square(hu, self.size)
-        if self.field_of_view is not None:
-            self.widest = max(self.widest, tissue_width(hu, spacing))
-        return to_field(hu, spacing, self.size, field)
-
-
 # The cache
 
-_CACHE_FORMAT = 7
+_CACHE_FORMAT = 8
 """Raise it when caches get other slices or other values, or another layout."""
 _PIXEL = np.dtype("<f4")
-_INDEX_FILE = "index.json"
 
 
 class Reader(Protocol):
@@ -191,48 +132,33 @@ class SliceCache:
         digests: digests of the pixels of each slice.
         skipped: (name, reason) of files that could not be used.
         lowest: the smallest value of all slices, HU.
-        widest: mm of the widest tissue; 0 unless slices have their true size.
     """
 
     endless = False
 
-    def __init__(self, pixels: Path, index: dict[str, Any]) -> None:
-        self._file, self._size, self._rows = pixels, index["image_size"], index["rows"]
+    def __init__(self, pixels: Path, size: int, index: dict[str, Any]) -> None:
+        self._file, self._size, self._rows = pixels, size, index["rows"]
         self.infos = [SliceInfo(**info) for info in index["infos"]]
         self.digests: list[int] = index["digests"]
         self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
         self.lowest: float = index["lowest"]
-        self.widest: float = index["widest"]
-        self._stream: IO[bytes] | None = self._opened()
 
     def __len__(self) -> int:
         return len(self.infos)
 
     def load(self, index: int) -> FloatArray:
         """Slice [S, S] in HU, float32, as a copy that the caller may change. Raises DataError if it is damaged."""
-        if self._stream is None:  # in a worker
-            self._stream = self._opened()
         # Read, not mapped: with a map, a file that gets shorter would end the process with SIGBUS.
-        length = self._size**2 * _PIXEL.itemsize
-        pixels = os.pread(self._stream.fileno(), length, self._rows[index] * length)
-        if digest_of_bytes(pixels) != self.digests[index]:
-            self._file.with_name(_INDEX_FILE).unlink(missing_ok=True)
+        n = self._size**2
+        pixels = np.fromfile(self._file, _PIXEL, n, offset=self._rows[index] * n * _PIXEL.itemsize)
+        if digest_of_bytes(pixels.data) != self.digests[index]:
+            self._file.with_suffix(".json").unlink(missing_ok=True)
             raise DataError(f"{self._file} has changed on the disk at {self.name(index)}: start again to rebuild it")
-        return np.frombuffer(bytearray(pixels), _PIXEL).reshape(self._size, self._size)
+        return pixels.reshape(self._size, self._size)
 
     def name(self, index: int) -> str:
         """The file (and frame) of the slice."""
         return self.infos[index].name
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Give workers only the name of the file: the open file belongs to this process."""
-        return {**self.__dict__, "_stream": None}
-
-    def _opened(self) -> IO[bytes]:
-        """The pixels. They can be read until this object is gone, also if somebody deletes the file."""
-        stream = self._file.open("rb", buffering=0)
-        weakref.finalize(self, stream.close)
-        return stream
 
 
 def list_files(root: Path, *, leave_out: Path | None = None, key: str = "data.root") -> list[str]:
@@ -293,42 +219,46 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
             f"{error.filename} cannot keep slices ({error.strerror}): give a folder of your own, data.cache_dir=…"
         ) from error
     with FileLock(folder / "lock"):
-        index = _read_index(pixels)
+        index = _read_index(pixels, image_size)
         if index is None:
-            index = _build_cache(reader, root, chosen, Grid(image_size, field_of_view), pixels)
-        return SliceCache(pixels, index)
+            index = _build_cache(reader, root, chosen, pixels, image_size, field_of_view)
+        return SliceCache(pixels, image_size, index)
 
 
-def _read_index(pixels: Path) -> dict[str, Any] | None:
-    """The index of a complete cache, or None. The name of its file of pixels is a digest of its sources."""
-    file = pixels.with_name(_INDEX_FILE)
+def _read_index(pixels: Path, size: int) -> dict[str, Any] | None:
+    """The index of a complete cache, or None."""
+    file = pixels.with_suffix(".json")
     if not (file.is_file() and pixels.is_file()):  # opening a pipe may never end
         return None
     try:
         index: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        is_whole = index.pop("digest") == digest(index) and index["pixels"] == pixels.name
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        is_whole = index.pop("digest") == digest(index)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    size = len(index["infos"]) * index["image_size"] ** 2 * _PIXEL.itemsize
-    return index if is_whole and pixels.stat().st_size == size else None
+    is_whole = is_whole and pixels.stat().st_size == len(index["infos"]) * size**2 * _PIXEL.itemsize
+    return index if is_whole else None
 
 
-def _build_cache(reader: Reader, root: Path, files: Sequence[str], grid: Grid, pixels: Path) -> dict[str, Any]:
+def _build_cache(
+    reader: Reader, root: Path, files: Sequence[str], pixels: Path, size: int, field_of_view: float | None
+) -> dict[str, Any]:
     """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
     # A killed process may have left these. The caller holds the lock, so nobody else writes here.
     for stale in filter(is_temporary, pixels.parent.iterdir()):
         stale.unlink()
     with atomic_file(pixels) as stream:
-        index = _decode_all(reader, root, files, grid, stream) | {"pixels": pixels.name}
-    write_text(pixels.with_name(_INDEX_FILE), json.dumps(index | {"digest": digest(index)}))
-    # The version before this one stays: a run may read it, and open it again in workers that start later.
-    older = [it for it in pixels.parent.glob("*.f32") if it != pixels]
-    for file in sorted(older, key=lambda it: it.stat().st_mtime)[:-1]:
-        file.unlink()
+        index = _decode_all(reader, root, files, stream, size, field_of_view)
+    write_text(pixels.with_suffix(".json"), json.dumps(index | {"digest": digest(index)}))
+    # The version before this one stays: a run may read it.
+    for older in sorted(pixels.parent.glob("*.f32"), key=lambda it: it.stat().st_mtime)[:-2]:
+        older.unlink()
+        older.with_suffix(".json").unlink(missing_ok=True)
     return index
 
 
-def _decode_all(reader: Reader, root: Path, files: Sequence[str], grid: Grid, stream: IO[bytes]) -> dict[str, Any]:
+def _decode_all(
+    reader: Reader, root: Path, files: Sequence[str], stream: IO[bytes], size: int, field_of_view: float | None
+) -> dict[str, Any]:
     """Decode the files one by one into the stream. Returns their index, sorted by patient, series and position."""
     infos: list[SliceInfo] = []
     digests: list[int] = []
@@ -339,12 +269,15 @@ def _decode_all(reader: Reader, root: Path, files: Sequence[str], grid: Grid, st
     for file in track(files, f"Decoding {root.name}", console=console, transient=True, disable=hidden):
         try:
             for piece in reader.read(root, file):
-                try:
-                    hu, image = _placed(piece, grid)
+                try:  # before it is resampled, so that every size has the same slices
+                    hu = clean_hu(piece.hu)
+                    require_content(hu)
+                    if field_of_view is not None and piece.spacing is None:
+                        raise SkipFile(f"{NO_SPACING}, which data.pixel_size=header needs")
                 except SkipFile as reason:
                     skipped.append((piece.info.name, str(reason)))
                     continue
-                pixels = image.astype(_PIXEL, copy=False).tobytes()
+                pixels = to_grid(hu, piece.spacing, size, field_of_view).astype(_PIXEL, copy=False).tobytes()
                 stream.write(pixels)
                 digests.append(digest_of_bytes(pixels))
                 infos.append(piece.info)
@@ -362,20 +295,9 @@ def _decode_all(reader: Reader, root: Path, files: Sequence[str], grid: Grid, st
     # Pixels stay in the order of decoding: sorting them would need all of them in memory. `rows` has the order.
     rows = sorted(range(len(infos)), key=lambda row: infos[row].order)
     return {
-        "image_size": grid.size,
         "infos": [asdict(infos[row]) for row in rows],
         "digests": [digests[row] for row in rows],
         "rows": rows,
         "skipped": skipped,
         "lowest": low,
-        "widest": grid.widest,
     }
-
-
-def _placed(piece: Slice, grid: Grid) -> tuple[FloatArray, FloatArray]:
-    """A slice [H, W] in HU, and on the grid [S, S]. Raises SkipFile if it is of no use, at whatever size."""
-    hu = clean_hu(piece.hu)
-    require_content(hu)
-    if grid.field_of_view is not None and piece.spacing is None:
-        raise SkipFile(f"{NO_SPACING}, which data.pixel_size=header needs")
-    return hu, grid.place(hu, piece.spacing)

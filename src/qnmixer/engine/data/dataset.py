@@ -19,44 +19,27 @@ from qnmixer.engine.data.slices import FloatArray, SliceSource
 # Scaling
 
 
-@dataclass(frozen=True)
-class FixedScaling:
-    """x = (HU − offset) / scale, the same for every slice.
-
-    `clip`: HU beyond x = 0 or 1 count as 0 or 1. False is for images that have a unit of their own.
-    """
+class Scaling(NamedTuple):
+    """HU = offset + scale · x."""
 
     offset: float
     scale: float
-    clip: bool = False
 
-    def to_unit(self, hu: FloatArray) -> tuple[FloatArray, float, float]:
-        """Return x and the (offset, scale)."""
-        its = np.clip(hu, self.offset, self.offset + self.scale) if self.clip else hu
-        return ((its - self.offset) / self.scale).astype(np.float32, copy=False), self.offset, self.scale
-
-
-class MinMaxScaling:
-    """x = (HU − min) / (max − min) of each slice, as the paper does; a constant slice becomes 0."""
-
-    def to_unit(self, hu: FloatArray) -> tuple[FloatArray, float, float]:
-        """Return x in [0, 1] and this slice's (offset, scale)."""
-        low, high = float(hu.min()), float(hu.max())
-        scale = high - low or 1.0
-        return ((hu - low) / scale).astype(np.float32, copy=False), low, scale
+    def to_unit(self, hu: FloatArray, *, clip: bool = True) -> FloatArray:
+        """x of a slice; with `clip`, HU beyond x = 0 or 1 count as 0 or 1."""
+        x = (hu - np.float32(self.offset)) / np.float32(self.scale)
+        return np.clip(x, 0, 1) if clip else x
 
 
-Scaling = FixedScaling | MinMaxScaling
+def scaling_of(config: DataConfig, hu: FloatArray) -> Scaling:
+    """The scaling of a slice by `data.scaling`: with "attenuation" the same for all slices, air is 0 and hu_max is 1.
 
-
-def build_scaling(name: str, hu_max: float) -> Scaling:
-    """The scaling of `data.scaling`. With "attenuation" air is x = 0 and hu_max is x = 1."""
-    return MinMaxScaling() if name == "minmax" else FixedScaling(-1000.0, hu_max + 1000.0, clip=True)
-
-
-def scaled_like(hu: FloatArray, offset: float, scale: float) -> FloatArray:
-    """x in [0, 1] of a slice at another resolution, by the (offset, scale) that `to_unit` gave for the slice."""
-    return np.clip((hu - np.float32(offset)) / np.float32(scale), 0, 1)
+    With "minmax", as in the paper, its lowest value is 0 and its highest is 1. A constant slice becomes 0.
+    """
+    if config.scaling == "attenuation":
+        return Scaling(-1000.0, config.hu_max + 1000.0)
+    low, high = float(hu.min()), float(hu.max())
+    return Scaling(low, high - low or 1.0)
 
 
 # Order
@@ -222,7 +205,7 @@ class Part:
         patients: the number of the patient that each slice shows; empty if nobody knows.
         fine: the same slices on a finer grid, [f·S, f·S].
         measured: whether the source has `sinogram(index)`, [V, D], value × mm; otherwise sinograms are simulated.
-        scaling: that of slices with a unit of their own.
+        scaling: that of slices with a unit of their own, whose x may be below 0 or above 1.
     """
 
     source: SliceSource
@@ -261,7 +244,6 @@ class SliceDataset(Dataset[Sample]):
     ) -> None:
         self.part, self.config, self.augment, self.measure = part, config, augment, measure
         self.source: Any = part.source  # has `sinogram` too, if it has measured ones
-        self.scaling = part.scaling or build_scaling(config.scaling, config.hu_max)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -271,11 +253,12 @@ class SliceDataset(Dataset[Sample]):
         index = n if self.source.endless else n % len(self.source)
         hu = self._turned(self.source.load(index), n)
         brightest = float(hu.max())
-        x, offset, scale = self.scaling.to_unit(paste_disc(hu, brightest) if self.config.disc else hu)
+        hu = paste_disc(hu, brightest) if self.config.disc else hu
+        scaling = self.part.scaling or scaling_of(self.config, hu)
         sample: Sample = {
-            "image": _to_tensor(x),
-            "hu_offset": torch.tensor(offset, dtype=torch.float32),
-            "hu_scale": torch.tensor(scale, dtype=torch.float32),
+            "image": _to_tensor(scaling.to_unit(hu, clip=self.part.scaling is None)),
+            "hu_offset": torch.tensor(scaling.offset, dtype=torch.float32),
+            "hu_scale": torch.tensor(scaling.scale, dtype=torch.float32),
             "sample": n,
             "weight": torch.tensor(weight, dtype=torch.float32),
             "name": self.source.name(index),
@@ -283,7 +266,7 @@ class SliceDataset(Dataset[Sample]):
         if self.part.fine is not None:
             hu = self._turned(self.part.fine.load(index), n)
             hu = paste_disc(hu, brightest) if self.config.disc else hu
-            sample["fine"] = _to_tensor(scaled_like(hu, offset, scale))
+            sample["fine"] = _to_tensor(scaling.to_unit(hu))
         if self.part.measured:
             sample["sinogram"] = _to_tensor(self.source.sinogram(index))
         elif self.measure is not None:

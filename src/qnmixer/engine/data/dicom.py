@@ -143,13 +143,16 @@ def _is_original(dataset: Dataset, frame: int) -> bool:
 
 
 def _require_axial(dataset: Dataset, frame: int) -> None:
-    """Raise SkipFile for a coronal, sagittal or oblique reformat: no scan sees such a plane alone."""
+    """Raise SkipFile for a coronal, sagittal or oblique reformat, and for pixels that are not square."""
     with suppress(TypeError, ValueError):  # a damaged tag says nothing
         orientation = frame_tag(dataset, frame, "PlaneOrientationSequence", "ImageOrientationPatient")
         axes = np.asarray(orientation, float).reshape(2, 3)
         normal = np.cross(axes[0], axes[1])
         if abs(normal[2]) < _LEAST_AXIAL * np.linalg.norm(normal):  # zeros say nothing
             raise SkipFile("not an axial plane (ImageOrientationPatient)")
+    spacing = pixel_spacing(dataset, frame)
+    if spacing is not None and not math.isclose(*spacing, rel_tol=1e-3):
+        raise SkipFile("pixels that are not square (PixelSpacing)")
 
 
 def _stored(dataset: Dataset, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

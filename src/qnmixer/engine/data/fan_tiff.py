@@ -15,6 +15,7 @@ not run on a file of a scanner: tests write files like these.
 """
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,20 @@ from qnmixer.errors import DataError, GeometryError
 from qnmixer.physics import FanBeamGeometry
 
 TIFF = (".tif", ".tiff")
-_HELICAL = "*_flat_fan_projections.tif is the file of helix2fan that can be used"
+_ROUGH = 0.5
+"""How much the angles of a file may differ from equal steps, in steps."""
 
 
 @dataclass(frozen=True)
 class FanTiff:
-    """A scan in a file: V views, D bins, Z slices; lengths in mm."""
+    """A scan in a file: V views in equal steps over a turn, D bins, Z slices; lengths in mm."""
 
     path: Path
-    angles: npt.NDArray[np.float64]  # β of each view in radians, [V]
+    n_views: int
     n_detectors: int
     n_slices: int
+    first_angle: float  # β of view 0 in radians
+    step: float  # from view to view in radians, with a sign
     detector_pitch: float
     source_to_axis: float
     axis_to_detector: float
@@ -47,7 +51,7 @@ class FanTiff:
         """−log of transmission [V, D, Z], mapped, in the order of bins of this package. Raises SkipFile."""
         with reading("a truncated or compressed TIFF"):
             values = optional("tifffile", "helix2fan").memmap(self.path, mode="r")
-            return values.reshape(len(self.angles), self.n_detectors, self.n_slices)[:, ::-1]
+            return values.reshape(self.n_views, self.n_detectors, self.n_slices)[:, ::-1]
 
     def rows(self, index: int, views: npt.NDArray[np.intp]) -> FloatArray:
         """Some views of a slice [v, D], −log of transmission. Raises SkipFile."""
@@ -60,18 +64,18 @@ class FanTiff:
         """
         try:
             return replace(
-                like, beam="fan_flat", n_views=len(self.angles), n_detectors=self.n_detectors, detector_offset=0.0,
+                like, beam="fan_flat", n_views=self.n_views, n_detectors=self.n_detectors, detector_offset=0.0,
                 detector_pitch=self.detector_pitch, source_to_axis=self.source_to_axis,
-                axis_to_detector=self.axis_to_detector, view_angles=tuple((self.angles - turned) % (2 * np.pi)),
+                axis_to_detector=self.axis_to_detector, first_angle=(self.first_angle - turned) % (2 * np.pi),
+                angle_span=self.step * self.n_views,
             )  # fmt: skip
         except GeometryError as error:
             raise DataError(f"{self.path} cannot be used: {error}") from error
 
-    def nearest(self, angles: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-        """The view nearest to each angle, and how far it is turned from it in radians: int [v], float64 [v]."""
-        turned = (self.angles - np.asarray(angles)[:, None] + np.pi) % (2 * np.pi) - np.pi
-        views = np.abs(turned).argmin(axis=1)
-        return views, np.take_along_axis(turned, views[:, None], axis=1)[:, 0]
+    def nearest(self, angle: float) -> tuple[int, float]:
+        """The view nearest to an angle, and how far it is turned from it in radians."""
+        view = round((angle - self.first_angle) / self.step)
+        return view % self.n_views, self.first_angle + self.step * view - angle
 
 
 def open_fan(path: Path) -> FanTiff:
@@ -81,16 +85,20 @@ def open_fan(path: Path) -> FanTiff:
         description, shape, dtype = file.pages[0].description, file.series[0].shape, file.series[0].dtype
     with reading("no geometry of helix2fan in its description"):
         its = json.loads(description)
-        angles = np.array(its["angles"], np.float64)[: int(its["rotview"])]
         bins, views = int(its["nu"]), int(its["rotview"])
-        pitch, to_axis, to_detector, water = (float(its[key]) for key in ("du", "dso", "ddo", "hu_factor"))
-    if len(shape) != 3 or shape[:2] != (views, bins):
-        raise SkipFile(f"{[*shape]} values, not [{views}, {bins}, slices]; {_HELICAL}")
-    if dtype.kind != "f":
-        raise SkipFile(f"values of {dtype}, not float32; {_HELICAL}")
+        beta = -np.unwrap(np.array(its["angles"], np.float64)[:views]) - np.pi / 2
+        step = math.copysign(2 * np.pi / views, beta[-1] - beta[0])
+        first = beta - step * np.arange(views)  # of each view
+        lengths = [float(its[key]) for key in ("du", "dso", "ddo", "hu_factor")]
+    if len(shape) != 3 or shape[:2] != (views, bins) or dtype.kind != "f":
+        raise SkipFile(
+            f"{[*shape]} values of {dtype}, not [{views}, {bins}, slices] of float32; *_flat_fan_projections.tif is "
+            "the file of helix2fan that can be used"
+        )
     require_size(views, bins, least=1)
-    numbers = *angles, pitch, to_axis, to_detector, water
-    if angles.shape != (views,) or not np.isfinite(numbers).all() or min(pitch, to_axis, water) <= 0:
-        raise SkipFile("angles or distances in its description that are none")
-    beta = -(angles + np.pi / 2) % (2 * np.pi)
-    return FanTiff(path, beta, bins, shape[2], pitch, to_axis, to_detector, water)
+    pitch, to_axis, to_detector, water = lengths
+    if not (np.isfinite(lengths).all() and min(pitch, to_axis, water) > 0 and np.ptp(first) <= _ROUGH * abs(step)):
+        raise SkipFile("distances in its description that are none, or angles that are no turn in equal steps")
+    return FanTiff(
+        path, views, bins, shape[2], float(first.mean() % (2 * np.pi)), step, pitch, to_axis, to_detector, water
+    )

@@ -7,19 +7,21 @@ the same slices on a finer grid.
 
 With a method `sinogram(index)` → [V, D], value × mm, the sinograms are measured: nothing is simulated, and no noise is
 added. An argument `geometry` gets the scan, `hu_max` gets that key. The class may have `scaling`, see
-`qnmixer.engine.data.dataset`, and `warnings`, lines that are printed once.
+`qnmixer.engine.data.dataset`, and `warnings`, lines that are printed once. Its methods may raise `SkipFile` for a slice
+that cannot be used.
 
 A reader decodes the files of a folder, see `qnmixer.engine.data.cache.Reader`.
 """
 
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from qnmixer.engine.config.data import DataConfig, FolderData, MixedData, PairData, check_untouched
-from qnmixer.engine.data.cache import SliceCache, cut_line, open_cache, to_square
+from qnmixer.engine.data.cache import SliceCache, open_cache, to_square
 from qnmixer.engine.data.dataset import Part, SliceView
 from qnmixer.engine.data.slices import (
     NO_AIR,
@@ -31,7 +33,7 @@ from qnmixer.engine.data.slices import (
     is_no_hu,
     summarise_skipped,
 )
-from qnmixer.engine.data.splits import PARTS, RunSplit, few, files_as_patients, join_patients, patients_of
+from qnmixer.engine.data.splits import PARTS, RunSplit, few, files_as_patients, patients_of
 from qnmixer.engine.plugins import taken
 from qnmixer.engine.processes.process import rank
 from qnmixer.errors import ConfigError, DataError, UserError
@@ -63,16 +65,11 @@ def parts_of(
 def nothing_for(part: str, config: DataConfig) -> str:
     """The message for a split without slices."""
     line = f"data={config.name} has no slices for {part}"
-    if isinstance(config, MixedData):
-        return f"{line} with data.evaluate_on={config.evaluate_on}: choose a source that has some"
     if not isinstance(config, FolderData):
         return line
-    if config.split == "all":
-        return f"{line} with data.split=all: choose another split"
-    # Only the record of a run leaves a part empty.
     return (
-        f"{line} below {config.root}: give the folder with the run's slices (evaluate takes other slices with "
-        f"data={config.name} data.root=FOLDER)"
+        f"{line} with data.split={config.split} below {config.root}: choose another split, or give the folder with the "
+        f"run's slices (evaluate takes other slices with data={config.name} data.root=FOLDER)"
     )
 
 
@@ -102,8 +99,8 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
         offered: dict[str, Any] = {"image_size": config.image_size if "fine" in takes else size, "fine": factor > 1}
         offered |= {"geometry": geometry, "hu_max": config.hu_max, "seed": config.seed}
         its: Any = config.build(part, offered=offered)
-        is_source = "image_size" in takes and hasattr(its, "endless")
-        return its if is_source else OwnSlices(its, f"data._target_={config._target_}", part, size, geometry)
+        is_drawn = getattr(its, "endless", False)
+        return its if is_drawn else OwnSlices(its, f"data._target_={config._target_}", part, size, geometry)
 
     parts = {}
     for part in PARTS:
@@ -121,7 +118,7 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
 
 
 class OwnSlices:
-    """Slices of one split from a class of the user's own, [size, size] in HU, and their measured sinograms, if any.
+    """Slices of one split from a class of files or of the user's own, [size, size] in HU, and their measured sinograms.
 
     Args:
         slices: has `__len__`, `load(index)` → [H, W] in HU, and may have `name(index)` and `sinogram(index)` → [V, D].
@@ -141,8 +138,8 @@ class OwnSlices:
 
     def load(self, index: int) -> FloatArray:
         """Slice [size, size] in HU. Raises DataError if the class returns something else."""
-        hu = self.slices.load(index)
-        try:
+        with self._usable(index):
+            hu = self.slices.load(index)
             if getattr(hu, "ndim", None) != 2:
                 raise SkipFile("it is no array [H, W]")
             hu = clean_hu(hu)
@@ -150,18 +147,25 @@ class OwnSlices:
             if low < high and is_no_hu(low, high) and not hasattr(self.slices, "scaling"):
                 raise SkipFile(f"values from {low:g} to {high:g}, which are not HU, air −1000 and water 0")
             return to_square(hu, self.size)
-        except SkipFile as reason:
-            raise DataError(f"{self.key}: {self.name(index)} cannot be used ({reason})") from None
 
     def sinogram(self, index: int) -> FloatArray:
         """Measured sinogram [V, D], value × mm. Raises DataError for one that does not fit the scan."""
-        y = np.asarray(self.slices.sinogram(index), np.float32)
-        shape = y.shape if self.geometry is None else (self.geometry.n_views, self.geometry.n_detectors)
-        if y.shape != shape or not np.isfinite(y).all():
-            fits = f"has the shape {[*y.shape]}, not {[*shape]}, as geometry has views and bins"
-            what = fits if y.shape != shape else "has NaN or infinite values"
-            raise DataError(f"{self.key}: the sinogram of {self.name(index)} {what}")
+        with self._usable(index):
+            y = np.asarray(self.slices.sinogram(index), np.float32)
+            shape = y.shape if self.geometry is None else (self.geometry.n_views, self.geometry.n_detectors)
+            if y.shape != shape:
+                raise SkipFile(f"a sinogram of shape {[*y.shape]}, not {[*shape]}, as geometry has views and bins")
+            if not np.isfinite(y).all():
+                raise SkipFile("NaN or infinite values in its sinogram")
         return y
+
+    @contextmanager
+    def _usable(self, index: int) -> Iterator[None]:
+        """Raise DataError, which names the slice, for a SkipFile of the block."""
+        try:
+            yield
+        except SkipFile as reason:
+            raise DataError(f"{self.key}: {self.name(index)} cannot be used ({reason})") from None
 
     def name(self, index: int) -> str:
         """The name that its class gives, or the number of the slice."""
@@ -179,42 +183,30 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
             raise ConfigError(f"{section}.pixel_size=header needs the scan: give the DataModule its geometry")
         field_of_view = geometry.field_of_view
     cache = open_cache(config, config.image_size, field_of_view)
-    patients, joined = patients_of(cache.infos, config), list[str]()
-    if config.patient_from == "tag" and config.split != "aapm":
-        patients, joined = join_patients(cache.infos, patients)
-    for line in _doubts(config, cache, field_of_view, patients, joined):
+    patients = patients_of(cache.infos, config)
+    for line in _doubts(config, cache, patients):
         _warn(line)
-    split, new = run.settle(section, cache.infos, patients, cache.digests, config)
+    split, new = run.settle(section, patients, cache.digests, config)
     if new:
         _warn(f"{config.root}: {len(new)} of its patients came after the run began, and are in no part: {few(new)}")
     fine = None
     if config.simulation_factor > 1:
         fine = open_cache(config, config.image_size * config.simulation_factor, field_of_view)
-        if fine.infos != cache.infos:  # its slices are taken by their number
-            raise DataError(f"data.root={config.root} changed while its slices were read at two sizes: start again")
     return {
         part: Part(SliceView(cache, its), _numbered(patients[i] for i in its), fine and SliceView(fine, its))
         for part, its in split.items()
     }
 
 
-def _doubts(
-    config: FolderData, cache: SliceCache, field_of_view: float | None, patients: list[str], joined: list[str]
-) -> Iterator[str]:
-    """What a user should know about the slices of a folder. `joined`: the names of each patient that has several."""
+def _doubts(config: FolderData, cache: SliceCache, patients: list[str]) -> Iterator[str]:
+    """What a user should know about the slices of a folder."""
     root = str(config.root)
     if cache.skipped:
         yield summarise_skipped(root, cache.skipped)
     if cache.lowest > NO_AIR:
         yield doubt(root)
-    if field_of_view is not None and (line := cut_line(root, cache.widest, field_of_view)):
-        yield line
-    if config.split == "slices":
-        yield "data.split=slices puts neighbouring slices into train and test: scores will be too good"
-    if joined:
-        yield f"{root}: files of one study or series name several patients, who count as one: {few(joined)}"
     files = files_as_patients(cache.infos, patients)
-    if len(files) > 1 and config.split in ("random", "explicit", "all"):
+    if len(files) > 1:
         yield (
             f"{root}: each of {len(files)} files with one slice counts as a patient ({few(files)}): if several are of "
             "one patient, make a folder for each patient, or scores will be too good and intervals too narrow"

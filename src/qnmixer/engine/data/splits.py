@@ -3,7 +3,6 @@
 A checkpoint has the record of its run's split. So files that are added, removed or renamed move no patient.
 """
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -19,15 +18,12 @@ from qnmixer.errors import DataError, suggest
 from qnmixer.files import digest_of_bytes
 
 PARTS = ("train", "val", "test")
-AAPM_PATIENTS = ("L067", "L096", "L109", "L143", "L192", "L286", "L291", "L310", "L333", "L506")
-AAPM_VAL, AAPM_TEST = "L333", "L310"
-_AAPM_NAME = re.compile(r"(?<![A-Za-z0-9])L\d{3}(?![0-9])")
 _KEYS = "patients", "slices"
 
 Split = dict[str, list[int]]
 SplitRecord = dict[str, dict[str, Tensor]]
 """For each split `patients` and `slices`: digests of names and pixels, int64; under `base` the `slices` that the
-weights of `finetune` were trained on. With split=slices the names are those of slices."""
+weights of `finetune` were trained on."""
 
 
 class RunSplit:
@@ -51,27 +47,25 @@ class RunSplit:
         return base | {part: {key: _int64(its[key]) for key in _KEYS} for part, its in self._found.items()}
 
     def settle(
-        self, section: str, infos: Sequence[SliceInfo], patients: Sequence[str], digests: Sequence[int], its: FolderData
+        self, section: str, patients: Sequence[str], digests: Sequence[int], its: FolderData
     ) -> tuple[Split, list[str]]:
         """Indices of the slices of each part, and the patients in no part, because the record does not know them.
 
         Args:
             section: of the config. It separates the sources of a mix, which may have patients of the same name.
-            infos: of all slices.
             patients: the patient of each slice.
             digests: digest of the pixels of each slice.
             its: the source.
         """
-        units = [info.name for info in infos] if its.split == "slices" else patients
-        names = {unit: digest_of_bytes(f"{section}\0{unit}".encode(errors="replace")) for unit in units}
+        names = {patient: digest_of_bytes(f"{section}\0{patient}".encode(errors="replace")) for patient in patients}
         if self._before is None:
-            part_of, new = draw_split(infos, patients, its), set[str]()
+            part_of, new = draw_split(patients, its), set[str]()
         else:
-            part_of = _part_by_record(self._before, units, names, digests)
-            new = {patient for unit, patient in zip(units, patients, strict=True) if unit not in part_of}
-        split: Split = {part: [i for i, unit in enumerate(units) if part_of.get(unit) == part] for part in PARTS}
+            part_of = _part_by_record(self._before, patients, names, digests)
+            new = names.keys() - part_of.keys()
+        split: Split = {part: [i for i, it in enumerate(patients) if part_of.get(it) == part] for part in PARTS}
         for part, indices in split.items():
-            self._found[part]["patients"] += dict.fromkeys(names[units[i]] for i in indices)
+            self._found[part]["patients"] += dict.fromkeys(names[patients[i]] for i in indices)
             self._found[part]["slices"] += [digests[i] for i in indices]
         return split, sorted(new)
 
@@ -81,9 +75,9 @@ class RunSplit:
 
 
 def _part_by_record(
-    record: SplitRecord, units: Sequence[str], names: dict[str, int], digests: Sequence[int]
+    record: SplitRecord, patients: Sequence[str], names: dict[str, int], digests: Sequence[int]
 ) -> dict[str, str]:
-    """The part of each patient, or of each slice. Its name or any of its slices may be in the record.
+    """The part of each patient. Its name or any of its slices may be in the record.
 
     If the record gives several parts, it counts as trained: a file may have got the name of another file.
     """
@@ -94,11 +88,11 @@ def _part_by_record(
         for number in record[part]["slices"].tolist():
             by_digest.setdefault(number, set()).add(part)
     found: dict[str, set[str]] = {}
-    for unit, number in zip(units, digests, strict=True):
-        own, parts = by_name.get(names[unit]), by_digest.get(number, set())
+    for patient, number in zip(patients, digests, strict=True):
+        own, parts = by_name.get(names[patient]), by_digest.get(number, set())
         # Slices that are alike, as empty ones are, may be in several parts.
-        found.setdefault(unit, set()).update({own} if own is not None and (own in parts or not parts) else parts)
-    return {unit: min(parts, key=PARTS.index) for unit, parts in found.items() if parts}
+        found.setdefault(patient, set()).update({own} if own is not None and (own in parts or not parts) else parts)
+    return {patient: min(parts, key=PARTS.index) for patient, parts in found.items() if parts}
 
 
 def is_split_record(found: Any) -> TypeGuard[SplitRecord]:
@@ -121,9 +115,8 @@ def seen_by(record: SplitRecord) -> Tensor:
 def patients_of(infos: Sequence[SliceInfo], config: FolderData) -> list[str]:
     """The patient of each slice: the patient that the file names, or else a folder.
 
-    That folder has a name like L067 (AAPM-Mayo), or else it is the first folder below the common part of all paths.
-    Without such a folder each `.npy` file is a patient of its own, and other files belong to the folder that contains
-    them. With split=aapm a name like L067 anywhere in this patient or in the path is the patient.
+    That is the first folder below the common part of all paths. Without such a folder each `.npy` file is a patient of
+    its own, and other files belong to the folder that contains them.
     """
     folders = [PurePosixPath(info.path).parent.parts for info in infos]
     common = 0
@@ -133,36 +126,12 @@ def patients_of(infos: Sequence[SliceInfo], config: FolderData) -> list[str]:
     def patient_of(info: SliceInfo, parts: tuple[str, ...]) -> str:
         if info.patient and config.patient_from == "tag":
             return info.patient
-        if named := [part for part in parts if _AAPM_NAME.fullmatch(part)]:
-            return named[0]
         if len(parts) > common:
             return parts[common]
         path = PurePosixPath(info.path)
         return path.stem if path.suffix.lower() == ".npy" else [Path(str(config.root)).resolve().name, *parts][-1]
 
-    patients = [patient_of(info, parts) for info, parts in zip(infos, folders, strict=True)]
-    if config.split != "aapm":
-        return patients
-    found = [_AAPM_NAME.search(f"{patient} {info.path}") for patient, info in zip(patients, infos, strict=True)]
-    return [name.group() if name else patient for name, patient in zip(found, patients, strict=True)]
-
-
-def join_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The patient of each slice where a study or series has one only, and the names that were joined, as "A = B".
-
-    Such a patient has the tag of one of its slices, if any has a tag.
-    """
-    members: dict[str, set[str]] = {patient: {patient} for patient in patients}  # one set for all who are the same
-    first: dict[str, str] = {}  # of each study or series
-    for info, patient in zip(infos, patients, strict=True):
-        for uid in info.uids.split():
-            one, other = members[first.setdefault(uid, patient)], members[patient]
-            if one is not other:
-                one |= other
-                members |= dict.fromkeys(other, one)
-    tags = {info.patient for info in infos}
-    joined = {" = ".join(sorted(its)) for its in members.values() if len(its) > 1}
-    return [min(members[patient], key=lambda it: (it not in tags, it)) for patient in patients], sorted(joined)
+    return [patient_of(info, parts) for info, parts in zip(infos, folders, strict=True)]
 
 
 def files_as_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> list[str]:
@@ -176,29 +145,13 @@ def files_as_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> li
     ]
 
 
-def draw_split(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderData) -> dict[str, str]:
-    """The split of each patient by the rule that `config.split` names; with "slices" of each slice, by its name.
-
-    Who is in no split is left out.
-    """
+def draw_split(patients: Sequence[str], config: FolderData) -> dict[str, str]:
+    """The split of each patient by the rule that `config.split` names. Who is in no split is left out."""
     if config.split == "all":
         return dict.fromkeys(patients, "test")
-    if config.split == "slices":
-        return _blocks(infos, config)
     if config.split == "random":
         return _random(patients, config)
-    if config.split == "aapm":
-        part_of = dict.fromkeys(AAPM_PATIENTS, "train") | {AAPM_VAL: "val", AAPM_TEST: "test"}
-        needs = f"it needs {AAPM_VAL} (val), {AAPM_TEST} (test) and one of the other eight"
-    else:
-        part_of, needs = _explicit(patients, config), "fill the lists data.val_patients and data.test_patients"
-    found = {part_of.get(patient) for patient in patients}
-    if missing := [part for part in PARTS if part not in found]:
-        raise DataError(
-            f"data.split={config.split} finds nothing for {' and '.join(missing)} below {config.root}: {needs}; there "
-            f"are {few(sorted(set(patients)))}"
-        )
-    return part_of
+    return _explicit(patients, config)
 
 
 def _random(patients: Sequence[str], config: FolderData) -> dict[str, str]:
@@ -209,8 +162,7 @@ def _random(patients: Sequence[str], config: FolderData) -> dict[str, str]:
         by_tag = "take data.patient_from=folder if each folder is a patient, " if config.patient_from == "tag" else ""
         raise DataError(
             f"data.root={config.root} shows {len(names)} patient(s) ({', '.join(names)}), too few for train, val and "
-            f"test by patient: add patients, {by_tag}or take data.split=slices, which leaks anatomy between the parts, "
-            "or data.split=all to evaluate only"
+            f"test by patient: add patients, {by_tag}or take data.split=all to evaluate only"
         )
     largest = max(names, key=lambda name: counts[name])
     others = [name for name in names if name != largest]
@@ -236,27 +188,12 @@ def _explicit(patients: Sequence[str], config: FolderData) -> dict[str, str]:
             if name in part_of:
                 raise DataError(f"data.{part}_patients={name} is also in data.{part_of[name]}_patients: name it once")
             part_of[name] = part
-    return part_of if config.train_patients else dict.fromkeys(known, "train") | part_of
-
-
-def _blocks(infos: Sequence[SliceInfo], config: FolderData) -> dict[str, str]:
-    """Contiguous blocks of every series: train, then val, then test. This leaks: neighbouring slices are similar."""
-    series: dict[tuple[str, str], list[str]] = {}
-    for info in infos:  # the tag: `patients_of` may take each file of a series for a patient
-        series.setdefault((info.patient, info.series), []).append(info.name)
-    part_of: dict[str, str] = {}
-    for names in series.values():
-        n_val, n_test = (max(1, round(share * len(names))) for share in (config.val_fraction, config.test_fraction))
-        n_train = max(1, len(names) - n_val - n_test)
-        end = n_train + min(n_val, len(names) - n_train - 1)
-        if len(names) < 3:
-            n_train = end = len(names)
-        part_of |= dict.fromkeys(names[:n_train], "train") | dict.fromkeys(names[n_train:end], "val")
-        part_of |= dict.fromkeys(names[end:], "test")
-    if "val" not in part_of.values():
+    if not config.train_patients:
+        part_of = dict.fromkeys(known, "train") | part_of
+    if missing := [part for part in PARTS if part not in part_of.values()]:
         raise DataError(
-            f"data.split=slices needs a series of 3 slices or more below {config.root}, but the longest has "
-            f"{max(map(len, series.values()))}: add slices, or use data.split=all to evaluate only"
+            f"data.split=explicit finds nothing for {' and '.join(missing)} below {config.root}: fill the lists "
+            f"data.val_patients and data.test_patients; there are {few(known)}"
         )
     return part_of
 

@@ -99,8 +99,6 @@ def _fit_views(
     at = np.concatenate([(angles % turn)[order] + k * turn for k in (-1, 0, 1)])
     step = abs(geometry.angle_step)
     wanted = np.arange(geometry.n_views) * step
-    if geometry.view_angles is not None:  # their span is positive
-        wanted = (geometry.angles() - geometry.angles()[0]) % turn
     after = np.searchsorted(at, wanted, side="right")
     low, high = at[after - 1], at[after]
     nearest = np.minimum(wanted - low, high - wanted)

@@ -121,9 +121,9 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
     elif file.suffix in TIFF:
         with usable(file, _FIX):
             fan = open_fan(file)
-        (start,), (off,) = fan.nearest(geometry.angles()[:1])
-        views, scanner = np.roll(np.arange(len(fan.angles)), -start), fan.scan(geometry)
-        angles = geometry.angles()[0] + off + fan.angles[views] - fan.angles[start]
+        start, turned = fan.nearest(geometry.angles()[0])
+        views, scanner = np.roll(np.arange(fan.n_views), -start), fan.scan(geometry)
+        angles = geometry.angles()[0] + turned + fan.step * np.arange(fan.n_views)
         config, count, read = replace(config, water_attenuation=fan.water), fan.n_slices, partial(fan.rows, views=views)
     else:
         count, scanner = _scanner_of_npy(file, geometry, config)
@@ -179,7 +179,6 @@ def _scanner_of_npy(file: Path, geometry: FanBeamGeometry, config: ReconstructCo
             geometry, n_views=shape[1], n_detectors=shape[2], detector_pitch=pitch,
             detector_offset=geometry.detector_offset * geometry.detector_pitch / pitch,
             angle_span=math.copysign(config.angle_span or geometry.angle_span, geometry.angle_span),
-            view_angles=None if config.angle_span else geometry.view_angles,
         )  # fmt: skip
     except GeometryError as error:
         raise DataError(f"{file} cannot be used: {error}") from error
@@ -211,7 +210,7 @@ def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeam
         scanner = replace(
             geometry, beam="fan_flat", source_to_axis=to_axis, axis_to_detector=to_detector - to_axis,
             n_detectors=sinogram.shape[1], detector_pitch=float(parameters["pixelSizePost"]), detector_offset=0.0,
-            n_views=len(angles), view_angles=None,
+            n_views=len(angles),
         )  # fmt: skip
     except Exception as error:  # bytes of another format can make scipy raise anything
         raise DataError(

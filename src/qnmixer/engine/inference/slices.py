@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from pydicom.dataset import FileDataset
 
-from qnmixer.engine.data.cache import Grid, cut_line, list_files
-from qnmixer.engine.data.dataset import build_scaling, scaled_like
+from qnmixer.engine.data.cache import list_files, to_grid
+from qnmixer.engine.data.dataset import scaling_of
 from qnmixer.engine.data.deeplesion import read_hu_png
 from qnmixer.engine.data.dicom import decode_frame, frame_count, open_ct, pixel_spacing
 from qnmixer.engine.data.numpy_files import open_slices, read_frame
@@ -113,8 +113,7 @@ def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) ->
     """The slices of an input as scans, with the views and the noise of the network's training."""
     data, measurement = module.config.data, module.measurement
     field_of_view = module.projector.geometry.field_of_view if data.at_true_size else None
-    scaling, factor = build_scaling(data.scaling, data.hu_max), data.simulation_factor
-    grid, fine_grid = Grid(data.image_size, field_of_view), Grid(factor * data.image_size, field_of_view)
+    factor = data.simulation_factor
 
     def tensor(image: FloatArray) -> torch.Tensor:
         return torch.from_numpy(image)[None, None].to(module.device)
@@ -122,16 +121,16 @@ def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) ->
     unsized = 0
     for number, piece in enumerate(read_slices(path, files, true_size=data.at_true_size)):
         unsized += field_of_view is not None and piece.spacing is None
-        x, offset, scale = scaling.to_unit(grid.place(piece.hu, piece.spacing))
-        fine = scaled_like(fine_grid.place(piece.hu, piece.spacing), offset, scale) if factor > 1 else None
-        y = measurement.project(tensor(x), None if fine is None else tensor(fine))
+        hu, finer = (to_grid(piece.hu, piece.spacing, f * data.image_size, field_of_view) for f in (1, factor))
+        scaling = scaling_of(data, hu)
+        fine = tensor(scaling.to_unit(finer)) if factor > 1 else None
+        y = measurement.project(tensor(scaling.to_unit(hu)), fine)
         yield Scan(
             name=piece.name,
             sinogram=measurement.noise(y, [(module.config.seed, STREAMS["test"], number)]),
-            offset=offset, scale=scale, template=piece.template, frame=piece.frame, field_of_view=field_of_view,
+            offset=scaling.offset, scale=scaling.scale, template=piece.template, frame=piece.frame,
+            field_of_view=field_of_view,
         )  # fmt: skip
-    if field_of_view is not None and (cut := cut_line(str(path), grid.widest, field_of_view)):
-        warn(cut)
     if unsized:
         warn(
             f"{unsized} slices are in files without a pixel size (.npy, PNG): each is taken to be {field_of_view:g} mm "

@@ -17,9 +17,8 @@ from pydicom.sequence import Sequence
 from pydicom.uid import generate_uid
 from pydicom.valuerep import format_number_as_ds
 
-from qnmixer.engine.data.cache import field_of, square_padding
+from qnmixer.engine.data.cache import square_padding
 from qnmixer.engine.data.dicom import frame_count, functional_group
-from qnmixer.engine.data.dicom import pixel_spacing as pixel_spacing_of
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError
 from qnmixer.files import atomic_file
@@ -122,8 +121,8 @@ def write_dicom(
         template: the source; None: a minimal image of an anonymous patient is written.
         frame: of the template, for multi-frame sources.
         pixel_spacing: mm, used only without a template.
-        field_of_view: mm of a square in the middle of the template, which the image covers (`to_field`); None: it
-            covers the template, padded to a square (`Grid`).
+        field_of_view: mm of a square in the middle of the template, which the image covers (`to_grid`); None: it
+            covers the template, padded to a square.
         instance_number: replaces that of the template or its frame.
 
     Raises:
@@ -135,9 +134,7 @@ def write_dicom(
         source = _anonymous(hu.shape, pixel_spacing) if template is None else template
         dataset = _kept(source, frame)
         _set_source(dataset, source, frame)
-        rows, columns = int(source.Rows), int(source.Columns)
-        field = field_of_view or field_of((rows, columns), pixel_spacing_of(source, frame))
-        _set_grid(dataset, (rows, columns), hu.shape, field)
+        _set_grid(dataset, (int(source.Rows), int(source.Columns)), hu.shape, field_of_view)
         if instance_number is not None:
             dataset.InstanceNumber = instance_number
         _mark_as_derived(dataset, series_uid, description)
