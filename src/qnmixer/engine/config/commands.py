@@ -13,8 +13,7 @@ from qnmixer.engine.config.options import TARGET, plain_values, unknown_key, val
 from qnmixer.engine.config.run import Config, Seed, check_targets, parse, require_sections, schema_of
 from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, check_window
 from qnmixer.errors import ConfigError, suggest
-from qnmixer.files import check_there
-from qnmixer.weights import SUFFIX, check_repository
+from qnmixer.weights import SUFFIX
 
 _T = TypeVar("_T")
 Which = Literal["best", "last"]
@@ -106,9 +105,7 @@ class ExportConfig:
     """The config of `qnmixer.export`."""
 
     run: str
-    output: str | None
-    push: str | None  # OWNER/NAME on a hub
-    sources: str | None
+    output: str
     trust: list[str]  # modules of the user's own that the run may name
 
 
@@ -221,12 +218,6 @@ def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
 def parse_export(cfg: DictConfig) -> ExportConfig:
     """Parse and check the config of `qnmixer.export`. Raises ConfigError."""
     config = _parsed(ExportConfig, plain_values(cfg))
-    if config.output is None and config.push is None:
-        raise ConfigError("nothing would be written: give output=my.safetensors, or push=OWNER/NAME")
-    if config.push is not None:
-        check_repository(f"push={config.push}", config.push)
-    if config.output is not None and not config.output.endswith(SUFFIX):
+    if not config.output.endswith(SUFFIX):
         raise ConfigError(f"output={config.output} does not name a weights file: give a name that ends in {SUFFIX}")
-    if config.sources is not None:
-        check_there("sources", config.sources, "a Markdown file on the slices, for the card")
     return config
