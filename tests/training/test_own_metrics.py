@@ -110,7 +110,7 @@ def test_a_metric_of_torchmetrics_is_of_each_image(tiny_config: TinyConfig, targ
     ("words", "message"),
     [
         (["picture"], "metrics.mine._target_=metrics_of_mine.picture gives a tensor [1, 1, 16, 16] for one image"),
-        (["broken"], "fails for images [2, 1, 16, 16] (it takes three channels)"),
+        (["broken"], "fails for images [1, 1, 16, 16] (it takes three channels)"),
         (["likenes"], "there is no likenes in "),
         (["likeness", "width=1"], "metrics.mine.width: metrics_of_mine.likeness has no such argument, only scale"),
         (["Picky", "width=1"], "metrics.mine._target_=metrics_of_mine.Picky refuses its arguments (width is below 3)"),
