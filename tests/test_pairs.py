@@ -4,7 +4,6 @@ import csv
 import io
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.checkpoints import load_run
-from qnmixer.engine.config.commands import parse_compare, parse_evaluate
+from qnmixer.engine.config.commands import parse_evaluate
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
@@ -25,8 +24,6 @@ from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.training.steps import build_trainer
 from qnmixer.engine.training.terminal import print_start
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.extras.comparison.compare import config_of
-from qnmixer.extras.comparison.methods import ComparedJob
 from qnmixer.physics import FanBeamProjector
 from qnmixer.train import train
 
@@ -139,9 +136,6 @@ def test_a_class_of_ones_own_brings_sinograms(tmp_path: Path) -> None:
     trainer, text = build_trainer(config, tmp_path, [], []), io.StringIO()
     print_start(config, build_module(config), data, trainer, Console(file=text))
     assert "8 views × 24 detector bins, measured\n" in text.getvalue()
-    job = ComparedJob(tmp_path, {}, replace(config, data=data.config), "")
-    compared = parse_compare(compose("compare", ["accelerator=cpu"]))
-    assert config_of(compared, job, "field_noise") == config_of(compared, job, "as_trained")
     assert batch["sinogram"].shape == (3, 1, 8, 24)
     assert batch["sinogram"][:, 0, 0, 0].tolist() == [0, 1, 2]
     module = custom(train_slices=2)
