@@ -10,10 +10,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.commands import EvaluateConfig, parse_evaluate
-from qnmixer.engine.config.data import AsTrained, DataConfig, check_data
+from qnmixer.engine.config.commands import EvaluateConfig, check_slices, parse_evaluate
 from qnmixer.engine.tracking.run import folder_of, run_lock
-from qnmixer.files import check_there, check_unused
+from qnmixer.files import check_unused
 from qnmixer.weights import check_weights
 
 
@@ -35,14 +34,6 @@ def check(cfg: DictConfig) -> EvaluateConfig:
     check_weights("run", config.run)
     check_slices(config.data)
     return config
-
-
-def check_slices(data: DataConfig | AsTrained) -> None:
-    """Raise UserError if the slices of an evaluation do not exist."""
-    if isinstance(data, DataConfig):
-        check_data(data)
-    elif data.root is not None:
-        check_there("data.root", data.root, "the folder with the run's slices")
 
 
 def into_new_folder(overrides: list[str]) -> list[str]:

@@ -7,12 +7,13 @@ from typing import Any, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config.data import AsTrained, DataConfig
+from qnmixer.engine.config.data import AsTrained, DataConfig, check_data
 from qnmixer.engine.config.groups import NoiseConfig, parse_section
 from qnmixer.engine.config.options import TARGET, plain_values, unknown_key
 from qnmixer.engine.config.run import Config, Seed, check_targets, parse, require_sections, schema_of
 from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, check_window
 from qnmixer.errors import ConfigError, suggest
+from qnmixer.files import check_there
 from qnmixer.weights import SUFFIX
 
 _T = TypeVar("_T")
@@ -145,6 +146,14 @@ def _parsed_measuring(schema: type[_Measuring], cfg: DictConfig) -> _Measuring:
     if config.noise is not None:
         config.noise = config.noise.checked()
     return config
+
+
+def check_slices(data: DataConfig | AsTrained) -> None:
+    """Raise UserError if the slices of an evaluation do not exist."""
+    if isinstance(data, DataConfig):
+        check_data(data)
+    elif data.root is not None:
+        check_there("data.root", data.root, "the folder with the run's slices")
 
 
 def parse_plan(cfg: DictConfig) -> PlanConfig:
