@@ -36,7 +36,7 @@ train: install ## train the demo (minutes, no data needed), then evaluate it
 	$(BIN)/python -m qnmixer.train experiment=demo $(ARGS)
 
 # On phantoms; on your slices: make compare CT=/path/to/dicom.
-# Another experiment, e.g. make compare EXPERIMENT=ablation_qn COMPARE="tests=[as_trained]"
+# Another experiment: make compare EXPERIMENT=ablation_qn; other slices or noise for the test: COMPARE="noise=field"
 EXPERIMENT ?= $(if $(CT),compare_real,compare_small)
 OF_CT := $(if $(CT),data.sources.slices.root=$(CT))
 SWEEP ?= runs/$(EXPERIMENT)

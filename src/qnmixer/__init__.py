@@ -23,8 +23,8 @@ def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ())
     HU = 3000 · image − 1000. The shipped network takes V, D = 64, 512 and gives H, W = 256, 256, 400 mm wide.
 
     Args:
-        run: a run folder of `qnmixer.train`, a checkpoint, a .safetensors file, or hf://OWNER/NAME for weights that
-            `qnmixer.export push=OWNER/NAME` sent to Hugging Face's hub. Default: the shipped weights.
+        run: a run folder of `qnmixer.train`, a checkpoint, a .safetensors file, or hf://OWNER/NAME for weights on
+            Hugging Face's hub. Default: the shipped weights.
         trust: modules outside qnmixer whose classes the file may name.
 
     Raises:

@@ -1,41 +1,43 @@
 """Compare all methods of a sweep on the same slices.
 
-python -m qnmixer.train -m experiment=compare_small                      # the sweep
-python -m qnmixer.compare sweep=latest                                   # its table, picture and page
-python -m qnmixer.compare sweep=DIR tests=[as_trained,real] root=/path/to/ct
-python -m qnmixer.compare sweep=[DIR,LONGER]                             # with methods that trained for more steps
+python -m qnmixer.train -m experiment=compare_small                    # the sweep
+python -m qnmixer.compare sweep=latest                                 # its table, picture and page
+python -m qnmixer.compare sweep=DIR data=dicom data.root=/path/to/ct   # on other slices, as evaluate takes them
+python -m qnmixer.compare sweep=[DIR,LONGER]                           # with methods that trained for more steps
 """
 
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.commands import CompareConfig, parse_compare
+from qnmixer.engine.config.commands import CompareConfig, check_slices, parse_compare
+from qnmixer.engine.config.data import DataConfig
+from qnmixer.engine.config.groups import NoiseConfig
 from qnmixer.engine.sweeps import find_sweep
 from qnmixer.errors import ConfigError
-from qnmixer.files import check_no_links, check_no_nifti, check_there, check_unused, path_of
+from qnmixer.files import check_no_links, check_unused, path_of
 
 
 def compare(cfg: DictConfig) -> None:
     """Print the tables of a comparison and write its results into a folder."""
-    config = parse_compare(cfg)
+    config, overrides = parse_compare(cfg), list(HydraConfig.get().overrides.task)
     sweeps = [find_sweep(sweep) for sweep in config.sweep]
     print(f"comparing the jobs of {', '.join(map(str, sweeps))} (loading PyTorch …)", flush=True)
     from qnmixer.engine.reports.terminal import Console
     from qnmixer.extras.comparison.compare import compare
     from qnmixer.extras.comparison.report import write_comparison
 
-    console = Console()
-    if not console.is_terminal:  # rich would wrap a log at 80 columns
-        console = Console(width=120)
-    output = usual_output(sweeps) if config.output is None else path_of(config.output)
-    write_comparison(output, compare(config, sweeps, console), config, console)
+    console = Console() if Console().is_terminal else Console(width=120)  # rich would wrap a log at 80 columns
+    write_comparison(output_of(config, sweeps), compare(config, sweeps, overrides), console)
 
 
-def usual_output(sweeps: list[Path]) -> Path:
-    """The default output folder. Several sweeps have one of their own, beside the comparison of the first sweep."""
-    return sweeps[0] / "_".join(["comparison", *(sweep.name for sweep in sweeps[1:])])
+def output_of(config: CompareConfig, sweeps: list[Path]) -> Path:
+    """The output folder. By default it is in that of the first sweep. Its name tells other sweeps, slices and noise."""
+    words = ["comparison", *(sweep.name for sweep in sweeps[1:])]
+    words += [section.name for section in (config.data, config.noise) if isinstance(section, DataConfig | NoiseConfig)]
+    return sweeps[0] / "_".join(words) if config.output is None else path_of(config.output)
 
 
 def check(cfg: DictConfig) -> CompareConfig:
@@ -44,16 +46,11 @@ def check(cfg: DictConfig) -> CompareConfig:
     if not config.sweep:
         raise ConfigError("sweep=[] has no sweep: give its folder, sweep=DIR")
     sweeps = [find_sweep(sweep) for sweep in config.sweep]
-    if config.output is None:
-        check_no_links(sweeps[0])
-    else:
-        output = path_of(config.output)
-        check_no_links(output)
-        if not (output / "comparison.csv").exists():  # else it is an earlier comparison
-            check_unused("output", output)
-    if config.root is not None:
-        check_there("root", config.root, "the folder with the slices")
-        check_no_nifti("root", config.root)
+    output = output_of(config, sweeps)
+    check_no_links(sweeps[0] if config.output is None else output)
+    if not (output / "comparison.csv").exists():  # else it is an earlier comparison
+        check_unused("output", output)
+    check_slices(config.data)
     return config
 
 

@@ -10,10 +10,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.commands import EvaluateConfig, parse_evaluate
-from qnmixer.engine.config.data import DataConfig, check_data
+from qnmixer.engine.config.commands import EvaluateConfig, check_slices, parse_evaluate
 from qnmixer.engine.tracking.run import folder_of, run_lock
-from qnmixer.files import check_there, check_unused
+from qnmixer.files import check_unused
 from qnmixer.weights import check_weights
 
 
@@ -33,10 +32,7 @@ def check(cfg: DictConfig) -> EvaluateConfig:
     """Parse and check the config. Raises UserError also if the run or the slices do not exist."""
     config = parse_evaluate(cfg)
     check_weights("run", config.run)
-    if isinstance(config.data, DataConfig):
-        check_data(config.data)
-    elif config.data.root is not None:
-        check_there("data.root", config.data.root, "the folder with the run's slices")
+    check_slices(config.data)
     return config
 
 

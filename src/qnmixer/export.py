@@ -1,7 +1,6 @@
 """Write the weights of a run into one small file for other people, with a model card beside it.
 
 python -m qnmixer.export run=runs/DIR output=my.safetensors              # and my.md
-python -m qnmixer.export run=runs/DIR push=OWNER/NAME                    # to Hugging Face's hub, private at first
 python -m qnmixer.evaluate run=runs/DIR data=dicom data.root=/path/to/ct hydra.run.dir=runs/DIR/evaluation_ct
 
 The card shows every evaluation table of these weights that lies in the run folder. The heading of a table is the name
@@ -16,7 +15,7 @@ from qnmixer.engine import cli
 from qnmixer.engine.config.commands import ExportConfig, parse_export
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
-from qnmixer.weights import PRETRAINED, SUFFIX, hub_library
+from qnmixer.weights import PRETRAINED, SUFFIX
 
 
 def export(cfg: DictConfig) -> None:
@@ -29,8 +28,6 @@ def export(cfg: DictConfig) -> None:
 def check(cfg: DictConfig) -> ExportConfig:
     """Parse and check the config. Raises UserError also if the run does not exist or is an exported file."""
     config = parse_export(cfg)
-    if config.push is not None:
-        hub_library()
     if config.run == PRETRAINED or Path(config.run).suffix == SUFFIX:
         raise ConfigError(f"run={config.run} is a weights file already: give the run folder that it was exported from")
     check_there("run", config.run, "a run folder of qnmixer.train, or a checkpoint")

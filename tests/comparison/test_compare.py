@@ -1,11 +1,8 @@
-"""A sweep of two seeds, trained by the command, and the results of `qnmixer.compare`."""
+"""`qnmixer.compare` on a sweep of tiny networks, written here."""
 
 import csv
 import json
-import os
-import shutil
 from pathlib import Path
-from statistics import mean
 
 import numpy as np
 import pytest
@@ -13,41 +10,17 @@ import torch
 from PIL import Image
 
 from qnmixer.compare import check, compare
-from qnmixer.engine.checkpoints import load_run
+from qnmixer.engine.build import build_module
 from qnmixer.engine.config.compose import CONF, compose
-from qnmixer.engine.config.run import parse
+from qnmixer.engine.config.run import parse, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.evaluation.evaluate import evaluate
-from qnmixer.extras.comparison.compare import scan_under_test
+from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY
 
+from ..conftest import TINY
 from ..test_export import run as run_command
-from ..warm import Warm
-
-pytestmark = pytest.mark.xdist_group("compare")  # else each worker would train the sweep
-
-SWEEP = [
-    "model=qn_mixer", "seed=1,2", "optimizer.lr=1e-3,abc",
-    "data.image_size=32", "geometry.n_views=8", "geometry.n_detectors=48", "geometry.detector_pitch=20",
-    "model.n_iterations=2", "model.channels=8", "data.n_train=8", "data.n_val=2", "data.n_test=3", "data.batch_size=2",
-    "data.num_workers=0", "trainer.max_steps=4", "trainer.val_every_n_steps=2", "trainer.log_every_n_steps=1",
-    "trainer.accelerator=cpu", "logger=csv", "test_after_training=false", "hydra.sweep.dir=sweep",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
-    """The sweep, once: two jobs that are done, and two with a learning rate that is none."""
-    folder = tmp_path_factory.mktemp("compare")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA"))}
-    done = warm.run("-m", "qnmixer.train", "-m", *SWEEP, cwd=folder, env=environment)
-    assert "2 of 4 jobs failed" in done.stderr, done.stdout + done.stderr
-    return folder / "sweep"
-
-
-@pytest.fixture
-def sweep(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it to do with as one likes."""
-    return Path(shutil.copytree(trained, tmp_path / "sweep"))
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -60,85 +33,81 @@ def lines(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-@pytest.mark.slow
-def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(sweep: Path) -> None:
+def write_sweep(folder: Path, jobs: list[list[str]]) -> Path:
+    """A sweep whose jobs are done, with random weights."""
+    for number, overrides in enumerate(jobs):
+        torch.manual_seed(number)
+        module = build_module(parse(compose("train", overrides)))
+        data = SliceDataModule(module.config.data)
+        data.setup()
+        checkpoint = {
+            "state_dict": module.state_dict(),
+            CHECKPOINT_KEY: {"format": 1, "config": to_plain(module.config)},
+            RUN_KEY: {"split": data.split.record},
+        }
+        (folder / str(number) / "checkpoints").mkdir(parents=True)
+        torch.save(checkpoint, folder / str(number) / "checkpoints" / "best.ckpt")
+        record = {"status": "done", "seconds": 65.0, "steps": 1234, "memory": {"measured_step": 77.0}}
+        (folder / str(number) / "results.json").write_text(json.dumps(record))
+    described = {"overrides": [], "varying": [], "git_commit": None, "jobs": dict(enumerate(jobs))}
+    (folder / "sweep.json").write_text(json.dumps(described))
+    return folder
+
+
+def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(tmp_path: Path) -> None:
     """Each method on the same sinograms, which are the same again."""
-    words = [f"sweep={sweep}", "tests=[as_trained,disc]", "seed=1", "evaluation.n_pictures=1"]
-    code, stdout, stderr = run(*words)
+    jobs = [[*TINY, "model=qn_mixer", f"seed={seed}"] for seed in (1, 2)]
+    of_fbp = [word for word in TINY if not word.startswith("model.")]
+    jobs += [[*of_fbp, "model=fbp", f"seed={seed}"] for seed in (1, 2)]
+    sweep = write_sweep(tmp_path / "sweep", jobs)
+    words = [f"sweep={sweep}", "seed=1", "evaluation.n_pictures=1", "noise=field"]
+    code, _, stderr = run(*words)
     assert (code, stderr) == (0, "")
-    assert "as_trained: 2 jobs on 3 slices, " in stdout
-    found = sweep / "comparison"
-    module = load_run(sweep / "0")  # its seed is 1, as that of the test
-    assert module.config.seed == 1
-    data = SliceDataModule(module.config.data)
-    evaluation = evaluate(module, data, "test", module.config.evaluation, torch.device("cpu"))
-    images = [line for line in lines(found / "images.csv") if line["test"] == "as_trained"]
-    for method, seed in (("QN-Mixer", "1"), ("FBP", "1")):
-        expected = [(s.slice, s.values["psnr"], s.values["ssim"]) for s in evaluation.of(method)]
-        its = [line for line in images if (line["method"], line["seed"]) == (method, seed)]
+    found = sweep / "comparison_field"
+    images = lines(found / "images.csv")
+    config = parse(compose("train", [*jobs[0], "noise=field", "data.seed=1"]))
+    torch.manual_seed(0)
+    module = Reconstructor(config)
+    module.load_state_dict(torch.load(sweep / "0" / "checkpoints" / "best.ckpt")["state_dict"])
+    evaluation = evaluate(module, SliceDataModule(config.data), "test", config.evaluation, torch.device("cpu"))
+    for method in ("QN-Mixer", "FBP"):
+        expected = [(score.slice, score.values["psnr"], score.values["ssim"]) for score in evaluation.of(method)]
+        its = [line for line in images if (line["method"], line["seed"]) == (method, "1")]
         assert [(line["slice"], float(line["psnr"]), float(line["ssim"])) for line in its] == expected
     fbp = {seed: [line["psnr"] for line in images if (line["method"], line["seed"]) == ("FBP", seed)] for seed in "12"}
     assert fbp["1"] == fbp["2"]  # phantoms and noise are those of the test, whatever the seeds of a job
-    rows = [line for line in lines(found / "comparison.csv") if line["test"] == "as_trained"]
-    seeds = [[float(i["psnr"]) for i in images if (i["method"], i["seed"]) == ("QN-Mixer", seed)] for seed in "12"]
-    (ours,) = (row for row in rows if row["method"] == "QN-Mixer")
-    assert float(ours["psnr"]) == pytest.approx(mean(map(mean, seeds)))
-    assert f"{mean(map(mean, seeds)):.2f} ± " in stdout
-    ranked = [float(line["psnr"]) for line in rows if line["psnr"]]
-    assert ranked == sorted(ranked, reverse=True)
-    assert len(ranked) == 2
-
-    # The memory of a job is the same number in its line, results.json, the table of the sweep, and here.
-    by_job = {line["job"]: line for line in lines(sweep / "sweep.csv") if line["status"] == "done"}
-    of_jobs = []
-    for number in ours["folders"].split(", "):
-        mib = json.loads((sweep / number / "results.json").read_text())["memory"]["measured_step"]
-        assert f"memory: {mib:,.0f} MiB in tensors" in (sweep / number / "output.log").read_text()
-        assert float(by_job[number]["peak_mib"]) == mib
-        assert f"| {mib:,.0f} |" in (sweep / "sweep.md").read_text()
-        of_jobs.append(mib)
-    assert float(ours["step_mib"]) == max(of_jobs)
+    means = [float(line["mean"]) for line in lines(found / "comparison.csv") if line["metric"] == "psnr"]
+    assert means == sorted(means, reverse=True)
+    markdown = (found / "comparison.md").read_text()
+    assert " | 1,234 | 1 min 05 s | 77 |" in markdown
+    assert f"{means[0]:.2f} ± " in markdown
     assert np.asarray(Image.open(found / "comparison.png")).std() > 10
-    assert (found / "comparison_curves.png").stat().st_size > 1000
-    page = (found / "comparison.html").read_text()
-    assert all(name in page for name in ("QN-Mixer", "disc: "))
+    assert "QN-Mixer" in (found / "comparison.html").read_text()
     before = (found / "images.csv").read_text()
     assert run(*words)[0] == 0  # the folder may hold an earlier comparison
     assert (found / "images.csv").read_text() == before
 
 
-@pytest.mark.slow
-def test_every_row_says_where_it_comes_from_and_what_was_not_run(sweep: Path, tmp_path: Path) -> None:
-    """Slices of a folder, a test that cannot be made, a job that is not there, and one that failed."""
-    shutil.rmtree(sweep / "0")  # seed 1
-    folder = tmp_path / "my slices"
-    folder.mkdir()
-    np.save(
-        folder / "a.npy", np.pad(np.zeros((1, 40, 40), np.float32), ((0, 0), (4, 4), (4, 4)), constant_values=-1000)
-    )
-    sets = ["+sets.mine=['data=numpy','noise=field']", "+sets.odd=['data.simulation_factor=3']"]
-    code, stdout, stderr = run(f"sweep={sweep}", *sets, f"root={folder}", "tests=[mine,odd]")
-    assert (code, stderr) == (0, "")
-    assert "mine: 1 jobs on 1 slices" in stdout
-    assert "note: odd is left out: data.simulation_factor=3 is too large" in stdout
-    assert "note: QN-Mixer, job 0: not yet run" in stdout
-    assert "note: lr=abc, job 1: failed: ConfigError: optimizer.lr" in stdout
-    by_method = {line["method"]: line for line in lines(sweep / "comparison" / "comparison.csv")}
-    assert by_method.keys() == {"QN-Mixer", "FBP", "lr=abc"}
-    done = by_method["QN-Mixer"]
-    assert (done["seeds"], done["jobs"], done["steps"], done["folders"]) == ("1", "2", "4", "0, 2")
-    assert done["commit"]
-    assert done["config"]
-    assert " thread" in done["trained_on"]
-    failed = by_method["lr=abc"]
-    assert failed["status"].startswith("failed: ConfigError: optimizer.lr")
-    assert failed["psnr"] == ""
-    markdown = (sweep / "comparison" / "comparison.md").read_text()
-    assert "| QN-Mixer | 1 of 2 |" in markdown
-    assert "| lr=abc | 0 of 2 | failed |" in markdown
-    code, _, stderr = run(f"sweep={sweep}", *sets, "tests=[odd]")
-    assert code == 1
-    assert stderr.startswith("error: odd is left out")
+def test_a_folder_is_tested_whole_and_training_slices_are_told(tmp_path: Path) -> None:
+    """Of the run's own folder only the test patient is tested."""
+    for number in range(6):
+        folder = tmp_path / ("ct" if number < 4 else "others") / f"p{number}"
+        folder.mkdir(parents=True)
+        np.save(folder / "slice.npy", phantom(16, seed=0, part="test", index=number))
+    sweep = write_sweep(tmp_path / "sweep", [[*TINY, "data=numpy", f"data.root={tmp_path}/ct"]])
+
+    def compared(root: str) -> tuple[list[str], bool]:
+        code, stdout, stderr = run(f"sweep={sweep}", "data=numpy", f"data.root={tmp_path}/{root}", "data.num_workers=0")
+        assert (code, stderr) == (0, "")
+        images = lines(sweep / "comparison_numpy" / "images.csv")
+        return [line["slice"].partition("/")[0] for line in images], "slices were used in training" in stdout
+
+    assert compared("others") == (["p4", "p5"], False)
+    (test,), told = compared("ct")
+    assert not told
+    (tmp_path / "ct").rename(tmp_path / "moved")
+    slices, told = compared("moved")
+    assert (set(slices) > {test}, told) == (True, True)
 
 
 def test_one_line_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,11 +122,9 @@ def test_one_line_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
         (["sweep=nowhere"], "sweep=nowhere does not exist"),
         ([f"sweep={sweep}/0"], "is no sweep"),
         ([], "sweep=latest finds no sweep under"),
-        ([f"sweep={sweep}", "tests=[as_traind]"], "did you mean as_trained?"),
-        ([f"sweep={sweep}", "tests=[real]"], "give it as root=/path/to/slices"),
-        ([f"sweep={sweep}", "root=nowhere"], "root=nowhere does not exist"),
+        ([f"sweep={sweep}", "data=dicom"], "data.root has no value"),
+        ([f"sweep={sweep}", "data=dicom", "data.root=nowhere"], "data.root=nowhere does not exist"),
         ([f"sweep={sweep}", "lr=3"], "lr is not known here"),
-        ([f"sweep={sweep}", "tests=[]"], "no tests are left"),
         ([f"sweep={sweep}", f"output={tmp_path}/old"], "old/comparison.csv is a link to another place"),
     ):
         code, stdout, stderr = run(*arguments)
@@ -165,12 +132,9 @@ def test_one_line_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
         (line,) = stderr.splitlines()
         assert line.startswith("error: ")
         assert words in line
-    code, _, stderr = run(f"sweep={sweep}")
-    assert code == 1
-    assert "is done (job 0: not yet run)" in stderr
     (tmp_path / "runs").mkdir()
     sweep.rename(tmp_path / "runs" / "sweep")
-    assert "runs/sweep is done" in run()[2]
+    assert "runs/sweep is done: train them first" in run()[2]
 
 
 METHOD_FILES = sorted(CONF.glob("experiment/*/*.yaml"))
@@ -196,12 +160,3 @@ def test_a_comparison_sweeps_over_all_its_methods(experiment: str) -> None:
     every = {path.stem for path in CONF.glob(f"{group}/*.yaml")} - {"identity_7"}  # of second_order alone
     assert {*params[group].split(",")} == every
     assert params["seed"] == "1,2,3"
-
-
-def test_what_only_training_sees_makes_no_other_test() -> None:
-    def scan(*overrides: str) -> object:
-        return scan_under_test(parse(compose("train", ["experiment=compare_few", *overrides])))
-
-    assert compose("train", ["experiment=compare_few"], with_hydra=True).hydra.sweeper.params["data.train_slices"]
-    assert scan("data.train_slices=10") == scan("data.train_slices=100") == scan("seed=3", "data.num_workers=2")
-    assert scan("data.disc=true") != scan() != scan("noise=field")

@@ -1,27 +1,16 @@
-"""Jobs of sweeps as methods, and the config of a job on a test."""
+"""Jobs of sweeps as methods."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from qnmixer.engine.config.commands import parse_compare
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse, to_plain
-from qnmixer.extras.comparison.compare import config_of
-from qnmixer.extras.comparison.methods import ComparedJob, methods_of
+from qnmixer.errors import PluginError
+from qnmixer.extras.comparison.methods import methods_of
 from qnmixer.weights import CHECKPOINT_KEY
-
-
-def test_other_noise_is_no_test_of_measured_sinograms(tmp_path: Path) -> None:
-    compared = parse_compare(compose("compare", ["accelerator=cpu"]))
-    config = parse(compose("train", ["experiment=lodopab", "data.root=/x"]))
-    job = ComparedJob(tmp_path, {}, config, "")
-    assert config_of(compared, job, "field_noise") == config_of(compared, job, "as_trained")
-    compared.sets["moved"] = ["data.root='/a b'", "data.num_workers=0"]
-    assert config_of(compared, job, "moved")[0].data == replace(config.data, root="/a b", num_workers=0)
 
 
 def sweep(folder: Path, jobs: list[list[str]]) -> Path:
@@ -51,7 +40,7 @@ def test_methods_are_jobs_that_differ_in_more_than_their_seed_and_their_tags(
 ) -> None:
     found = methods_of([sweep(tmp_path, jobs)])
     assert [method.name for method in found] == names
-    assert sum(len(method.done) for method in found) == len(jobs)
+    assert sum(len(method.jobs) for method in found) == len(jobs)
 
 
 def test_a_method_that_another_sweep_trained_for_longer_has_a_row_of_its_own(tmp_path: Path) -> None:
@@ -59,6 +48,14 @@ def test_a_method_that_another_sweep_trained_for_longer_has_a_row_of_its_own(tmp
     equal_time = sweep(tmp_path / "b", [["model=learn", "seed=1", "trainer.max_steps=9000"]])
     found = methods_of([equal_steps, equal_time])
     assert [method.name for method in found] == ["LEARN", "QN-Mixer", "LEARN max_steps=9000"]
+
+
+def test_a_job_that_is_not_done_is_counted(tmp_path: Path) -> None:
+    folder = sweep(tmp_path, [["seed=1"], ["seed=2"], ["optimizer.lr=3"]])
+    (folder / "1" / "results.json").unlink()
+    (folder / "2" / "results.json").write_text(json.dumps({"status": "failed"}))
+    ours, failed = methods_of([folder])
+    assert [(it.name, len(it.jobs), it.n_jobs) for it in (ours, failed)] == [("QN-Mixer", 1, 2), ("lr=3", 0, 1)]
 
 
 def test_code_that_nobody_trusts_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +67,6 @@ def test_code_that_nobody_trusts_is_not_imported(tmp_path: Path, monkeypatch: py
     checkpoint = torch.load(path)
     checkpoint[CHECKPOINT_KEY]["config"]["model"] = {"_target_": "of_a_stranger.Net"}
     torch.save(checkpoint, path)
-    (method,) = methods_of([folder])
-    assert "trust=of_a_stranger" in method.jobs[0].problem
+    with pytest.raises(PluginError, match="trust=of_a_stranger"):
+        methods_of([folder])
     assert not (tmp_path / "imported").exists()

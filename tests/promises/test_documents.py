@@ -97,7 +97,7 @@ def run(command: str, place: Path, warm: Warm) -> None:
             sizes = [word for word in TINY if not word.startswith("model.")]
             of_ct = "CT=" in command
             tiny = ["experiment/small=fbp,learn", "seed=1", *sizes, *([] if of_ct else PHANTOMS)]
-            words += [f"SWEEP={place}/sweep{'_of_ct' * of_ct}", "COMPARE=tests=[as_trained,disc]"]
+            words += [f"SWEEP={place}/sweep{'_of_ct' * of_ct}", "COMPARE=data.disc=true"]
         # A Python of the environment that runs this test stands in for .venv, which make would install otherwise.
         stand_in = ["-C", str(ROOT), "-o", ".venv/.installed", f"BIN={warm.python.parent}"]
         dry = ["--dry-run"] if words[1] == "test" else []  # or it would run itself

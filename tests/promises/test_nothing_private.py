@@ -68,7 +68,7 @@ def shared(home: Path, command: Command) -> list[Path]:
     cpu = "accelerator=cpu"
     for words in (
         ["evaluate", f"run={run}", f"hydra.run.dir={evaluated}", cpu],
-        ["compare", f"sweep={sweep}", "tests=[as_trained]", cpu],
+        ["compare", f"sweep={sweep}", cpu],
         ["export", f"run={run}", f"output={exported}"],
     ):
         made = command(home, *words, **variables)

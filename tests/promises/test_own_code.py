@@ -151,7 +151,7 @@ def test_a_sweep_of_its_arguments(sweep: Path) -> None:
 @pytest.mark.long
 def test_a_sweep_is_compared_where_its_code_is_trusted(sweep: Path, command: Command) -> None:
     assert "add trust=own" in command(sweep.parent, "compare", "sweep=sweep").error
-    words = ["sweep=sweep", "trust=own", "tests=[as_trained]", "evaluation.n_pictures=2"]
+    words = ["sweep=sweep", "trust=own", "evaluation.n_pictures=2"]
     assert command(sweep.parent, "compare", *words).code == 0
     table = (sweep / "comparison" / "comparison.md").read_text()
     assert all(f"| smooth={smooth} | 1 |" in table for smooth in (0, 100))

@@ -120,7 +120,7 @@ OTHERS = {
     "reconstruct run=. /path out": "/path is not KEY=VALUE",
     "reconstruct run=. input=nowhere output=out": "input=nowhere does not exist",
     "reconstruct run=. input=. output=out formats=[dcom]": "formats=dcom should be 'dicom', 'npy' or 'png'",
-    "export run=.": "nothing would be written: give output=my.safetensors, or push=OWNER/NAME",
+    "export run=.": "output has no value: give one with output=…",
     "export run=. output=a_file": "output=a_file does not name a weights file: give a name that ends in .safetensors",
     "export run=pretrained.safetensors output=a.safetensors": "is a weights file already",
     "plan device=V1000-16": "device=V1000-16 is not known: did you mean V100-16?",

@@ -105,7 +105,7 @@ def test_a_metric_of_torchmetrics_is_of_each_image(tiny_config: TinyConfig, targ
     ("words", "message"),
     [
         (["picture"], "metrics.mine._target_=metrics_of_mine.picture gives a tensor [1, 1, 16, 16] for one image"),
-        (["broken"], "fails for images [2, 1, 16, 16] (it takes three channels)"),
+        (["broken"], "fails for images [1, 1, 16, 16] (it takes three channels)"),
         (["Picky", "width=1"], "metrics.mine._target_=metrics_of_mine.Picky refuses its arguments (width is below 3)"),
     ],
 )

@@ -312,7 +312,7 @@ def _explain_key(key: str, config_name: str) -> str:
         return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
     line = str(unknown_key(key, {*groups, *known}))
     targets = (it for it in owners() if it.endswith(f".{TARGET}"))
-    takes_more = group in ("trainer", "sets", *(it.partition(".")[0] for it in targets))
+    takes_more = group in ("trainer", *(it.partition(".")[0] for it in targets))
     if not line.startswith("unknown key") or not takes_more or not name:
         return line
     if group == "trainer" and name in PassedOn.__annotations__:

@@ -8,8 +8,7 @@ LoDoPaB-CT and 2DeteCT have other rules: `own_range` gives their numbers. The da
 is that of skimage, with the sample covariance and without a border of 3 pixels.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +44,11 @@ class ImageMetric:
         """[B], from images [B, 1, H, W] and their batch. Raises PluginError if the function gives no number."""
         if isinstance(self.function, nn.Module):
             self.function.to(image.device)
-        images = [to_hu(batch, x) if self.in_hu else x for x in (image, batch["image"])]
-        return torch.stack([self._of_one(*pair) for pair in zip(*(x.split(1) for x in images), strict=True)])
+        x, truth = (to_hu(batch, it) if self.in_hu else it for it in (image, batch["image"]))
+        return torch.stack([self.of_one(*pair) for pair in zip(x.split(1), truth.split(1), strict=True)])
 
-    def _of_one(self, image: Tensor, truth: Tensor) -> Tensor:
+    def of_one(self, image: Tensor, truth: Tensor) -> Tensor:
+        """The number of one image, [1, 1, H, W]."""
         if isinstance(self.function, Metric):
             self.function.reset()  # it would gather all images since its start
         value = torch.as_tensor(self.function(image, truth), device=image.device)
@@ -60,50 +60,33 @@ class ImageMetric:
 def build_metrics(metrics: Mapping[str, MetricConfig], own_range: bool) -> dict[str, ImageMetric]:
     """Build metrics by name. Raises PluginError for a target that does not fit.
 
-    A torch module follows the images to their device.
-
     Args:
         metrics: by name.
         own_range: whether the data range of each image is that of its truth. Passed to targets that have this argument.
     """
-    return {name: _built(config, own_range) for name, config in metrics.items()}
+    offered, built = {"own_range": own_range}, {}
+    for name, config in metrics.items():
+        function = config.build(offered=offered) if config.is_class else config.bound(offered)
+        if isinstance(function, nn.Module):
+            function.requires_grad_(False).eval()
+        built[name] = ImageMetric(config.said, function, config.in_hu)
+    return built
 
 
 def try_metrics(metrics: Mapping[str, ImageMetric], size: int) -> None:
-    """Compute each metric of two images [2, 1, size, size], so that a wrong one is found before training.
+    """Compute each metric of an image [1, 1, size, size], so that a wrong one is found before training.
 
     Raises PluginError.
     """
-    image = _two_images(size)
-    batch: Batch = {
-        "image": image.sqrt(),
-        "hu_offset": torch.full((2,), -1000.0),
-        "hu_scale": torch.full((2,), 3000.0),
-        "sample": torch.arange(2),
-        "weight": torch.ones(2),
-        "name": ["", ""],
-    }
     for metric in metrics.values():
-        with _trying(metric.said, image):
-            metric(image, batch)
+        try_loss(metric.said, metric.of_one, size, n_images=1)
 
 
-def try_loss(said: str, loss: Callable[[Tensor, Tensor], Tensor], size: int) -> None:
-    """Compute the loss of two images [2, 1, size, size], as `try_metrics` does. Raises PluginError."""
-    image = _two_images(size)
-    with _trying(said, image):
-        loss(image, image.sqrt())
-
-
-def _two_images(size: int) -> Tensor:
-    return torch.linspace(0, 1, 2 * size**2, device="cpu").reshape(2, 1, size, size)
-
-
-@contextmanager
-def _trying(said: str, image: Tensor) -> Iterator[None]:
-    """Turn an error of a user's function, which can raise anything, into a PluginError of one line."""
+def try_loss(said: str, loss: Callable[[Tensor, Tensor], Tensor], size: int, n_images: int = 2) -> None:
+    """Compute the loss of some images. Whatever it raises becomes a PluginError of one line."""
+    image = torch.linspace(0, 1, n_images * size**2, device="cpu").reshape(n_images, 1, size, size)
     try:
-        yield
+        loss(image, image.sqrt())
     except UserError:
         raise
     except Exception as error:
@@ -111,14 +94,6 @@ def _trying(said: str, image: Tensor) -> Iterator[None]:
             f"{said} fails for images {[*image.shape]} ({first_line(error)}): it must take image and truth, both "
             "[B, 1, H, W], and give [B]"
         ) from error
-
-
-def _built(config: MetricConfig, own_range: bool) -> ImageMetric:
-    offered = {"own_range": own_range}
-    function = config.build(offered=offered) if config.is_class else config.bound(offered)
-    if isinstance(function, nn.Module):
-        function.requires_grad_(False).eval()
-    return ImageMetric(config.said, function, config.in_hu)
 
 
 def one_for_each(said: str, value: Any, image: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 No torch import. huggingface_hub, which an extra installs, is imported late.
 """
 
-import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import check_there, path_of
-
-# Where weights are
 
 PRETRAINED = "pretrained"
 """Their short name. A folder of this name needs a path: ./pretrained."""
@@ -56,59 +53,24 @@ def check_weights(key: str, given: str) -> None:
     check_there(key, str(located(given)) if given else "", what)
 
 
-# On a hub
-
 HUB, HUB_FILE = "hf://", "model.safetensors"
 """What names weights on a hub (Hugging Face's, or the one that HF_ENDPOINT names), and their file there."""
-
-
-def hub_library() -> Any:
-    """The module huggingface_hub. Raises ConfigError, which says how to install it."""
-    try:
-        return import_module("huggingface_hub")
-    except ImportError as error:
-        raise ConfigError('a hub needs huggingface_hub, which is not installed: pip install "qnmixer[hub]"') from error
-
-
-def check_repository(key: str, name: str) -> None:
-    """Raise ConfigError if this is no name of a repository."""
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise ConfigError(f"{key} names no repository of a hub: give OWNER/NAME")
 
 
 @cache  # a command asks several times
 def download(run: str) -> Path:
     """The weights file of hf://OWNER/NAME in huggingface_hub's cache. Without a network the one that is there already.
 
-    Raises CheckpointError if there is none, and ConfigError if the name is wrong or huggingface_hub is not installed.
+    Raises CheckpointError if there is none, and ConfigError if huggingface_hub is not installed.
     """
-    check_repository(run, name := run.removeprefix(HUB))
-    api = hub_library().HfApi()
     try:
-        return Path(api.hf_hub_download(name, HUB_FILE))
+        hub: Any = import_module("huggingface_hub")
+    except ImportError as error:
+        raise ConfigError('a hub needs huggingface_hub, which is not installed: pip install "qnmixer[hub]"') from error
+    try:
+        return Path(hub.hf_hub_download(run.removeprefix(HUB), HUB_FILE))
     except Exception as error:  # of the network, of the disk, of the server
         raise CheckpointError(
-            f"{run} cannot be loaded ({_words(error)}): it needs a {HUB_FILE} of qnmixer.export; a private one needs "
-            "the token of `hf auth login`"
+            f"{run} cannot be loaded ({type(error).__name__}: {first_line(error)}): give {HUB}OWNER/NAME, with a "
+            f"{HUB_FILE} of qnmixer.export; a private one needs the token of `hf auth login`"
         ) from error
-
-
-def push(name: str, weights: bytes, card: str) -> None:
-    """Send a weights file and its card in one commit: both arrive, or neither. A new repository is private.
-
-    Raises ConfigError if the hub does not take them, or if huggingface_hub is not installed.
-    """
-    api, part = hub_library().HfApi(), hub_library().CommitOperationAdd
-    files = [part(HUB_FILE, weights), part("README.md", card.encode(errors="replace"))]
-    try:
-        api.create_repo(name, private=True, exist_ok=True)
-        api.create_commit(name, files, commit_message="Weights and model card of qnmixer.export")
-    except Exception as error:
-        raise ConfigError(
-            f"push={name} failed ({_words(error)}), and no file was changed there: log in by `hf auth login` with a "
-            "token that may write, and try again"
-        ) from error
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"

@@ -7,16 +7,17 @@ from typing import Any, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config.data import AsTrained, DataConfig
+from qnmixer.engine.config.data import AsTrained, DataConfig, check_data
 from qnmixer.engine.config.groups import NoiseConfig, parse_section
-from qnmixer.engine.config.options import TARGET, plain_values, unknown_key, values_of_option
+from qnmixer.engine.config.options import TARGET, plain_values, unknown_key
 from qnmixer.engine.config.run import Config, Seed, check_targets, parse, require_sections, schema_of
 from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, check_window
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.files import check_there
-from qnmixer.weights import SUFFIX, check_repository
+from qnmixer.weights import SUFFIX
 
 _T = TypeVar("_T")
+_Measuring = TypeVar("_Measuring", bound="MeasuringConfig")
 Which = Literal["best", "last"]
 _OF_RUN = ("data", "noise")
 """Sections of an evaluation that may be those of the run: their target is null."""
@@ -34,10 +35,9 @@ DEVICES = {
 
 
 @dataclass(kw_only=True)
-class EvaluateConfig:
-    """The checked config of one evaluation."""
+class MeasuringConfig:
+    """What trained networks are measured on."""
 
-    run: str
     checkpoint: Which
     split: Literal["train", "val", "test"]
     accelerator: Accelerator
@@ -48,20 +48,19 @@ class EvaluateConfig:
 
 
 @dataclass(kw_only=True)
-class CompareConfig:
-    """The checked config of one comparison; `sets` has only the chosen tests."""
+class EvaluateConfig(MeasuringConfig):
+    """The checked config of one evaluation."""
+
+    run: str
+
+
+@dataclass(kw_only=True)
+class CompareConfig(MeasuringConfig):
+    """The checked config of one comparison."""
 
     sweep: list[str]  # folders; several count as one
-    tests: list[str] | None  # names in sets; None: all that need no folder, or whose folder is given
-    root: str | None
-    sets: dict[str, list[str]]  # name of a test → its overrides of the training config
-    split: Literal["val", "test"]
-    checkpoint: Which
     seed: Seed  # of test phantoms and noise
-    accelerator: Accelerator
     output: str | None
-    trust: list[str]  # modules of the user's own that runs may name
-    evaluation: EvaluationConfig
 
 
 @dataclass(kw_only=True)
@@ -106,9 +105,7 @@ class ExportConfig:
     """The config of `qnmixer.export`."""
 
     run: str
-    output: str | None
-    push: str | None  # OWNER/NAME on a hub
-    sources: str | None
+    output: str
     trust: list[str]  # modules of the user's own that the run may name
 
 
@@ -121,11 +118,23 @@ def _parsed(schema: type[_T], values: dict[str, Any], **sections: Any) -> _T:
 
 def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     """Parse and check the config of `qnmixer.evaluate`. Raises ConfigError."""
+    return _parsed_measuring(EvaluateConfig, cfg)
+
+
+def parse_compare(cfg: DictConfig) -> CompareConfig:
+    """Parse and check the config of `qnmixer.compare`. Raises ConfigError."""
+    config = _parsed_measuring(CompareConfig, cfg)
+    if config.evaluation.tv_weight is not None:  # of evaluation=default
+        raise unknown_key("evaluation.tv_weight")
+    return config
+
+
+def _parsed_measuring(schema: type[_Measuring], cfg: DictConfig) -> _Measuring:
     values = plain_values(cfg)
     require_sections(values, (*_OF_RUN, "evaluation"))
     data, noise = (None if values[key].get(TARGET, "") is None else schema_of(key, values[key]) for key in _OF_RUN)
     config = _parsed(
-        EvaluateConfig,
+        schema,
         values,
         data=parse_section("data", data or AsTrained, values["data"]),
         noise=noise and parse_section("noise", noise, values["noise"]),
@@ -139,31 +148,12 @@ def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     return config
 
 
-def parse_compare(cfg: DictConfig) -> CompareConfig:
-    """Parse and check the config of `qnmixer.compare`. Raises ConfigError."""
-    values = plain_values(cfg)
-    require_sections(values, ["evaluation"])
-    evaluation: EvaluationConfig = parse_section("evaluation", EvaluationConfig, values["evaluation"])
-    if evaluation.tv_weight is not None:  # of evaluation=default
-        raise unknown_key("evaluation.tv_weight")
-    config = _parsed(CompareConfig, values, evaluation=evaluation)
-    sets, wanted = config.sets, config.tests
-    for name in wanted or []:
-        if name not in sets:
-            raise ConfigError(f"tests={name} is not known: {suggest(name, sets)}, or give it as +sets.{name}=[…]")
-        if config.root is None and needs_root(sets[name]):
-            raise ConfigError(f"tests={name} needs a folder of slices: give it as root=/path/to/slices")
-    chosen = sets if wanted is None else wanted
-    config.sets = {name: sets[name] for name in chosen if config.root is not None or not needs_root(sets[name])}
-    if not config.sets:
-        raise ConfigError("no tests are left: give tests=[as_trained], or leave it out")
-    return config
-
-
-def needs_root(overrides: list[str]) -> bool:
-    """Whether a test needs a folder of slices that its overrides do not name."""
-    chosen = dict(override.split("=", 1) for override in overrides if "=" in override)
-    return "root" in values_of_option("data", chosen.get("data", "")) and "data.root" not in chosen
+def check_slices(data: DataConfig | AsTrained) -> None:
+    """Raise UserError if the slices of an evaluation do not exist."""
+    if isinstance(data, DataConfig):
+        check_data(data)
+    elif data.root is not None:
+        check_there("data.root", data.root, "the folder with the run's slices")
 
 
 def parse_plan(cfg: DictConfig) -> PlanConfig:
@@ -221,12 +211,6 @@ def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
 def parse_export(cfg: DictConfig) -> ExportConfig:
     """Parse and check the config of `qnmixer.export`. Raises ConfigError."""
     config = _parsed(ExportConfig, plain_values(cfg))
-    if config.output is None and config.push is None:
-        raise ConfigError("nothing would be written: give output=my.safetensors, or push=OWNER/NAME")
-    if config.push is not None:
-        check_repository(f"push={config.push}", config.push)
-    if config.output is not None and not config.output.endswith(SUFFIX):
+    if not config.output.endswith(SUFFIX):
         raise ConfigError(f"output={config.output} does not name a weights file: give a name that ends in {SUFFIX}")
-    if config.sources is not None:
-        check_there("sources", config.sources, "a Markdown file on the slices, for the card")
     return config

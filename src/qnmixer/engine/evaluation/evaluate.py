@@ -1,7 +1,6 @@
 """Compare a network with FBP, and on request total variation, on a split: scores per image, a table, a picture."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf, isnan
@@ -20,7 +19,7 @@ from qnmixer.engine.config.options import keys_of
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import EvaluationConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.evaluation.scores import IN_WINDOW, Evaluation, ImageScore, caption_of, titles_of, with_usual
+from qnmixer.engine.evaluation.scores import IN_WINDOW, Evaluation, ImageScore, titles_of, with_usual
 from qnmixer.engine.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.engine.processes.process import rank
 from qnmixer.engine.reconstructor import Reconstructor
@@ -28,20 +27,17 @@ from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slic
 from qnmixer.engine.reports.terminal import Console, csv_table, markdown_table, progress, terminal_table
 from qnmixer.files import write_text
 from qnmixer.models.total_variation import TotalVariation
-from qnmixer.models.unrolled import UnrolledNetwork
 
 PICTURE, PAGE = "picture.png", "page.html"
 _MOST_ITERATIONS = 50  # a page has room for the images of so many
-_ROOM = 24 * 2**20
-"""Bytes of a page's pixels before compression, for slices that are not in the picture."""
-_N_WORST = 3
-"""So many of the worst slices are on a page, also if there is less room."""
+_N_WORST = 9
+"""So many of the worst slices are on a page, beside those of the picture."""
 
 
-def what_was_evaluated(module: Reconstructor, data: DataConfig) -> dict[str, Any]:
+def what_was_evaluated(module: Reconstructor) -> dict[str, Any]:
     """The entry of results.json that says what a table measures: a digest of the weights, the slices, the noise."""
     weights = digest_of_weights(module.state_dict())
-    return {"weights": weights, "data": kind_of(data), "noise": keys_of(module.config.noise)}
+    return {"weights": weights, "data": kind_of(module.config.data), "noise": keys_of(module.config.noise)}
 
 
 def kind_of(data: DataConfig) -> str:
@@ -51,27 +47,22 @@ def kind_of(data: DataConfig) -> str:
     return data.name
 
 
-def title_of(trained: Config, module: SliceDataModule, split: str) -> str:
+def title_of(test: Config, module: SliceDataModule, split: str) -> str:
     """The title of a table."""
     data = module.config
     slices = "all slices" if isinstance(data, FolderData) and data.split == "all" else f"{split} split"
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
-    noise = "measured" if module.measured else f"noise {trained.noise.name}"
-    return f"{slices} of {kind_of(data)}{disc}, {trained.geometry.n_views} views{finer}, {noise}"
+    noise = "measured" if module.measured else f"noise {test.noise.name}"
+    return f"{slices} of {kind_of(data)}{disc}, {test.geometry.n_views} views{finer}, {noise}"
 
 
 def evaluate(
-    module: Reconstructor,
-    data: SliceDataModule,
-    split: str,
-    config: EvaluationConfig,
-    device: torch.device,
-    doing: str = "evaluating",
+    module: Reconstructor, data: SliceDataModule, split: str, config: EvaluationConfig, device: torch.device
 ) -> Evaluation:
     """Reconstruct every slice of a split by FBP and by the network (which may be FBP), from the same noisy sinogram.
 
-    `doing`: the words of its progress. With several processes each evaluates its share, and all get the full result.
+    With several processes each evaluates its share, and all get the full result.
     """
     module = module.to(device).eval()
     network = module.network
@@ -90,26 +81,29 @@ def evaluate(
     scores: dict[int, list[ImageScore]] = {}
     slices: dict[int, SliceImages] = {}
     batches: DataLoader[Any] = data.loader(split)
-    for host_batch in progress(batches, doing, "batch", Console(quiet=rank() != 0)):
+    for host_batch in progress(batches, "evaluating", "batch", Console(quiet=rank() != 0)):
         numbers, weights = host_batch["sample"].tolist(), host_batch["weight"].tolist()
         batch: Batch = data.transfer_batch_to_device(host_batch, device, 0)
         with torch.no_grad():
             y = module.measure(batch, "test")
             images = {name: [method(y)] for name, method in baselines.items() if name != network.title}
-            images[network.title] = shown_iterates(network, y)
-        of_batch = [_score(batch, name, of[-1], config.window, metrics) for name, of in images.items()]
+            # For a solver with hundreds of iterations only x_T.
+            images[network.title] = network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
+        values = {name: _values_of(batch, of[-1], config.window, metrics) for name, of in images.items()}
         for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight:  # else it only fills the batch
-                scores[n] = [replace(of_method[b], patient=patients[n]) for of_method in of_batch]
+                slice_ = batch["name"][b]
+                scores[n] = [ImageScore(n, slice_, method, of[b], patients[n]) for method, of in values.items()]
                 slices[n] = _slice(n, batch, b, images, scores[n])
-        slices = worst_of(slices, drawn)
+        slices = worst_of(slices, scores, drawn)
     if dist.is_initialized():
         shares: list[tuple[dict[int, list[ImageScore]], dict[int, SliceImages]]]
         shares = [({}, {})] * dist.get_world_size()
         dist.all_gather_object(shares, (scores, slices))
         scores = {n: its for its_scores, _ in shares for n, its in its_scores.items()}
-        slices = worst_of({n: its for _, its_slices in shares for n, its in its_slices.items()}, drawn)
+        slices = worst_of({n: its for _, its_slices in shares for n, its in its_slices.items()}, scores, drawn)
     return Evaluation(
+        title=title_of(module.config, data, split),
         scores=[score for n in sorted(scores) for score in scores[n]],
         slices=slices,
         pictured=sorted(drawn),
@@ -125,20 +119,14 @@ def pictured(n_images: int, n_pictures: int) -> set[int]:
     return {(2 * k + 1) * n_images // (2 * n) for k in range(n)}
 
 
-def worst_of(slices: Mapping[int, SliceImages], drawn: Collection[int]) -> dict[int, SliceImages]:
-    """Those of the picture, and of the others the worst, as many as a page has room for. The worst come first."""
-    psnrs = {n: -inf if of.psnr is None or isnan(of.psnr) else of.psnr for n, of in slices.items()}
-    numbers = sorted(slices, key=lambda n: (psnrs[n], n))
-    if others := [n for n in numbers if n not in drawn]:
-        of = slices[others[0]]
-        size = 2 * of.truth.numel() * (1 + sum(len(method.iterates) for method in of.methods))
-        others = others[: max(_N_WORST, _ROOM // size)]
+def worst_of(
+    slices: Mapping[int, SliceImages], scores: Mapping[int, list[ImageScore]], drawn: Collection[int]
+) -> dict[int, SliceImages]:
+    """Those of the picture, and of the others the worst by PSNR of the last method. The worst come first."""
+    psnrs = {n: scores[n][-1].values["psnr"] for n in slices}
+    numbers = sorted(slices, key=lambda n: (-inf if isnan(psnrs[n]) else psnrs[n], n))
+    others = [n for n in numbers if n not in drawn][:_N_WORST]
     return {n: slices[n] for n in numbers if n in drawn or n in others}
-
-
-def shown_iterates(network: UnrolledNetwork[Any], y: Tensor) -> list[Tensor]:
-    """x₀ … x_T for a page. For a solver with hundreds of iterations only x_T."""
-    return network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
 
 
 def _slice(n: int, batch: Batch, b: int, images: dict[str, list[Tensor]], scores: list[ImageScore]) -> SliceImages:
@@ -147,51 +135,44 @@ def _slice(n: int, batch: Batch, b: int, images: dict[str, list[Tensor]], scores
     def hu(image: Tensor) -> Tensor:
         return to_hu(batch, image)[b, 0].cpu()
 
-    methods = [
-        MethodImages(name, [hu(x) for x in of], caption_of(score.values["psnr"], score.values["ssim"]))
-        for (name, of), score in zip(images.items(), scores, strict=True)
-    ]
-    return SliceImages(f"slice {n}", hu(batch["image"]), methods, psnr=scores[-1].values["psnr"])
+    methods = []
+    for (name, of), score in zip(images.items(), scores, strict=True):
+        caption = "{psnr:.2f} dB, SSIM {ssim:.2f}".format(**score.values)
+        methods.append(MethodImages(name, [hu(x) for x in of], caption))
+    return SliceImages(f"slice {n}", hu(batch["image"]), methods)
 
 
-def _score(
-    batch: Batch, method: str, image: Tensor, window: list[float], metrics: Mapping[str, ImageMetric]
-) -> list[ImageScore]:
-    """The scores of one method on each slice of a batch."""
-    truth = batch["image"]
-    windowed, windowed_truth = (to_window(to_hu(batch, x), (window[0], window[1])) for x in (image, truth))
-    found = {name: metric(image, batch) for name, metric in metrics.items()}
-    found |= {"window_psnr": psnr(windowed, windowed_truth), "window_ssim": ssim_percent(windowed, windowed_truth)}
-    columns = {name: column.tolist() for name, column in found.items()}
-    empty = (windowed_truth.flatten(1).amax(1) == windowed_truth.flatten(1).amin(1)).tolist()
-    scores = []
-    for b, (number, name) in enumerate(zip(batch["sample"].tolist(), batch["name"], strict=True)):
-        values = {metric: column[b] for metric, column in columns.items()}
-        if empty[b]:  # a reconstruction that has nothing there either would be infinitely good
-            values |= dict.fromkeys(IN_WINDOW)
-        scores.append(ImageScore(number, name, method, values))
-    return scores
+def _values_of(
+    batch: Batch, image: Tensor, window: list[float], metrics: Mapping[str, ImageMetric]
+) -> list[dict[str, float | None]]:
+    """The metrics of each image of a batch, by name."""
+    x, truth = (to_window(to_hu(batch, it), (window[0], window[1])) for it in (image, batch["image"]))
+    columns = {name: metric(image, batch) for name, metric in metrics.items()}
+    columns |= {"window_psnr": psnr(x, truth), "window_ssim": ssim_percent(x, truth)}
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    found: list[dict[str, float | None]] = [dict(zip(columns, row, strict=True)) for row in rows]
+    # With nothing in the window a reconstruction that has nothing there either would be infinitely good.
+    empty = truth.flatten(1).amax(1) == truth.flatten(1).amin(1)
+    return [its | dict.fromkeys(IN_WINDOW) if nothing else its for its, nothing in zip(found, empty, strict=True)]
 
 
-def write_evaluation(
-    folder: Path, evaluation: Evaluation, title: str, config: Config, device: torch.device, console: Console, run: Path
-) -> Path:
+def write_evaluation(folder: Path, evaluation: Evaluation, console: Console) -> Path:
     """Write table.csv, table.md, images.csv, picture.png and page.html, and print the table. Returns the picture.
 
-    `config`, `device` and `run`: what was measured, where, and with whose weights, for the page. The page is an extra:
-    without extras there is none.
+    The page is an extra: without extras there is none.
     """
     headings, body = evaluation.table()
     caption, warnings = evaluation.gain(), evaluation.warnings()
-    parts = [*(f"**Warning: {line}**" for line in warnings), f"**{title}**", markdown_table(headings, body), caption]
+    parts = [f"**Warning: {line}**" for line in warnings]
+    parts += [f"**{evaluation.title}**", markdown_table(headings, body), caption]
     write_text(folder / "table.csv", csv_table([headings, *body]))
     write_text(folder / "table.md", "\n\n".join(parts) + "\n")
     write_text(folder / "images.csv", csv_table(evaluation.lines()))
     draw_slices(folder / PICTURE, evaluation.rows)
     if find_spec("qnmixer.extras") is not None:  # by name, as the config names its data sets
         page = import_module("qnmixer.extras.page.page")
-        page.write_evaluation(folder / PAGE, evaluation, title, config, device, run)
+        page.write_evaluation(folder / PAGE, evaluation)
     for line in warnings:
         console.warn(line, style="bold red")
-    console.print(terminal_table(headings, body, title=title, caption=caption))
+    console.print(terminal_table(headings, body, title=evaluation.title, caption=caption))
     return folder / PICTURE

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
+from textwrap import fill
 
 import torch
 from matplotlib.axes import Axes
@@ -35,19 +36,11 @@ class MethodImages:
 
 @dataclass
 class SliceImages:
-    """One slice by several methods, in display order.
-
-    Args:
-        name: of the slice.
-        truth: [H, W] in HU.
-        methods: all of the truth's shape.
-        psnr: of the last method, in dB; None: not known.
-    """
+    """One slice, [H, W] in HU, by several methods in display order. All images have the truth's shape."""
 
     name: str
     truth: Tensor
     methods: list[MethodImages]
-    psnr: float | None = None
 
 
 def draw_slices(path: Path, slices: Sequence[SliceImages]) -> None:
@@ -78,15 +71,10 @@ def draw_slices(path: Path, slices: Sequence[SliceImages]) -> None:
         errors = [of.truth * nan, *((image - of.truth).abs() for image in images)]
         draw(errors, y - space - size, (0.0, ERROR_LIMIT), "inferno", "|error|, HU", 0, 100)
         for n, title in enumerate(
-            [f"truth\n{of.name}", *(f"{method.name}\n{method.caption}" for method in of.methods)]
+            [f"truth\n{of.name}", *(f"{fill(method.name, 26)}\n{method.caption}" for method in of.methods)]
         ):
             middle = n * (of.truth.shape[1] + gap) + of.truth.shape[1] / 2
             axes.annotate(title, (middle, -0.5), (0, 3), textcoords="offset points", ha="center", fontsize=8)
-    save_figure(figure, path)
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, completely or not at all."""
     FigureCanvasAgg(figure)
     with atomic_file(path) as stream:
         figure.savefig(stream, dpi=130, format="png")

@@ -95,21 +95,16 @@ NOTHING = "–"
 """The cell of a value that is not known."""
 
 
-def in_digits(value: float | None, deviation: float | None = None, of: float | None = None, sign: str = "") -> str:
-    """A value as text: "30.12", "0.04321", "34.13 ± 0.52"; "–" for None.
+def in_digits(value: float | None, deviation: float | None = None, of: float | None = None) -> str:
+    """A value as text: "30.12", "34.13 ± 0.52"; "–" for None. A value below 1 has four digits: "0.04321".
 
-    `of`: the value whose size gives the decimals, if it is another one. `sign`: "+" shows that of a positive value.
+    `of`: the value whose size gives the decimals, if it is another one.
     """
     if value is None:
         return NOTHING
-    decimals = decimals_of(value if of is None else of)
-    return f"{value:{sign}.{decimals}f}" + ("" if deviation is None else f" ± {deviation:.{decimals}f}")
-
-
-def decimals_of(value: float) -> int:
-    """Decimals that show a value: 2, or as many as 4 digits of a smaller one need."""
-    size = abs(value)
-    return 3 - math.floor(math.log10(size)) if 0 < size < 1 else 2
+    size = abs(value if of is None else of)
+    decimals = 3 - math.floor(math.log10(size)) if 0 < size < 1 else 2
+    return f"{value:.{decimals}f}" + ("" if deviation is None else f" ± {deviation:.{decimals}f}")
 
 
 # Progress

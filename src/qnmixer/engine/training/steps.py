@@ -28,7 +28,6 @@ from qnmixer.engine.evaluation.evaluate import (
     PAGE,
     PICTURE,
     evaluate,
-    title_of,
     what_was_evaluated,
     write_evaluation,
 )
@@ -335,9 +334,8 @@ def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModul
         return
     evaluation.n_trained = data.split.trained("test", data.split.record)
     run.record["test"] = evaluation.means()
-    title = title_of(config, data, "test")
-    picture = write_evaluation(run.folder / "evaluation", evaluation, title, config, device, run.console, run.folder)
-    run.record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained, config.data)}
+    picture = write_evaluation(run.folder / "evaluation", evaluation, run.console)
+    run.record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained)}
     samples = samples_until(trainer, trainer.global_step)
     log_evaluation(trainer.loggers, evaluation, picture.parent, trainer.global_step, samples)
 
