@@ -178,12 +178,8 @@ def path_of(text: str | Path) -> Path:
 
 def check_there(key: str, path: str, what: str) -> None:
     """Raise DataError if the path of this key does not exist. `what` says what it should be."""
-    try:
-        there = path != "" and path_of(path).exists()
-    except OSError:  # the name is too long
-        there = False
-    if not there:
-        raise DataError(f"{key}={path if len(path) < 200 else f'{path[:60]}…'} does not exist: give {what}")
+    if not path or not os.path.exists(path_of(path)):  # pathlib's raises OSError for a long name
+        raise DataError(f"{key}={path} does not exist: give {what}")
 
 
 def check_no_nifti(key: str, path: str) -> None:

@@ -5,7 +5,6 @@ A weights file has the tensors of a network as safetensors, and the config that 
 
 import hashlib
 import json
-import pickle
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -16,7 +15,6 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.groups import Group
@@ -68,13 +66,11 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of pickle protocols; unreadable files get a message below
             checkpoint = load(path)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} contains code or is no checkpoint (it does not load with weights_only=True): "
-            "use one that qnmixer.train wrote"
-        ) from error
     except Exception as error:  # on bytes of another format the unpickler can raise anything
-        raise CheckpointError(f"{path} cannot be read ({first_line(error)}): it is damaged or no checkpoint") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({first_line(error)}): it is damaged, is no checkpoint, or contains code (it must "
+            "load with weights_only=True)"
+        ) from error
     ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
     state: Any = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     weights = isinstance(state, dict) and all(isinstance(it, torch.Tensor) for it in state.values())
@@ -109,14 +105,9 @@ def load_run(run: str | Path, which: str = "best", trust: Collection[str] = (), 
     config, state = read_checkpoint(path)
     check_trusted(str(path), built_from(config, *more), trust)
     config = checked(config, "model", "noise")
-    usual = torch.get_default_dtype()  # of the user's program
-    torch.set_default_dtype(torch.float32)
-    try:
-        if all(is_trusted(target, ()) for target in built_from(config).values()):
-            _require_fit(config, state, path)
-        module = Reconstructor(config)
-    finally:
-        torch.set_default_dtype(usual)
+    if all(is_trusted(target, ()) for target in built_from(config).values()):
+        _require_fit(config, path)
+    module = Reconstructor(config)
     _load_state(module, state, path)
     return module
 
@@ -126,40 +117,25 @@ class _Outline(FanBeamProjector):
 
     def __init__(self, geometry: FanBeamGeometry) -> None:
         nn.Module.__init__(self)
-        self.geometry, self.fbp_filter = geometry, ""
+        self.geometry = geometry
 
-    def _largest_eigenvalue(self, *_: Any) -> float:
+    def safe_step_size(self) -> float:
         return 1.0
 
 
-def _require_fit(config: Config, state: dict[str, Any], path: Path) -> None:
-    """Raise CheckpointError if the weights do not have the shapes that the config of their file gives them.
+def _require_fit(config: Config, path: Path) -> None:
+    """Raise CheckpointError if the config of a file asks for a network that is much larger than the file.
 
-    The config of a small file may ask for terabytes. So a network of ours is built without data and matrices first, and
-    not beyond the tensors of the file. Storage is counted, because a tensor of any size can be a view of one number.
+    The config of a small file may ask for terabytes. So a network of ours is built without data and matrices first.
     """
-    misfit = CheckpointError(f"{path} {_NO_FIT}")
-    left = 4 * len(state) + 100  # a network may replace layers while it is built
-
-    def count(*_: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise misfit
-
-    handle = register_module_parameter_registration_hook(count)
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             network = build_network(config, _Outline(build_geometry(config)))
     except RuntimeError as error:  # a size that torch cannot count
-        raise misfit from error
-    finally:
-        handle.remove()
-    stored = {it.untyped_storage().data_ptr(): it.untyped_storage().nbytes() for it in state.values()}
-    is_larger = sum(p.nbytes for p in network.parameters()) > 2 * sum(stored.values())  # the file may be in 16 bits
-    shapes = {name: tensor.shape for name, tensor in state.items()}
-    if is_larger or any(shapes.get(f"network.{name}") != it.shape for name, it in network.state_dict().items()):
-        raise misfit
+        raise CheckpointError(f"{path} {_NO_FIT}") from error
+    size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+    if sum(p.nbytes for p in network.parameters()) > size:
+        raise CheckpointError(f"{path} {_NO_FIT}")
 
 
 def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
@@ -285,7 +261,7 @@ def _without_keys(keys: dict[str, Any], some: Collection[str]) -> dict[str, Any]
 
 
 def encode(config: Config, state: dict[str, Tensor]) -> bytes:
-    """Encode a weights file: tensors by their state-dict names, half precision as float32, and the config.
+    """Encode a weights file: tensors by their state-dict names, and the config.
 
     The same weights and config give the same bytes. The metadata also has a digest of both.
     """
@@ -304,11 +280,8 @@ def digest_of_weights(state: dict[str, Tensor]) -> str:
 
 
 def _packed(state: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    # Copies, because safetensors refuses two names for one tensor. A module may count in whole numbers: they stay.
-    half = torch.float16, torch.bfloat16
-    full = {name: torch.float32 if tensor.dtype in half else tensor.dtype for name, tensor in state.items()}
-    tensors = {name: tensor.to(full[name], copy=True).contiguous() for name, tensor in state.items()}
-    return safetensors.torch.save(tensors, metadata)
+    # Copies, because safetensors refuses two names for one tensor.
+    return safetensors.torch.save({name: it.clone().contiguous() for name, it in state.items()}, metadata)
 
 
 def decode(path: Path) -> dict[str, Any]:

@@ -1,16 +1,13 @@
 """LEARN++ (Zhang et al., IEEE Transactions on Radiation and Plasma Medical Sciences 2022): LEARN in two domains."""
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qnmixer.models.data_term import DATA_TERMS, back_projection, rectified
 from qnmixer.models.learn import small_cnn
-from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork, check_choice
-
-if TYPE_CHECKING:
-    from qnmixer.physics import FanBeamProjector
+from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork, check_choice
 
 
 class TwoDomains(NamedTuple):
@@ -49,7 +46,7 @@ class LEARNPlusPlus(UnrolledNetwork[TwoDomains]):
 
     def __init__(
         self,
-        projector: "FanBeamProjector",
+        projector: Projector,
         n_iterations: Iterations = 15,
         channels: Channels = 48,
         data_term: Literal["adjoint", "fbp"] = "adjoint",
@@ -79,10 +76,6 @@ class LEARNPlusPlus(UnrolledNetwork[TwoDomains]):
             return TwoDomains(image, z)
         mu, nu = self.sinogram_steps[t]
         return TwoDomains(image, z + mu * residual / norm - nu * (z - y / norm) - self.of_sinograms[t](z))
-
-    def blocks(self) -> list[nn.Module]:
-        """The CNNs."""
-        return [*self.of_images, *self.of_sinograms]
 
     def hidden_weights(self) -> list[nn.Parameter]:
         """All kernels, but for the last of each CNN."""

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from annotated_types import Ge, Gt, Le, MultipleOf
@@ -13,10 +13,7 @@ from qnmixer.models.bfgs import Pair, apply_inverse_hessian, make_pair, split_sc
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 from qnmixer.models.data_term import DATA_TERMS, data_gradient, nonnegative, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptMixer
-from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork, check_choice
-
-if TYPE_CHECKING:
-    from qnmixer.physics import FanBeamProjector
+from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork, check_choice
 
 
 class QNState(NamedTuple):
@@ -97,7 +94,7 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def __init__(
         self,
-        projector: "FanBeamProjector",
+        projector: Projector,
         n_iterations: Iterations = 14,
         channels: Annotated[Channels, MultipleOf(4)] = 96,
         patch_size: Annotated[int, Ge(1)] = 4,
@@ -213,10 +210,6 @@ class QNMixer(UnrolledNetwork[QNState]):
         if self.details:
             G = self.details[t](torch.cat([x, x - u], 1) if self.detail_data_step else x, G)
         return G + (x - u)
-
-    def blocks(self) -> list[nn.Module]:
-        """The regularisers."""
-        return [*self.regularizers, *self.details]
 
     def step_scalars(self) -> list[nn.Parameter]:
         """λ_t, β_t and τ_t."""

@@ -3,75 +3,47 @@
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError
 from qnmixer.physics import FanBeamGeometry
 
-FloatList = npt.NDArray[np.float64]
-
-_WIDEST_GAP = 4.0
-"""The widest gap that is interpolated, in steps between views: at most three missing in a row."""
 _FEWEST_VIEWS = 0.75
 """The fewest measured views, as a share of the views in training."""
-_NEAR = 0.75
-"""In steps between views: a view counts as missing if the nearest measured view is farther away.
-
-With as many measured views as views in training, or more, the nearest one is within half a step."""
 _AIR = 0.05
 """Share of the largest value. If an end of the detector has more, it cuts the object off."""
 _SAME = 1e-3
-"""Share of a step, or of a distance, that counts as equal."""
+"""Share of the detector that counts as nothing."""
 
 
-def fit_scan(
-    sinogram: FloatArray, angles: FloatList, scanner: FanBeamGeometry, geometry: FanBeamGeometry, name: str
-) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    """Fit a sinogram [v, d] to the rays of a geometry. Returns [V, D], and which of its views are missing.
+def fit_scan(sinogram: FloatArray, scanner: FanBeamGeometry, geometry: FanBeamGeometry, name: str) -> FloatArray:
+    """Fit a sinogram [v, d] of another detector, or with another number of views, to the rays of a geometry: [V, D].
 
-    Missing views are rows of NaN, or of zeros. Along the detector, rows are interpolated linearly, or averaged if bins
-    become wider. Views at angles that were not measured are interpolated linearly between their neighbours. They count
-    as missing if the nearest measured view is too far. The first view becomes that of the geometry, so the image is
-    turned by the difference of the two angles.
+    Along the detector, rows are interpolated linearly, or averaged if bins become wider. Views at angles that were not
+    measured are interpolated linearly between their neighbours.
 
     Args:
         sinogram: of any size.
-        angles: of its views in radians, [v].
-        scanner: the other values of its rays.
+        scanner: its rays. Their source and first view are those of the geometry.
         geometry: that of the network.
         name: of the file, for errors.
 
     Raises:
-        DataError: another beam or distance of the source, an object cut off by the detector, too few views or too wide
-            a gap.
+        DataError: values that are missing, an object cut off by the detector, or too few views.
     """
-    missing = np.isnan(sinogram).all(axis=1) | ~sinogram.any(axis=1)  # no object is empty from one side
-    n_measured = np.count_nonzero(~missing)
-    if not np.isfinite(sinogram[~missing]).all():
-        raise DataError(f"{name} has NaN or infinite values in part of a view: interpolate the dead bins first")
-    nearer = scanner.source_to_axis / geometry.source_to_axis
-    if scanner.beam != geometry.beam or (geometry.is_fan and abs(nearer - 1) > _SAME):
+    if not (np.isfinite(sinogram).all() and sinogram.any()):
+        raise DataError(f"{name} has NaN or infinite values, or only zeros: interpolate dead bins and views first")
+    if len(sinogram) < _FEWEST_VIEWS * geometry.n_views:
         raise DataError(
-            f"{name} was measured with beam {scanner.beam} and the source {scanner.source_to_axis:g} mm from the axis, "
-            f"but the run was trained for {geometry.beam} and {geometry.source_to_axis:g} mm: train with the geometry "
-            "of the scanner"
+            f"{name} has {len(sinogram)} views, but the run was trained for {geometry.n_views}: train with "
+            "geometry.n_views as measured"
         )
-    if n_measured < _FEWEST_VIEWS * geometry.n_views:
-        raise DataError(
-            f"{name} has {n_measured} measured views (others are NaN or zeros), but the run was trained for "
-            f"{geometry.n_views}: train with geometry.n_views as measured"
-        )
-    rows = _fit_bins(sinogram[~missing], scanner, geometry, name)
-    turned = math.copysign(1, geometry.angle_span) * (angles - angles[0])
-    return _fit_views(rows, turned[~missing], geometry, name)
+    return _fit_views(_fit_bins(sinogram, scanner, geometry, name), scanner, geometry, name)
 
 
 def _fit_bins(rows: FloatArray, scanner: FanBeamGeometry, geometry: FanBeamGeometry, name: str) -> FloatArray:
-    """Rows [v, d] at the geometry's rays, [v, D], with air beyond the ends of the detector."""
-    # Rays of a fan at equal angles are the same rays. So detectors at other distances differ by their magnification.
-    magnified = scanner.source_to_detector / geometry.source_to_detector if geometry.is_fan else 1.0
-    wanted, width = magnified * geometry.bin_positions(), magnified * geometry.detector_pitch
+    """Rows [v, d] at the geometry's bins, [v, D], with air beyond the ends of the detector."""
+    wanted, width = geometry.bin_positions(), geometry.detector_pitch
     centres, pitch = scanner.bin_positions(), scanner.detector_pitch
     left, right = wanted - width / 2, wanted + width / 2
     slack, air = _SAME * len(centres) * pitch / 2, _AIR * rows.max()
@@ -90,27 +62,19 @@ def _fit_bins(rows: FloatArray, scanner: FanBeamGeometry, geometry: FanBeamGeome
     return ((until_right - until_left) / width).astype(np.float32)
 
 
-def _fit_views(
-    rows: FloatArray, angles: FloatList, geometry: FanBeamGeometry, name: str
-) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    """Rows [v, D] as views [V, D] of the geometry, and which views are missing. Angles start at the first view."""
-    turn = 2 * np.pi
-    order = np.argsort(angles % turn)
-    at = np.concatenate([(angles % turn)[order] + k * turn for k in (-1, 0, 1)])
-    step = abs(geometry.angle_step)
-    wanted = np.arange(geometry.n_views) * step
-    if geometry.view_angles is not None:  # their span is positive
-        wanted = (geometry.angles() - geometry.angles()[0]) % turn
-    after = np.searchsorted(at, wanted, side="right")
-    low, high = at[after - 1], at[after]
-    nearest = np.minimum(wanted - low, high - wanted)
-    if (wide := (nearest > _SAME * step) & (high - low > (_WIDEST_GAP + _SAME) * step)).any():
+def _fit_views(rows: FloatArray, scanner: FanBeamGeometry, geometry: FanBeamGeometry, name: str) -> FloatArray:
+    """Rows [v, D] at the views of the geometry, [V, D]."""
+    if scanner.view_angles is not None:  # those of the geometry
+        return rows
+    step = abs(scanner.angle_step)
+    measured = np.arange(len(rows)) * step
+    if scanner.is_full_turn:
+        rows, measured = np.append(rows, rows[:1], axis=0), np.append(measured, len(measured) * step)
+    angles = math.copysign(1, geometry.angle_span) * geometry.angles()
+    wanted = (angles - angles[0]) % (2 * np.pi)
+    if wanted.max() > measured[-1] + step / 2:
         raise DataError(
-            f"{name} has no views near {np.count_nonzero(wide)} of the {geometry.n_views} that the run was trained "
-            f"for (the first is number {int(np.flatnonzero(wide)[0])}). Only gaps between views of up to "
-            f"{_WIDEST_GAP * np.degrees(step):.3g}° can be filled: train with geometry.n_views and "
-            "geometry.angle_span as measured"
+            f"{name} ends at {measured[-1]:.4g} radians, but the run's views at {wanted.max():.4g}: train with "
+            "geometry.n_views and geometry.angle_span as measured"
         )
-    weight = ((wanted - low) / (high - low)).astype(np.float32)[:, None]
-    before, behind = (rows[order[k % len(order)]] for k in (after - 1, after))
-    return (1 - weight) * before + weight * behind, nearest > _NEAR * step
+    return np.stack([np.interp(wanted, measured, column) for column in rows.T], axis=1).astype(np.float32)

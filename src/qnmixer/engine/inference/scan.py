@@ -1,15 +1,14 @@
-"""A scan, the input of one reconstruction; and how its readers warn."""
+"""A scan, the input of one reconstruction; and what its readers share."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-from pydicom.dataset import FileDataset
 from torch import Tensor
-from torch.nn.functional import avg_pool2d
 
+from qnmixer.engine.data.cache import list_files
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.engine.reports.terminal import Console
-from qnmixer.physics import FanBeamProjector
 
 
 @dataclass(kw_only=True)
@@ -20,7 +19,6 @@ class Scan:
         name: the file relative to the input, and `#frame` if it has several.
         sinogram: y [1, 1, V, D] on the network's device.
         measured: whether a scanner measured it. Else it was simulated from a slice.
-        missing: [V] bool, views of a measured scan that were interpolated; None: no view is missing.
         template: the DICOM file of the slice; None for other formats.
         frame: number of the frame in the template.
         field_of_view: mm that the image covers, if its template has true size; None: it covers the whole template.
@@ -31,8 +29,7 @@ class Scan:
     offset: float
     scale: float
     measured: bool = False
-    missing: Tensor | None = None
-    template: FileDataset | None = None
+    template: Path | None = None
     frame: int = 0
     field_of_view: float | None = None
 
@@ -41,11 +38,9 @@ class Scan:
         return (self.offset + self.scale * x[0, 0].cpu().numpy()).astype(np.float32)
 
 
-def misfit(projector: FanBeamProjector, x: Tensor, scan: Scan, bins: int = 1) -> float:
-    """‖A x − y‖ / ‖y‖ of an image [1, 1, S, S] over the views that were measured, with means of `bins` neighbours."""
-    views = slice(None) if scan.missing is None else ~scan.missing
-    y, left = (avg_pool2d(it[:, :, views], (1, bins)) for it in (scan.sinogram, projector(x) - scan.sinogram))
-    return float(left.norm() / y.norm())
+def input_files(path: Path) -> list[Path]:
+    """The files of an input: a file itself, or all files of a folder. Raises DataError if there is none."""
+    return [path] if path.is_file() else [path / file for file in list_files(path, key="input")]
 
 
 def warn(line: str) -> None:

@@ -1,93 +1,64 @@
 """Slices to reconstruct, read one at a time from a file or a folder. Their sparse views are simulated."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from pydicom.dataset import FileDataset
 
-from qnmixer.engine.data.cache import Grid, cut_line, list_files
+from qnmixer.engine.data.cache import Grid, Reader, cut_line
 from qnmixer.engine.data.dataset import build_scaling, scaled_like
-from qnmixer.engine.data.deeplesion import read_hu_png
-from qnmixer.engine.data.dicom import decode_frame, frame_count, open_ct, pixel_spacing
-from qnmixer.engine.data.numpy_files import open_slices, read_frame
+from qnmixer.engine.data.deeplesion import DeepLesionReader
+from qnmixer.engine.data.dicom import DicomReader
+from qnmixer.engine.data.numpy_files import NumpyReader
 from qnmixer.engine.data.slices import (
     NO_AIR,
     NO_SPACING,
     FloatArray,
     SkipFile,
+    Slice,
     clean_hu,
     doubt,
-    reading,
     summarise_skipped,
 )
 from qnmixer.engine.inference.scan import Scan, warn
 from qnmixer.engine.reconstructor import STREAMS, Reconstructor
 from qnmixer.errors import DataError
 
-_NPY_MAGIC, _PNG_MAGIC = b"\x93NUMPY", b"\x89PNG\r\n\x1a\n"
+_NOT_DICOM: dict[str, type[Reader]] = {".npy": NumpyReader, ".png": DeepLesionReader}
 
 
-@dataclass(frozen=True)
-class InputSlice:
-    """A slice to reconstruct.
-
-    Attributes:
-        hu: [H, W] float32, padding set to air.
-        name: file relative to the given folder, and `#frame` if the file has several frames.
-        template: the DICOM file of the slice, for `write_dicom`; None for other formats.
-        frame: number of the frame in the file.
-        spacing: mm between its rows and between its columns; None if the file has none.
-    """
-
-    hu: FloatArray
-    name: str
-    template: FileDataset | None
-    frame: int
-    spacing: tuple[float, float] | None
-
-
-def slice_files(path: Path) -> list[Path]:
-    """The files that may hold slices: a file itself, or all files of a folder. Raises DataError if there is none."""
-    return [path] if path.is_file() else [path / file for file in list_files(path, key="input")]
-
-
-def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -> Iterator[InputSlice]:
+def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -> Iterator[Slice]:
     """The slices of files: DICOM with any number of frames, `.npy`, 16-bit PNG. One at a time is decoded.
 
     Unusable files and frames are left out, with a warning at the end. Another warning is for values in another unit.
 
     Args:
         path: the input, for names and warnings.
-        files: from `slice_files`.
-        true_size: leave out DICOM without a pixel size.
+        files: from `input_files`.
+        true_size: leave out slices without a pixel size.
 
     Raises:
         DataError: no file is usable.
     """
     skipped: list[tuple[str, str]] = []
     lowest = np.inf  # HU
+    root = path if path.is_dir() else path.parent
     for file in files:
-        name = file.name if file == path else file.relative_to(path).as_posix()
+        name = file.relative_to(root).as_posix()
         try:
-            frames, template, decode = _open(file)
+            for piece in _NOT_DICOM.get(file.suffix.lower(), DicomReader)().read(root, name):
+                try:
+                    if true_size and piece.spacing is None:
+                        raise SkipFile(NO_SPACING)
+                    hu = clean_hu(piece.hu)
+                except SkipFile as reason:
+                    skipped.append((piece.info.name, str(reason)))
+                    continue
+                lowest = min(lowest, float(hu.min()))
+                yield Slice(piece.info, hu, piece.spacing)
         except SkipFile as reason:
             skipped.append((name, str(reason)))
-            continue
-        for frame in range(frames):
-            its = f"{name}#{frame}" if frames > 1 else name
-            try:
-                spacing = None if template is None else pixel_spacing(template, frame)
-                if true_size and template is not None and spacing is None:
-                    raise SkipFile(NO_SPACING)
-                hu = clean_hu(decode(frame))
-            except SkipFile as reason:
-                skipped.append((its, str(reason)))
-                continue
-            lowest = min(lowest, float(hu.min()))
-            yield InputSlice(hu, its, template, frame, spacing)
     summary = summarise_skipped(str(path), skipped)
     if lowest == np.inf:
         raise DataError(f"input has no usable slice ({summary}): give CT in DICOM, HU in .npy or 16-bit PNG")
@@ -97,43 +68,27 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
         warn(doubt(str(path)))
 
 
-def _open(path: Path) -> tuple[int, FileDataset | None, Callable[[int], FloatArray]]:
-    """(number of slices, DICOM dataset if it is one, decoder of slice i). The first bytes show the format."""
-    with reading("unreadable"), path.open("rb") as stream:
-        magic = stream.read(8)
-    if magic.startswith(_NPY_MAGIC):
-        return len(open_slices(path)), None, lambda frame: read_frame(path, frame)
-    if magic == _PNG_MAGIC:
-        return 1, None, lambda frame: read_hu_png(path)
-    dataset = open_ct(path)
-    return frame_count(dataset), dataset, lambda frame: decode_frame(dataset, frame)
-
-
 def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) -> Iterator[Scan]:
     """The slices of an input as scans, with the views and the noise of the network's training."""
     data, measurement = module.config.data, module.measurement
     field_of_view = module.projector.geometry.field_of_view if data.at_true_size else None
     scaling, factor = build_scaling(data.scaling, data.hu_max), data.simulation_factor
     grid, fine_grid = Grid(data.image_size, field_of_view), Grid(factor * data.image_size, field_of_view)
+    root = path if path.is_dir() else path.parent
 
     def tensor(image: FloatArray) -> torch.Tensor:
         return torch.from_numpy(image)[None, None].to(module.device)
 
-    unsized = 0
     for number, piece in enumerate(read_slices(path, files, true_size=data.at_true_size)):
-        unsized += field_of_view is not None and piece.spacing is None
         x, offset, scale = scaling.to_unit(grid.place(piece.hu, piece.spacing))
         fine = scaled_like(fine_grid.place(piece.hu, piece.spacing), offset, scale) if factor > 1 else None
         y = measurement.project(tensor(x), None if fine is None else tensor(fine))
+        file = root / piece.info.path
         yield Scan(
-            name=piece.name,
+            name=piece.info.name,
             sinogram=measurement.noise(y, [(module.config.seed, STREAMS["test"], number)]),
-            offset=offset, scale=scale, template=piece.template, frame=piece.frame, field_of_view=field_of_view,
+            offset=offset, scale=scale, template=None if file.suffix.lower() in _NOT_DICOM else file,
+            frame=piece.info.frame, field_of_view=field_of_view,
         )  # fmt: skip
     if field_of_view is not None and (cut := cut_line(str(path), grid.widest, field_of_view)):
         warn(cut)
-    if unsized:
-        warn(
-            f"{unsized} slices are in files without a pixel size (.npy, PNG): each is taken to be {field_of_view:g} mm "
-            "wide"
-        )

@@ -4,6 +4,7 @@ import copy
 import datetime
 import io
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,12 +14,11 @@ from PIL.PngImagePlugin import PngInfo
 from pydicom.dataset import Dataset
 from pydicom.filebase import DicomBytesIO
 from pydicom.filewriter import dcmwrite, write_data_element
-from pydicom.sequence import Sequence
 from pydicom.uid import generate_uid
 from pydicom.valuerep import format_number_as_ds
 
 from qnmixer.engine.data.cache import field_of, square_padding
-from qnmixer.engine.data.dicom import frame_count, functional_group
+from qnmixer.engine.data.dicom import frame_count
 from qnmixer.engine.data.dicom import pixel_spacing as pixel_spacing_of
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError
@@ -30,33 +30,17 @@ _INTERCEPT = -1024
 # Tags of the patient, the study, the scanner and the place of the slice: they are also true for a reconstruction. Other
 # tags may describe the source's pixels, name the patient elsewhere (OriginalAttributesSequence), or be unknown here.
 _KEPT = (
-    "SpecificCharacterSet", "TimezoneOffsetFromUTC",
-    "PatientName", "PatientID", "IssuerOfPatientID", "OtherPatientIDs", "PatientBirthDate", "PatientSex", "PatientAge",
-    "PatientSize", "PatientWeight", "PatientComments", "PatientIdentityRemoved", "DeidentificationMethod",
-    "StudyInstanceUID", "StudyID", "StudyDate", "StudyTime", "StudyDescription", "AccessionNumber",
-    "ReferringPhysicianName", "ClinicalTrialSponsorName", "ClinicalTrialProtocolID", "ClinicalTrialProtocolName",
-    "ClinicalTrialSiteID", "ClinicalTrialSubjectID", "ClinicalTrialTimePointID",
-    "SeriesNumber", "Laterality", "PatientPosition", "BodyPartExamined", "ProtocolName", "FrameOfReferenceUID",
-    "PositionReferenceIndicator", "Manufacturer", "ManufacturerModelName", "InstitutionName", "StationName",
-    "DeviceSerialNumber", "SoftwareVersions", "AcquisitionNumber", "AcquisitionDate", "AcquisitionTime",
-    "AcquisitionDateTime", "InstanceNumber", "ImagePositionPatient", "ImageOrientationPatient", "SliceLocation",
-    "SliceThickness", "SpacingBetweenSlices", "PixelSpacing", "PatientOrientation", "GantryDetectorTilt", "KVP",
-    "XRayTubeCurrent", "ExposureTime", "Exposure", "DistanceSourceToDetector", "DistanceSourceToPatient",
-    "SpiralPitchFactor", "ContrastBolusAgent", "ContrastBolusRoute", "WindowCenter", "WindowWidth",
-    "BurnedInAnnotation", "LossyImageCompression", "LossyImageCompressionRatio", "LossyImageCompressionMethod",
+    "SpecificCharacterSet", "TimezoneOffsetFromUTC", "PatientName", "PatientID", "IssuerOfPatientID",
+    "PatientBirthDate", "PatientSex", "PatientAge", "PatientSize", "PatientWeight", "PatientIdentityRemoved",
+    "DeidentificationMethod", "StudyInstanceUID", "StudyID", "StudyDate", "StudyTime", "StudyDescription",
+    "AccessionNumber", "ReferringPhysicianName", "SeriesNumber", "Laterality", "PatientPosition", "BodyPartExamined",
+    "ProtocolName", "FrameOfReferenceUID", "PositionReferenceIndicator", "Manufacturer", "ManufacturerModelName",
+    "InstitutionName", "StationName", "DeviceSerialNumber", "AcquisitionNumber", "AcquisitionDate", "AcquisitionTime",
+    "InstanceNumber", "ImagePositionPatient", "ImageOrientationPatient", "SliceLocation", "SliceThickness",
+    "SpacingBetweenSlices", "PixelSpacing", "GantryDetectorTilt", "KVP", "DistanceSourceToDetector",
+    "DistanceSourceToPatient", "ContrastBolusAgent", "WindowCenter", "WindowWidth", "BurnedInAnnotation",
+    "LossyImageCompression",
 )  # fmt: skip
-
-# The functional groups in which enhanced images have these tags. A plain CT image has them at its top level.
-_GROUPS = {
-    "PixelSpacing": "PixelMeasuresSequence",
-    "SliceThickness": "PixelMeasuresSequence",
-    "SpacingBetweenSlices": "PixelMeasuresSequence",
-    "ImagePositionPatient": "PlanePositionSequence",
-    "ImageOrientationPatient": "PlaneOrientationSequence",
-    "WindowCenter": "FrameVOILUTSequence",
-    "WindowWidth": "FrameVOILUTSequence",
-    "KVP": "CTXRayDetailsSequence",
-}
 
 # Tags that a CT image must have. Their values may be empty.
 _REQUIRED = (
@@ -91,8 +75,8 @@ def window_of(hu: FloatArray) -> tuple[float, float]:
 
 def _save(path: Path, encoded: io.BytesIO) -> None:
     """Write an encoded file in one piece. A full disk then raises the plain OSError with its errno."""
-    if path.exists():  # for example, written by another process
-        raise DataError(f"{path} exists already and is not overwritten: give another output=")
+    if path.exists():  # written by another process, or two inputs have one name, such as a.dcm and a.npy
+        raise DataError(f"{path} exists already and is not overwritten: give another output=, or rename the input")
     with atomic_file(path) as stream:
         stream.write(encoded.getbuffer())
 
@@ -134,7 +118,6 @@ def write_dicom(
         warnings.simplefilter("ignore")  # of odd values in the source
         source = _anonymous(hu.shape, pixel_spacing) if template is None else template
         dataset = _kept(source, frame)
-        _set_source(dataset, source, frame)
         rows, columns = int(source.Rows), int(source.Columns)
         field = field_of_view or field_of((rows, columns), pixel_spacing_of(source, frame))
         _set_grid(dataset, (rows, columns), hu.shape, field)
@@ -158,11 +141,12 @@ def _anonymous(shape: tuple[int, ...], pixel_spacing: float) -> Dataset:
 
 def _kept(source: Dataset, frame: int) -> Dataset:
     """The tags of a frame of a source that are also true for an image derived from it."""
-    dataset = Dataset()
+    dataset, places = Dataset(), [source]
+    with suppress(Exception):  # damaged groups
+        places = [*_functional_groups(source, frame), source]
     for keyword in _KEPT:
         with suppress(Exception):  # damaged ones, which pydicom cannot read, or reads but cannot write
-            group = functional_group(source, frame, _GROUPS.get(keyword, ""))
-            element = copy.deepcopy((source if group is None or keyword not in group else group)[keyword])
+            element = copy.deepcopy(next(place[keyword] for place in places if keyword in place))
             stream = DicomBytesIO()
             stream.is_little_endian, stream.is_implicit_VR = True, False
             write_data_element(stream, element)
@@ -175,15 +159,12 @@ def _kept(source: Dataset, frame: int) -> Dataset:
     return dataset
 
 
-def _set_source(dataset: Dataset, template: Dataset, frame: int) -> None:
-    """Refer to the source image and the source frame."""
-    if instance := template.get("SOPInstanceUID"):
-        item = Dataset()
-        item.ReferencedSOPClassUID = template.get("SOPClassUID") or CT_IMAGE
-        item.ReferencedSOPInstanceUID = instance
-        if frame_count(template) > 1:
-            item.ReferencedFrameNumber = frame + 1
-        dataset.SourceImageSequence = Sequence([item])
+def _functional_groups(source: Dataset, frame: int) -> Iterator[Dataset]:
+    """The parts of an enhanced image that hold tags of a frame. A plain image has these at its top level."""
+    per_frame = source.get("PerFrameFunctionalGroupsSequence") or []
+    shared = source.get("SharedFunctionalGroupsSequence") or []
+    for group in (*per_frame[frame : frame + 1], *shared):
+        yield from (element.value[0] for element in group if element.VR == "SQ" and element.value)
 
 
 def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...], field_of_view: float | None) -> None:
