@@ -79,7 +79,7 @@ BOUNDS = {
     "model=qn_mixer": "n_iterations=0 n_iterations=10000 channels=100000 patch_size=0 mlp_ratio=1e+30 latent_factor=0",
     "model=tv": "n_iterations=0 weight=1e-20 noise_weight=-1.0 gap=-0.1",
     "model=learned_primal_dual": "n_primal=1 n_dual=0",
-    "model=regformer": "n_heads=0 window_size=1",
+    "model=regformer": "channels=20 window_size=1",
     "noise=physical": "photons=0 water_attenuation=0 electronic_sigma=-1",
     "noise=mixed": "physical_share=-1 field_photons=0",
     "loss=ssim_mix": "ssim_weight=1.1",

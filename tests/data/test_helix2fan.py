@@ -13,19 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.commands import parse_reconstruct
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse, section, to_plain
+from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.fan_tiff import open_fan
-from qnmixer.engine.inference.reconstruct import reconstruct_input
-from qnmixer.engine.inference.sinograms import holds_sinograms
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.extras.helix2fan import views_of
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.weights import CHECKPOINT_KEY
 
 from ..conftest import TINY
 from ..sets import discs, image_of, write_helix2fan
@@ -181,23 +176,3 @@ def test_bad_values_and_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "tifffile", None)
     with pytest.raises(DataError, match=r"data=helix2fan is read by tifffile"):
         module(tmp_path).setup()
-
-
-def test_a_file_is_reconstructed_as_it_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By a network of drawn phantoms too: the file brings its own water and angles."""
-    path = write(tmp_path)
-    words = [word for word in WORDS if word != "data=helix2fan" and not word.startswith("model.")]
-    trained = build_module(parse(compose("train", [*words, "model=fbp", "data=phantoms"])))
-    its = {"format": 1, "config": to_plain(trained.config)}
-    torch.save({CHECKPOINT_KEY: its, "state_dict": trained.state_dict()}, tmp_path / "a.ckpt")
-    given = [f"run={tmp_path}/a.ckpt", f"input={path.parent}", f"output={tmp_path}/out", "formats=[npy]"]
-    reconstruct_input(parse_reconstruct(compose("reconstruct", given)))
-    found = np.load(tmp_path / "out" / "scan_001_flat_fan_projections_1_fbp.npy")
-    sample = module(tmp_path).dataset("train")[1]
-    expected = FanBeamProjector(scan(), "hann").fbp(sample["sinogram"][None])[0, 0].numpy() * 3000 - 1000
-    assert np.abs(found - expected).max() < 30  # HU; angles between those of the file are interpolated
-    assert "from the run's first view" in capsys.readouterr().err
-    with pytest.raises(DataError, match="has angles and bins of its own"):
-        reconstruct_input(parse_reconstruct(compose("reconstruct", [*given, f"input={path}", "angle_span=3"])))
-    tifffile.imwrite(path, np.zeros((9, 9), np.uint8))  # a picture
-    assert not holds_sinograms(path.parent, trained.config, parse_reconstruct(compose("reconstruct", given)))

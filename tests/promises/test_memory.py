@@ -72,44 +72,10 @@ runpy.run_module("qnmixer.train", run_name="__main__", alter_sys=True)
     assert "try memory=recompute (" in line
 
 
-# Everything is imported and then the address space ends so many MiB above what it takes.
-_LIMITED = """
-import resource, sys
-import qnmixer.engine.inference.reconstruct
-from qnmixer.reconstruct import main
-now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-limit = now + int(sys.argv.pop(1)) * 2**20
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-main()
-"""
-
-
 def save(module: ReconstructionModule, path: Path) -> None:
     """As the checkpoint of a run."""
     content = {"format": 1, "config": to_plain(module.config), "largest_norm": 0.0}
     torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="the address space is read from /proc")
-def test_a_batch_that_does_not_fit_is_halved(tiny_module: Build, tmp_path: Path) -> None:
-    """Real allocations that the system refuses, 150 MiB above what is there."""
-    save(tiny_module("data.image_size=128", "model.n_iterations=1", "model.channels=32"), tmp_path / "a.ckpt")
-    np.save(tmp_path / "a.npy", np.stack([phantom(32, seed=0, part="test", index=k) for k in range(64)]))
-    # Freed memory goes back to the system. Else it depends on chance how much of the address space is left.
-    steady = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    words = ["run=a.ckpt", "input=a.npy", "output=out", "accelerator=cpu", "formats=[npy]", "batch_size=64"]
-    done = subprocess.run(
-        [sys.executable, "-c", _LIMITED, "150", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        env=environment(**steady),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
-    found = [re.fullmatch(r"warning: out of memory with (\d+) slices at once: .* batch_size=(\d+)", s) for s in lines]
-    assert found
-    assert found[0][1] == "64"  # type: ignore[index]
-    assert all(match and int(match[2]) == int(match[1]) // 2 for match in found)
-    assert len(list((tmp_path / "out").glob("*.npy"))) == 64
 
 
 _PEAK = """

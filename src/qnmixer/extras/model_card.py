@@ -46,9 +46,9 @@ python -m qnmixer.reconstruct {run} input=/path/to/dicom output=out
 python -m qnmixer.evaluate {run} data=dicom data.root=/path/to/dicom
 ```
 
-The first command reconstructs DICOM slices from {n_views} simulated views. It also takes measured sinograms, as .npy \
-and .mat. The second compares the network with FBP. To train it further, give `finetune={name}` and the \
-settings above to `qnmixer.train`.
+The first command reconstructs DICOM slices from {n_views} simulated views. It also takes measured sinograms, as \
+.npy. The second compares the network with FBP. To train it further, give `finetune={name}` and the settings \
+above to `qnmixer.train`.
 
 ## Where it fails
 
