@@ -30,7 +30,7 @@ def test_an_error_of_the_disk_names_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nowhere", "a" * 300, "", "b/" * 200, "~nobody_has_this_name/a"])
 def test_a_missing_path_is_reported_by_its_key(name: str) -> None:
-    with pytest.raises(DataError, match=r"^run=.{0,61} does not exist: give a folder$"):
+    with pytest.raises(DataError, match=r"^run=.{0,81} does not exist: give a folder$"):
         check_there("run", name, "a folder")
 
 

@@ -13,7 +13,6 @@ from tests.limits import within_limits
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.checkpoints import (
-    _Outline,
     encode,
     find_checkpoint,
     load,
@@ -26,7 +25,6 @@ from qnmixer.engine.checkpoints import (
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import Config, parse, to_plain
 from qnmixer.engine.data.splits import PARTS
-from qnmixer.engine.reconstructor import build_geometry, build_network
 from qnmixer.errors import CheckpointError
 from qnmixer.module import ReconstructionModule
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY
@@ -82,7 +80,7 @@ def test_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prot
         torch.save({"state_dict": {}, CHECKPOINT_KEY: Malicious()}, path)
     else:
         path.write_bytes(pickle.dumps(Malicious()))
-    assert "use one that qnmixer.train wrote" in refusal(path)
+    assert "contains code" in refusal(path)
     assert not (tmp_path / "hacked").exists()
 
 
@@ -233,36 +231,13 @@ def test_a_config_that_somebody_made_is_refused_before_anything_is_built(tiny_mo
             refusal(path)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        "model.n_iterations=1000 model.channels=1024 model.n_mixer_layers=1000 model.shared_regularizer=false",
-        "data.image_size=256 model.patch_size=256 model.channels=1024",  # 60 TB at once
-        "model=learn model.n_iterations=2 model.channels=1024",
-    ],
-)
 def test_a_network_that_is_larger_than_its_file_is_not_built(
-    other_config: Callable[..., Config], tmp_path: Path, overrides: str
+    other_config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    """The config of a small file may ask for terabytes. The file says that it has them: they are views of a number."""
-    config = other_config(*overrides.split())
-    plain = to_plain(config)
+    """The config of a small file may ask for terabytes, here 60 at once."""
+    config = other_config("data.image_size=256", "model.patch_size=256", "model.channels=1024")
     state = {"network.weight": torch.zeros(1).expand(10**12)}
-    if "learn" in overrides:  # all the tensors that its config has
-        with torch.device("meta"):
-            network = build_network(config, _Outline(build_geometry(config)))
-        state = {f"network.{name}": torch.zeros(1).expand(p.shape) for name, p in network.state_dict().items()}
-    torch.save({CHECKPOINT_KEY: {"format": 1, "config": plain}, "state_dict": state}, tmp_path / "a.ckpt")
+    torch.save({CHECKPOINT_KEY: {"format": 1, "config": to_plain(config)}, "state_dict": state}, tmp_path / "a.ckpt")
     with within_limits(), pytest.raises(CheckpointError, match="do not fit its own config") as error:
         load_run(tmp_path / "a.ckpt")
     assert "\n" not in str(error.value)
-
-
-def test_the_matrices_of_a_scan_wait_until_the_weights_fit(tiny_module: Build, tmp_path: Path) -> None:
-    """The config of a small file may have image_size=2048: the matrices take 1 GB, and 20 s."""
-    path = save(tiny_module(), tmp_path)
-    checkpoint = torch.load(path, weights_only=True)
-    checkpoint[CHECKPOINT_KEY]["config"]["data"]["image_size"] = 2048
-    torch.save(checkpoint, path)
-    with within_limits(memory=2**28), pytest.raises(CheckpointError, match="do not fit its own config"):
-        load_run(path)

@@ -148,7 +148,6 @@ PIPELINE = ["strategy=pipeline", "trainer.devices=4"]
             ["model=fbpconvnet", "data.image_size=24"],
             "data.image_size=24 is not divisible by 16, as model.depth=4 needs",
         ),
-        (["model=regformer", "model.channels=64"], "model: channels=64 is not a multiple of 6"),
         (["data=dicom", "data.val_fraction=0.6", "data.test_fraction=0.6"], "data.val_fraction + test_fraction leave"),
         (["data=dicom", "data.val_patients=[a]"], "lists of patients are used only with data.split=explicit"),
         (["data=lodopab"], "geometry.beam=fan_flat is not that of data=lodopab, parallel: take geometry=lodopab"),
