@@ -53,10 +53,6 @@ class LEARN(UnrolledNetwork[Tensor]):
         descent = self.step_sizes[t] * data_gradient(self.projector, self.data_term, state, y)
         return rectified(state - descent - self.regularizers[t](state), last=t == self.n_iterations - 1)
 
-    def hidden_weights(self) -> list[nn.Parameter]:
-        """All kernels, but for the last of each CNN."""
-        return [p for cnn in self.regularizers for p in cnn[:-1].parameters() if p.ndim > 1]  # type: ignore[index]  # Sequential
-
 
 def small_cnn(channels: int) -> nn.Sequential:
     """G_t: [B, 1, H, W] → [B, 1, H, W]."""

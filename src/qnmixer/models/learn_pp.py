@@ -76,7 +76,3 @@ class LEARNPlusPlus(UnrolledNetwork[TwoDomains]):
             return TwoDomains(image, z)
         mu, nu = self.sinogram_steps[t]
         return TwoDomains(image, z + mu * residual / norm - nu * (z - y / norm) - self.of_sinograms[t](z))
-
-    def hidden_weights(self) -> list[nn.Parameter]:
-        """All kernels, but for the last of each CNN."""
-        return [p for cnn in self.blocks() for p in cnn[:-1].parameters() if p.ndim > 1]  # type: ignore[index]  # Sequential

@@ -68,10 +68,6 @@ class LearnedPrimalDual(UnrolledNetwork[PrimalDualState]):
         """The first image."""
         return state.primal[:, :1]
 
-    def hidden_weights(self) -> list[nn.Parameter]:
-        """All kernels, but for the last of each CNN."""
-        return [p for cnn in self.blocks() for p in cnn[:-1].parameters() if p.ndim > 1]  # type: ignore[index]  # Sequential
-
 
 def _update(n_in: int, channels: int, n_out: int) -> nn.Sequential:
     layers = nn.Sequential(

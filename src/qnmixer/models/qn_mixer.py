@@ -215,10 +215,6 @@ class QNMixer(UnrolledNetwork[QNState]):
         """λ_t, β_t and τ_t."""
         return [*self.step_sizes, *self.momenta, *self.trust]
 
-    def hidden_weights(self) -> list[nn.Parameter]:
-        """Those of the regularisers that name some. The codec, λ and τ have none."""
-        return [p for block in self.blocks() for p in getattr(block, "hidden_weights", list)()]
-
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
         """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems early."""
         if not state.pairs:

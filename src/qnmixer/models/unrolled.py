@@ -90,9 +90,11 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     def hidden_weights(self) -> list[nn.Parameter]:
         """Matrices and kernels for the orthogonal steps of `optimizer=muon`; AdamW changes all others.
 
-        Leave out layers that start at zero.
+        By default all those of the blocks but the last of each, which makes its image. Leave out layers that start at
+        zero.
         """
-        return []
+        kernels = ([p for p in block.parameters() if p.ndim > 1] for block in self.blocks())
+        return [p for of_block in kernels for p in of_block[:-1]]
 
     def diagnostics(self, state: S) -> dict[str, Tensor]:
         """Scalars of the last state, by name, which are logged at each validation."""
