@@ -12,7 +12,7 @@ from pydicom import dcmread
 from pydicom.dataset import Dataset
 from pydicom.uid import generate_uid
 
-from qnmixer.engine.data.cache import Grid, to_square
+from qnmixer.engine.data.cache import Grid
 from qnmixer.engine.data.slices import FloatArray, Slice
 from qnmixer.engine.inference.scan import input_files
 from qnmixer.engine.inference.slices import read_slices
@@ -116,20 +116,6 @@ def test_multi_frame_source_gives_single_frames(make_ct: Any, body_hu: Any, tmp_
     assert out.InstanceNumber == 2
     assert out.RescaleIntercept == -1024
     assert np.abs(hu_of(tmp_path / "out.dcm") - noise(40)).max() <= 0.5
-
-
-def test_every_real_file_round_trips(real_ct: Path, tmp_path: Path) -> None:
-    """Read, resample, write, read: HU within 0.5, and pydicom finds nothing to complain about."""
-    found = slices(real_ct / "dicom_odd")
-    assert len(found) == 9
-    for number, piece in enumerate(found):
-        hu, path = to_square(piece.hu, 256), tmp_path / f"{number}.dcm"
-        template = dcmread(real_ct / "dicom_odd" / piece.info.path)
-        write_dicom(path, hu, template=template, frame=piece.info.frame, series_uid=generate_uid(), **WORDS)
-        assert np.abs(hu_of(path) - hu).max() <= 0.5
-        out = dcmread(path)
-        assert str(out)  # every element can be read
-        assert out.PatientName == template.PatientName
 
 
 def test_full_disk_leaves_the_old_file(tmp_path: Path) -> None:

@@ -274,11 +274,3 @@ def test_what_few_views_of_a_wrong_turn_explain_is_doubted(
     words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "a.npy", "output": tmp_path / "out"}
     reconstruct_input(settings(**words, kind="sinograms", formats="[npy]"))
     assert re.search(r"by \d\d\.\d%: much noise, or other views or bins", capsys.readouterr().out)
-
-
-def test_a_line_feed_in_a_name_is_kept(fbp_module: ReconstructionModule, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    series(tmp_path / "in" / "a\nb.npy", 2)
-    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "in", "output": tmp_path / "out"}
-    reconstruct_input(settings(**words, formats="[npy]"))
-    assert sorted(os.listdir(tmp_path / "out")) == ["a\nb_0.npy", "a\nb_1.npy"]
