@@ -88,7 +88,7 @@ class ReconstructConfig:
     run: str
     input: str
     output: str
-    kind: Literal["auto", "slices", "sinograms"]
+    kind: Literal["slices", "sinograms"]
     formats: list[Literal["dicom", "npy", "png"]]
     window: list[float] | None  # HU; None: chosen by the input
     unit: Literal["attenuation", "value"]

@@ -18,7 +18,7 @@ from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.data.dicom import open_ct
 from qnmixer.engine.data.slices import FloatArray, usable
 from qnmixer.engine.inference.scan import Scan, input_files
-from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
+from qnmixer.engine.inference.sinograms import measured_scans, sinogram_files
 from qnmixer.engine.inference.slices import simulated_scans
 from qnmixer.engine.inference.writers import window_of, write_dicom, write_npy, write_png
 from qnmixer.engine.memory.usage import is_out_of_memory
@@ -47,7 +47,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     console = Console()
     module = load_run(config.run, config.checkpoint, config.trust).to(choose_device(config.accelerator)).eval()
     path = Path(config.input)
-    sinograms = config.kind == "sinograms" or (config.kind == "auto" and holds_sinograms(path, module.config, config))
+    sinograms = config.kind == "sinograms" or bool(config.detector_pitch or config.angle_span)
     files = sinogram_files(path) if sinograms else input_files(path)
     scans = measured_scans(path, files, module, config) if sinograms else simulated_scans(path, files, module)
     batch_size = config.batch_size or (_ON_GPU if module.device.type == "cuda" else _ON_CPU)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import torch
 from torch.nn.functional import avg_pool2d
 
 from qnmixer.engine.config.commands import ReconstructConfig
-from qnmixer.engine.config.run import Config
 from qnmixer.engine.data.numpy_files import open_stack, read_frame
-from qnmixer.engine.data.slices import NO_AIR, SkipFile, require_size, usable
+from qnmixer.engine.data.slices import require_size, usable
 from qnmixer.engine.inference.fit import fit_scan
 from qnmixer.engine.inference.scan import Scan, input_files, warn
 from qnmixer.engine.reconstructor import Reconstructor
@@ -26,29 +24,6 @@ _FIX = "give sinograms as .npy"
 _DENSITIES = 0.03, 1.2
 """Mean x of an object's FBP. Measured with CT slices: 0.15 to 0.6, in a limited angle from 0.08 on; in the wrong unit
 below 0.025 or above 1.4, of transmissions negative, of counts thousands."""
-
-
-def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> bool:
-    """Whether an input of kind=auto is a scan: by the keys given, or by the shape of a .npy.
-
-    Raises DataError for a .npy that is neither a slice nor a sinogram of the run.
-    """
-    if config.detector_pitch is not None or config.angle_span is not None:
-        return True
-    views, bins = trained.geometry.n_views, trained.geometry.n_detectors
-    for file in (file for file in input_files(path) if file.suffix == ".npy"):
-        with suppress(SkipFile):
-            stack = open_stack(file)
-            if stack.shape[-2:] == (views, bins):
-                return True
-            require_size(*stack.shape[1:])  # the minimum reads it all
-            if stack[0].min() > NO_AIR:
-                raise DataError(
-                    f"{file}, {list(stack.shape)}, is no slice (it has no air, −1000 HU) and no sinogram of this run "
-                    f"([{views}, {bins}]): give kind=slices if it is a slice, or a sinogram of the run's geometry"
-                )
-            return False
-    return False
 
 
 def sinogram_files(path: Path) -> list[Path]:

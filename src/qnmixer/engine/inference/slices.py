@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from qnmixer.engine.data.cache import Grid, Reader, cut_line
@@ -18,7 +17,6 @@ from qnmixer.engine.data.slices import (
     SkipFile,
     Slice,
     clean_hu,
-    doubt,
     summarise_skipped,
 )
 from qnmixer.engine.inference.scan import Scan, warn
@@ -31,7 +29,7 @@ _NOT_DICOM: dict[str, type[Reader]] = {".npy": NumpyReader, ".png": DeepLesionRe
 def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -> Iterator[Slice]:
     """The slices of files: DICOM with any number of frames, `.npy`, 16-bit PNG. One at a time is decoded.
 
-    Unusable files and frames are left out, with a warning at the end. Another warning is for values in another unit.
+    Unusable files and frames are left out, with a warning at the end. So is a .npy without air: it is in another unit.
 
     Args:
         path: the input, for names and warnings.
@@ -42,7 +40,7 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
         DataError: no file is usable.
     """
     skipped: list[tuple[str, str]] = []
-    lowest = np.inf  # HU
+    found = False
     root = path if path.is_dir() else path.parent
     for file in files:
         name = file.relative_to(root).as_posix()
@@ -52,20 +50,20 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
                     if true_size and piece.spacing is None:
                         raise SkipFile(NO_SPACING)
                     hu = clean_hu(piece.hu)
+                    if file.suffix.lower() == ".npy" and hu.min() > NO_AIR:
+                        raise SkipFile("no air, −1000 HU: give kind=sinograms if it is a scan")
                 except SkipFile as reason:
                     skipped.append((piece.info.name, str(reason)))
                     continue
-                lowest = min(lowest, float(hu.min()))
+                found = True
                 yield Slice(piece.info, hu, piece.spacing)
         except SkipFile as reason:
             skipped.append((name, str(reason)))
     summary = summarise_skipped(str(path), skipped)
-    if lowest == np.inf:
+    if not found:
         raise DataError(f"input has no usable slice ({summary}): give CT in DICOM, HU in .npy or 16-bit PNG")
     if skipped:
         warn(summary)
-    if lowest > NO_AIR:
-        warn(doubt(str(path)))
 
 
 def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) -> Iterator[Scan]:
