@@ -1,6 +1,5 @@
 """Modules that a command loads, and names that stand in one place only. `lint-imports` checks the rooms."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import qnmixer
-from qnmixer.engine.config.compose import CONF
 
 SRC = Path(qnmixer.__file__).parent
 
@@ -48,23 +46,3 @@ def test_one_file_reaches_into_lightning() -> None:
     )
     found = {str(path.relative_to(SRC)) for path in SRC.rglob("*.py") if private.search(path.read_text())}
     assert found == {"engine/lightning_private.py"}
-
-
-def test_a_home_is_found_in_one_way() -> None:
-    """`path_of`: pathlib's expanduser raises RuntimeError, which no command expects, for a user that does not exist."""
-    assert [path.name for path in SRC.rglob("*.py") if re.search(r"\)\.expanduser\(", path.read_text())] == []
-
-
-@pytest.mark.parametrize("room", ["physics", "models"])
-def test_no_text_names_a_key_of_the_command_line(room: str) -> None:
-    """A message names its argument; who builds it from a config adds the group."""
-    groups = "|".join(sorted(path.name for path in CONF.iterdir() if path.is_dir()))
-    key = re.compile(rf"\b({groups})\.[a-z_]")
-    texts = [
-        f"{path.relative_to(SRC)}:{node.lineno}: {node.value}"
-        for path in (SRC / room).glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-    assert len(texts) > 50
-    assert [text for text in texts if key.search(text.partition(": ")[2])] == []

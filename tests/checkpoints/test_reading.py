@@ -183,9 +183,7 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tiny_module: Build,
 @pytest.mark.parametrize(
     "record",
     [
-        3,
         {"split": "text"},
-        {"split": {part: {"patients": torch.ones(2), "slices": torch.ones(2)} for part in PARTS}},
         {"split": {part: {"patients": torch.ones(1, 2).long(), "slices": torch.ones(2).long()} for part in PARTS}},
     ],
     ids=str,

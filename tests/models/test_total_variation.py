@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from qnmixer.models import TotalVariation
-from qnmixer.models.total_variation import divergence, gradient
+from qnmixer.models.total_variation import gradient
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 
@@ -22,11 +22,6 @@ def blocks() -> Tensor:
     x[0, :, 12:18, 14:26] = 1.0
     x[1, :, 4:12, 4:28] = 0.4
     return x
-
-
-def test_divergence_is_minus_the_transpose_of_the_gradient() -> None:
-    x, q = torch.randn(2, 1, 7, 5, dtype=torch.float64), torch.randn(2, 2, 7, 5, dtype=torch.float64)
-    torch.testing.assert_close((gradient(x) * q).sum(), -(x * divergence(q)).sum())
 
 
 def objective(network: TotalVariation, x: Tensor, y: Tensor) -> Tensor:
