@@ -103,15 +103,3 @@ def test_adversarial_pairs_leave_everything_finite(case: str) -> None:
     assert torch.isfinite(result).all()
     grads = torch.autograd.grad(result.sum(), [s, z, r])
     assert all(torch.isfinite(g).all() for g in grads)
-
-
-def test_random_pairs_of_any_scale_keep_h_bounded_and_positive() -> None:
-    """H stays positive definite: rᵀHr > 0 whatever pairs went in."""
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(50):
-        scales = 10 ** torch.empty(13, 2, 4, 1).uniform_(-18, 18, generator=generator)
-        pairs = [(s, z) for s, z in torch.randn(13, 2, 4, 8, generator=generator) * scales]
-        r = torch.randn(4, 8, generator=generator)
-        result = apply_inverse_hessian(pairs, r)
-        assert torch.isfinite(result).all()
-        assert ((r * result).sum(-1) > 0).all()

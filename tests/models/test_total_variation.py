@@ -54,14 +54,6 @@ def test_the_gap_is_a_bound_on_the_distance_to_the_minimum(
         assert (objective(network, elsewhere, y) > lowest).all()
 
 
-def test_an_image_is_done_at_its_own_gap_whatever_else_is_in_the_batch(scan: FanBeamProjector, blocks: Tensor) -> None:
-    y = scan(blocks)
-    network = TotalVariation(scan, weight=1e-3)
-    together = network(y)
-    for b in range(2):
-        torch.testing.assert_close(together[b : b + 1], network(y[b : b + 1]), rtol=0, atol=1e-5)
-
-
 def test_the_weight_follows_the_noise_of_each_slice(scan: FanBeamProjector, blocks: Tensor) -> None:
     """α = √(weight² + (c·σ)²): with it, each slice is as with that weight alone."""
     y = scan(blocks)
