@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydicom.dataset import Dataset
 from pydicom.uid import generate_uid
-from rich.progress import Progress
+from rich.progress import track
 from torch import Tensor
 
 from qnmixer.engine.checkpoints import load_run
@@ -52,15 +52,14 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     scans = measured_scans(path, files, module, config) if sinograms else simulated_scans(path, files, module)
     batch_size = config.batch_size or (_ON_GPU if module.device.type == "cuda" else _ON_CPU)
     writer = _Writer(module, config)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reconstructing", total=len(files))
-        for scan, x in images_of(module, scans, batch_size):
-            writer.write(scan, scan.hu(x))
-            if scan.measured:
-                far = float((module.projector(x) - scan.sinogram).norm() / scan.sinogram.norm())
-                doubt = ": much noise, or other views or bins than those of the run" if far > _FAR else ""
-                console.print(f"{scan.name}: A x differs from the sinogram by {far:.1%}{doubt}", soft_wrap=True)
-            progress.advance(task)
+    images = images_of(module, scans, batch_size)
+    hidden = not console.is_terminal
+    for scan, x in track(images, "reconstructing", len(files), console=console, transient=True, disable=hidden):
+        writer.write(scan, scan.hu(x))
+        if scan.measured:
+            far = float((module.projector(x) - scan.sinogram).norm() / scan.sinogram.norm())
+            doubt = ": much noise, or other views or bins than those of the run" if far > _FAR else ""
+            console.print(f"{scan.name}: A x differs from the sinogram by {far:.1%}{doubt}", soft_wrap=True)
     if not writer.count:
         raise DataError(f"input={path} has nothing to reconstruct: see the warning above")
     line = f"reconstructions: {writer.count:,}, as {', '.join(config.formats)}, in {config.output}"
