@@ -27,18 +27,6 @@ def test_what_is_not_needed_is_not_loaded(module: str, unwanted: set[str]) -> No
     assert done.stdout.split() == []
 
 
-@pytest.mark.parametrize("module", ["qnmixer.reconstruct", "qnmixer.engine.inference.reconstruct"])
-def test_reconstruct_loads_where_nothing_is_posix(module: str) -> None:
-    """As on Windows: reconstructing needs no lock of a run, no limits of a process, and no signals beyond Ctrl-C."""
-    code = f"""
-import signal, sys
-sys.modules |= {{"fcntl": None, "resource": None}}
-del signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
-import {module}
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_one_file_reaches_into_lightning() -> None:
     private = re.compile(
         r"from lightning[\w.]*(\._\w+|\bloops\b)[\w.]* import|from lightning[\w.]* import .*\b_\w"  # modules, names

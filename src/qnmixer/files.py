@@ -32,8 +32,6 @@ def make_own_folder(folder: Path) -> None:
     Raises PermissionError if others may have written its files: the folder, or a file in it, is another user's.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if os.name != "posix":
-        return
     me, around = os.geteuid(), folder.parent.stat()
     if around.st_uid not in (0, me) and around.st_mode & 0o002:  # who owns it could put another folder in its place
         raise PermissionError(EPERM, "it is another user's, and everybody may write to it", str(folder.parent))

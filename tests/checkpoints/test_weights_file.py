@@ -19,9 +19,8 @@ from qnmixer.engine.checkpoints import (
     resumable,
 )
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, parse, to_plain
-from qnmixer.engine.plugins import module_of
-from qnmixer.errors import CheckpointError, DataError, PluginError
+from qnmixer.engine.config.run import Config, parse
+from qnmixer.errors import CheckpointError, DataError
 from qnmixer.module import ReconstructionModule
 from qnmixer.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED, check_weights
 
@@ -87,18 +86,6 @@ def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str],
     again, _ = read_checkpoint(path)
     assert (again.data.name, again.data.image_size, again.data.hu_max) == (config.data.name, 32, 1500)
     assert (again.model, again.geometry, again.noise) == (config.model, config.geometry, config.noise)
-
-
-@pytest.mark.parametrize("target", ["os.system", "qnmixer.engine.batch.to_hu"])
-def test_what_a_file_names_is_looked_at_before_it_is_called(tmp_path: Path, target: str) -> None:
-    plain = to_plain(parse(compose("train", [])))
-    plain["model"]["_target_"] = plain["optimizer"]["_target_"] = plain["loss"]["_target_"] = target
-    torch.save({CHECKPOINT_KEY: {"config": plain}, "state_dict": {}}, tmp_path / "a.ckpt")
-    if not target.startswith("qnmixer."):
-        with pytest.raises(PluginError, match=f"which is not part of qnmixer: .* add trust={module_of(target)}"):
-            load_run(tmp_path / "a.ckpt")
-    with pytest.raises((PluginError, CheckpointError), match=r"is not a subclass of qnmixer\.models\.UnrolledNetwork"):
-        load_run(tmp_path / "a.ckpt", trust=[module_of(target)])
 
 
 def test_files_of_other_programs(tmp_path: Path) -> None:
