@@ -124,4 +124,4 @@ def test_options_that_cannot_be_are_refused(
 ) -> None:
     """Some would be taken for another in silence."""
     with pytest.raises(ConfigError, match=message):
-        network(projector, **options)
+        network(projector, **options)(projector(torch.zeros(1, 1, 16, 16)))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qnmixer.models.unrolled import Projector
+from qnmixer.models.unrolled import Projector, check_choice
 
 DATA_TERMS = ("fbp", "adjoint")
 """The kinds of A†. fbp: filtered back-projection by the exact transpose (`filtered_adjoint`). adjoint: Aᵀ/‖A‖²."""
@@ -19,7 +19,8 @@ def data_gradient(projector: Projector, kind: str, x: Tensor, y: Tensor) -> Tens
 
 
 def back_projection(projector: Projector, kind: str, y: Tensor) -> Tensor:
-    """A† y, [B, 1, H, W]."""
+    """A† y, [B, 1, H, W]. Raises ConfigError for a kind that is not known."""
+    check_choice("data_term", kind, DATA_TERMS)
     if kind == "fbp":
         return projector.filtered_adjoint(y)
     return projector.adjoint(y) / projector.operator_norm() ** 2

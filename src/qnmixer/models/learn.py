@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from qnmixer.models.data_term import DATA_TERMS, data_gradient, rectified
-from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork, check_choice
+from qnmixer.models.data_term import data_gradient, rectified
+from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork
 
 
 class LEARN(UnrolledNetwork[Tensor]):
@@ -23,9 +23,6 @@ class LEARN(UnrolledNetwork[Tensor]):
         channels: C (paper: 48).
         data_term: "adjoint": A† = Aᵀ/‖A‖² (in the paper λ_t contains the scale). "fbp": filtered back-projection
             (field), here by the exact transpose.
-
-    Raises:
-        ConfigError: data_term is not known.
     """
 
     title = "LEARN"
@@ -38,7 +35,6 @@ class LEARN(UnrolledNetwork[Tensor]):
         data_term: Literal["adjoint", "fbp"] = "adjoint",
     ) -> None:
         super().__init__(n_iterations)
-        check_choice("data_term", data_term, DATA_TERMS)
         self.projector = projector
         self.data_term = data_term
         self.regularizers = nn.ModuleList(small_cnn(channels) for _ in range(n_iterations))

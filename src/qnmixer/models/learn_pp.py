@@ -5,9 +5,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qnmixer.models.data_term import DATA_TERMS, back_projection, rectified
+from qnmixer.models.data_term import back_projection, rectified
 from qnmixer.models.learn import small_cnn
-from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork, check_choice
+from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork
 
 
 class TwoDomains(NamedTuple):
@@ -37,9 +37,6 @@ class LEARNPlusPlus(UnrolledNetwork[TwoDomains]):
         n_iterations: T (inferred: half as many as of LEARN in comparisons, with twice as many CNNs).
         channels: C of both CNNs (LEARN: 48).
         data_term: A†, as in LEARN: "adjoint" or "fbp".
-
-    Raises:
-        ConfigError: data_term is not known.
     """
 
     title = "LEARN++"
@@ -52,7 +49,6 @@ class LEARNPlusPlus(UnrolledNetwork[TwoDomains]):
         data_term: Literal["adjoint", "fbp"] = "adjoint",
     ) -> None:
         super().__init__(n_iterations)
-        check_choice("data_term", data_term, DATA_TERMS)
         self.projector = projector
         self.data_term = data_term
         self.of_images = nn.ModuleList(small_cnn(channels) for _ in range(n_iterations))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qnmixer.errors import ConfigError
 from qnmixer.models.bfgs import Pair, apply_inverse_hessian, make_pair, split_scale
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
-from qnmixer.models.data_term import DATA_TERMS, data_gradient, nonnegative, safe_step_size
+from qnmixer.models.data_term import data_gradient, nonnegative, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptMixer
 from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork, check_choice
 
@@ -119,7 +119,6 @@ class QNMixer(UnrolledNetwork[QNState]):
     ) -> None:
         self.rules(locals())
         super().__init__(n_iterations)
-        check_choice("data_term", data_term, DATA_TERMS)
         check_choice("codec", codec, ("orthonormal", "strided"))
         check_choice("hessian", hessian, ("bfgs", "identity", "momentum"))
         check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
