@@ -239,22 +239,15 @@ def _differing(before: Config, now: Config, section: str) -> dict[str, tuple[Any
 
 
 def _settings(section: Any, now: Any) -> dict[str, Any]:
-    """The keys of a section, with defaults for those that its target got after it was written.
+    """The keys of a section that change results, with defaults for those that its target got after it was written.
 
     Args:
         now: the same section of a checked config. Only its target is imported.
     """
-    keys = keys_of(section)
-    if isinstance(section, DataConfig):
-        keys = _without_keys(keys, _FREE_KEYS)
     is_same = isinstance(now, Group) and section._target_ == now._target_
-    return (replace(now, arguments={}).settings() if is_same else {}) | keys
-
-
-def _without_keys(keys: dict[str, Any], some: Collection[str]) -> dict[str, Any]:
-    """The keys of slices without some, also inside the sources of a mix."""
-    found = {key: value for key, value in keys.items() if key not in some}
-    return {key: _without_keys(value, some) if isinstance(value, dict) else value for key, value in found.items()}
+    settings = (replace(now, arguments={}).settings() if is_same else {}) | keys_of(section)
+    free = _FREE_KEYS if isinstance(section, DataConfig) else ()
+    return {key: value for key, value in settings.items() if key not in free}
 
 
 # Weights files
