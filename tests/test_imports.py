@@ -1,6 +1,5 @@
 """Modules that a command loads, and names that stand in one place only. `lint-imports` checks the rooms."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import qnmixer
-from qnmixer.engine.config.compose import CONF
 
 SRC = Path(qnmixer.__file__).parent
 
@@ -29,18 +27,6 @@ def test_what_is_not_needed_is_not_loaded(module: str, unwanted: set[str]) -> No
     assert done.stdout.split() == []
 
 
-@pytest.mark.parametrize("module", ["qnmixer.reconstruct", "qnmixer.engine.inference.reconstruct"])
-def test_reconstruct_loads_where_nothing_is_posix(module: str) -> None:
-    """As on Windows: reconstructing needs no lock of a run, no limits of a process, and no signals beyond Ctrl-C."""
-    code = f"""
-import signal, sys
-sys.modules |= {{"fcntl": None, "resource": None}}
-del signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
-import {module}
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_one_file_reaches_into_lightning() -> None:
     private = re.compile(
         r"from lightning[\w.]*(\._\w+|\bloops\b)[\w.]* import|from lightning[\w.]* import .*\b_\w"  # modules, names
@@ -48,23 +34,3 @@ def test_one_file_reaches_into_lightning() -> None:
     )
     found = {str(path.relative_to(SRC)) for path in SRC.rglob("*.py") if private.search(path.read_text())}
     assert found == {"engine/lightning_private.py"}
-
-
-def test_a_home_is_found_in_one_way() -> None:
-    """`path_of`: pathlib's expanduser raises RuntimeError, which no command expects, for a user that does not exist."""
-    assert [path.name for path in SRC.rglob("*.py") if re.search(r"\)\.expanduser\(", path.read_text())] == []
-
-
-@pytest.mark.parametrize("room", ["physics", "models"])
-def test_no_text_names_a_key_of_the_command_line(room: str) -> None:
-    """A message names its argument; who builds it from a config adds the group."""
-    groups = "|".join(sorted(path.name for path in CONF.iterdir() if path.is_dir()))
-    key = re.compile(rf"\b({groups})\.[a-z_]")
-    texts = [
-        f"{path.relative_to(SRC)}:{node.lineno}: {node.value}"
-        for path in (SRC / room).glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-    assert len(texts) > 50
-    assert [text for text in texts if key.search(text.partition(": ")[2])] == []

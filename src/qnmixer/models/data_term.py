@@ -1,32 +1,32 @@
 """The data term ½‖A x − y‖² of unrolled networks: the gradient to step along, and max(0, x) at the end of a step."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from qnmixer.physics import FanBeamProjector
+from qnmixer.models.unrolled import Projector, check_choice
 
 DATA_TERMS = ("fbp", "adjoint")
 """The kinds of A†. fbp: filtered back-projection by the exact transpose (`filtered_adjoint`). adjoint: Aᵀ/‖A‖²."""
 
 
-def data_gradient(projector: "FanBeamProjector", kind: str, x: Tensor, y: Tensor) -> Tensor:
+def data_gradient(projector: Projector, kind: str, x: Tensor, y: Tensor) -> Tensor:
     """A†(A x − y), [B, 1, H, W], in float32 also under autocast."""
     if kind == "fbp":
         return projector.filtered_residual(x, y)
     return back_projection(projector, kind, projector(x) - y)
 
 
-def back_projection(projector: "FanBeamProjector", kind: str, y: Tensor) -> Tensor:
-    """A† y, [B, 1, H, W]."""
+def back_projection(projector: Projector, kind: str, y: Tensor) -> Tensor:
+    """A† y, [B, 1, H, W]. Raises ConfigError for a kind that is not known."""
+    check_choice("data_term", kind, DATA_TERMS)
     if kind == "fbp":
         return projector.filtered_adjoint(y)
     return projector.adjoint(y) / projector.operator_norm() ** 2
 
 
-def safe_step_size(projector: "FanBeamProjector", kind: str) -> float:
+def safe_step_size(projector: Projector, kind: str) -> float:
     """1 over the spectral radius of A†A. The descent x ← x − λ A†(A x − y) converges for λ below twice this value.
 
     Both kinds of A†A are symmetric and positive, so this bound holds on every grid.

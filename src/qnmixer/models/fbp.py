@@ -1,13 +1,8 @@
 """Filtered back-projection as a network without iterations, so that it is evaluated and compared like all others."""
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from qnmixer.models.unrolled import UnrolledNetwork
-
-if TYPE_CHECKING:
-    from qnmixer.physics import FanBeamProjector
+from qnmixer.models.unrolled import Projector, UnrolledNetwork
 
 
 class FBP(UnrolledNetwork[Tensor]):
@@ -16,7 +11,7 @@ class FBP(UnrolledNetwork[Tensor]):
     title = "FBP"
     has_weights = False
 
-    def __init__(self, projector: "FanBeamProjector") -> None:
+    def __init__(self, projector: Projector) -> None:
         super().__init__(n_iterations=0)
         self.projector = projector
 

@@ -3,17 +3,13 @@
 import math
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor, nn
 
-from qnmixer.models.unrolled import UnrolledNetwork
-
-if TYPE_CHECKING:
-    from qnmixer.physics import FanBeamProjector
-
+from qnmixer.models.unrolled import Projector, UnrolledNetwork
 
 _GROUPS = 8
 """Of channels in a norm."""
@@ -42,7 +38,7 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
 
     def __init__(
         self,
-        projector: "FanBeamProjector",
+        projector: Projector,
         channels: Annotated[int, Ge(4), Le(1024)] = 64,
         depth: Annotated[int, Ge(1), Le(10)] = 4,
     ) -> None:

@@ -45,10 +45,6 @@ class InceptMixer(nn.Module):
         """G(x) [B, 1, H, W], or features [B, features, H, W]."""
         return self.expansion(self.mixer(self.embedding(x)))
 
-    def hidden_weights(self) -> list[nn.Parameter]:
-        """All matrices and kernels but those of the expansion, which starts at zero."""
-        return [p for part in (self.embedding, self.mixer) for p in part.parameters() if p.ndim > 1]
-
 
 class Inception(nn.Module):
     """Inception and patchify: [B, 1, H, W] → [B, H/P, W/P, C] (figure).
@@ -208,10 +204,6 @@ class DetailConvolutions(nn.Module):
         x = torch.stack(x.unbind(1), -1).permute(0, 3, 1, 2)
         # In place: their inputs are needed by nothing else, and stand at full resolution.
         return self.last(torch.relu_(self.second(torch.relu_(self.first(x).add_(context)))))
-
-    def hidden_weights(self) -> list[nn.Parameter]:
-        """The kernels but that of the last, which starts at zero."""
-        return [p for layer in (self.first, self.second) for p in layer.parameters() if p.ndim > 1]
 
 
 def zeroed(layer: nn.Module) -> nn.Module:

@@ -1,7 +1,7 @@
 """ItNet (Genzel, Gühring, Macdonald & März, ICML 2022): U-Nets with data consistency; won AAPM's challenge of 2021."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from annotated_types import Ge, Le
@@ -9,11 +9,7 @@ from torch import Tensor, nn
 
 from qnmixer.models.data_term import data_gradient, safe_step_size
 from qnmixer.models.fbpconvnet import UNet
-from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork
-
-if TYPE_CHECKING:
-    from qnmixer.physics import FanBeamProjector
-
+from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork
 
 _GROUPS = 32
 """Of channels in a norm."""
@@ -56,7 +52,7 @@ class ItNet(UnrolledNetwork[ItNetState]):
 
     def __init__(
         self,
-        projector: "FanBeamProjector",
+        projector: Projector,
         n_iterations: Iterations = 4,
         channels: Annotated[int, Ge(4), Le(1024)] = 32,
         depth: Annotated[int, Ge(1), Le(10)] = 4,

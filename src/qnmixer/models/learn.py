@@ -1,15 +1,12 @@
 """LEARN (Chen et al., IEEE Transactions on Medical Imaging 2018): gradient descent with a small CNN per iteration."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from qnmixer.models.data_term import DATA_TERMS, data_gradient, rectified
-from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork, check_choice
-
-if TYPE_CHECKING:
-    from qnmixer.physics import FanBeamProjector
+from qnmixer.models.data_term import data_gradient, rectified
+from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork
 
 
 class LEARN(UnrolledNetwork[Tensor]):
@@ -26,22 +23,18 @@ class LEARN(UnrolledNetwork[Tensor]):
         channels: C (paper: 48).
         data_term: "adjoint": A† = Aᵀ/‖A‖² (in the paper λ_t contains the scale). "fbp": filtered back-projection
             (field), here by the exact transpose.
-
-    Raises:
-        ConfigError: data_term is not known.
     """
 
     title = "LEARN"
 
     def __init__(
         self,
-        projector: "FanBeamProjector",
+        projector: Projector,
         n_iterations: Iterations = 50,
         channels: Channels = 48,
         data_term: Literal["adjoint", "fbp"] = "adjoint",
     ) -> None:
         super().__init__(n_iterations)
-        check_choice("data_term", data_term, DATA_TERMS)
         self.projector = projector
         self.data_term = data_term
         self.regularizers = nn.ModuleList(small_cnn(channels) for _ in range(n_iterations))
@@ -55,14 +48,6 @@ class LEARN(UnrolledNetwork[Tensor]):
         """A step against the data gradient and against G_t, both taken at x_t."""
         descent = self.step_sizes[t] * data_gradient(self.projector, self.data_term, state, y)
         return rectified(state - descent - self.regularizers[t](state), last=t == self.n_iterations - 1)
-
-    def blocks(self) -> list[nn.Module]:
-        """The CNNs."""
-        return list(self.regularizers)
-
-    def hidden_weights(self) -> list[nn.Parameter]:
-        """All kernels, but for the last of each CNN."""
-        return [p for cnn in self.regularizers for p in cnn[:-1].parameters() if p.ndim > 1]  # type: ignore[index]  # Sequential
 
 
 def small_cnn(channels: int) -> nn.Sequential:

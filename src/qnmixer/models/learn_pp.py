@@ -1,16 +1,13 @@
 """LEARN++ (Zhang et al., IEEE Transactions on Radiation and Plasma Medical Sciences 2022): LEARN in two domains."""
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qnmixer.models.data_term import DATA_TERMS, back_projection, rectified
+from qnmixer.models.data_term import back_projection, rectified
 from qnmixer.models.learn import small_cnn
-from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork, check_choice
-
-if TYPE_CHECKING:
-    from qnmixer.physics import FanBeamProjector
+from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork
 
 
 class TwoDomains(NamedTuple):
@@ -40,22 +37,18 @@ class LEARNPlusPlus(UnrolledNetwork[TwoDomains]):
         n_iterations: T (inferred: half as many as of LEARN in comparisons, with twice as many CNNs).
         channels: C of both CNNs (LEARN: 48).
         data_term: A†, as in LEARN: "adjoint" or "fbp".
-
-    Raises:
-        ConfigError: data_term is not known.
     """
 
     title = "LEARN++"
 
     def __init__(
         self,
-        projector: "FanBeamProjector",
+        projector: Projector,
         n_iterations: Iterations = 15,
         channels: Channels = 48,
         data_term: Literal["adjoint", "fbp"] = "adjoint",
     ) -> None:
         super().__init__(n_iterations)
-        check_choice("data_term", data_term, DATA_TERMS)
         self.projector = projector
         self.data_term = data_term
         self.of_images = nn.ModuleList(small_cnn(channels) for _ in range(n_iterations))
@@ -79,11 +72,3 @@ class LEARNPlusPlus(UnrolledNetwork[TwoDomains]):
             return TwoDomains(image, z)
         mu, nu = self.sinogram_steps[t]
         return TwoDomains(image, z + mu * residual / norm - nu * (z - y / norm) - self.of_sinograms[t](z))
-
-    def blocks(self) -> list[nn.Module]:
-        """The CNNs."""
-        return [*self.of_images, *self.of_sinograms]
-
-    def hidden_weights(self) -> list[nn.Parameter]:
-        """All kernels, but for the last of each CNN."""
-        return [p for cnn in self.blocks() for p in cnn[:-1].parameters() if p.ndim > 1]  # type: ignore[index]  # Sequential

@@ -1,15 +1,12 @@
 """Learned Primal-Dual (Adler & Öktem, IEEE Transactions on Medical Imaging 2018)."""
 
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor, nn
 
-from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork
-
-if TYPE_CHECKING:
-    from qnmixer.physics import FanBeamProjector
+from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork
 
 
 class PrimalDualState(NamedTuple):
@@ -39,7 +36,7 @@ class LearnedPrimalDual(UnrolledNetwork[PrimalDualState]):
 
     def __init__(
         self,
-        projector: "FanBeamProjector",
+        projector: Projector,
         n_iterations: Iterations = 10,
         channels: Channels = 32,
         n_primal: Annotated[int, Ge(2), Le(1024)] = 5,
@@ -70,14 +67,6 @@ class LearnedPrimalDual(UnrolledNetwork[PrimalDualState]):
     def image(self, state: PrimalDualState) -> Tensor:
         """The first image."""
         return state.primal[:, :1]
-
-    def blocks(self) -> list[nn.Module]:
-        """The CNNs."""
-        return [*self.dual_updates, *self.primal_updates]
-
-    def hidden_weights(self) -> list[nn.Parameter]:
-        """All kernels, but for the last of each CNN."""
-        return [p for cnn in self.blocks() for p in cnn[:-1].parameters() if p.ndim > 1]  # type: ignore[index]  # Sequential
 
 
 def _update(n_in: int, channels: int, n_out: int) -> nn.Sequential:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from annotated_types import Ge, Gt, Le, MultipleOf
@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from qnmixer.errors import ConfigError
 from qnmixer.models.bfgs import Pair, apply_inverse_hessian, make_pair, split_scale
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
-from qnmixer.models.data_term import DATA_TERMS, data_gradient, nonnegative, safe_step_size
+from qnmixer.models.data_term import data_gradient, nonnegative, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptMixer
-from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork, check_choice
-
-if TYPE_CHECKING:
-    from qnmixer.physics import FanBeamProjector
+from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork, check_choice
 
 
 class QNState(NamedTuple):
@@ -97,7 +94,7 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def __init__(
         self,
-        projector: "FanBeamProjector",
+        projector: Projector,
         n_iterations: Iterations = 14,
         channels: Annotated[Channels, MultipleOf(4)] = 96,
         patch_size: Annotated[int, Ge(1)] = 4,
@@ -122,7 +119,6 @@ class QNMixer(UnrolledNetwork[QNState]):
     ) -> None:
         self.rules(locals())
         super().__init__(n_iterations)
-        check_choice("data_term", data_term, DATA_TERMS)
         check_choice("codec", codec, ("orthonormal", "strided"))
         check_choice("hessian", hessian, ("bfgs", "identity", "momentum"))
         check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
@@ -214,17 +210,9 @@ class QNMixer(UnrolledNetwork[QNState]):
             G = self.details[t](torch.cat([x, x - u], 1) if self.detail_data_step else x, G)
         return G + (x - u)
 
-    def blocks(self) -> list[nn.Module]:
-        """The regularisers."""
-        return [*self.regularizers, *self.details]
-
     def step_scalars(self) -> list[nn.Parameter]:
         """λ_t, β_t and τ_t."""
         return [*self.step_sizes, *self.momenta, *self.trust]
-
-    def hidden_weights(self) -> list[nn.Parameter]:
-        """Those of the regularisers that name some. The codec, λ and τ have none."""
-        return [p for block in self.blocks() for p in getattr(block, "hidden_weights", list)()]
 
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
         """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems early."""

@@ -1,21 +1,17 @@
 """RegFormer (Xia et al., IEEE Transactions on Radiation and Plasma Medical Sciences 2024): CNN and Swin by turns."""
 
-import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MultipleOf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qnmixer.errors import ConfigError
 from qnmixer.models.data_term import data_gradient, rectified
-from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork
+from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork
 
-if TYPE_CHECKING:
-    from qnmixer.physics import FanBeamProjector
-
+_N_HEADS = 3  # of the attention (authors' code)
 _DEPTH = 2  # Swin layers of a block: one with windows in place, one with windows shifted
 _MLP_RATIO = 4
 
@@ -39,23 +35,12 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
     Args:
         projector: A and FBP of the scan.
         n_iterations: T.
-        channels: C, features of both kinds of block, even and a multiple of n_heads (authors' code: 96).
-        n_heads: of the attention (authors' code: 3).
+        channels: C, features of both kinds of block, a multiple of 6: half of them go to the next iteration, and three
+            heads share them (authors' code: 96).
         window_size: side of the windows in pixels, which divide the image (authors' code: 8).
     """
 
     title = "RegFormer"
-
-    @classmethod
-    def rules(cls, arguments: Mapping[str, Any]) -> None:
-        """Half of the channels go to the next iteration, and the heads share them all."""
-        channels, n_heads = arguments["channels"], arguments["n_heads"]
-        unit = math.lcm(2, n_heads)
-        if channels % unit:
-            raise ConfigError(
-                f"channels={channels} is not a multiple of {unit}. Half of them go to the next iteration, and "
-                f"n_heads={n_heads} must divide them: choose channels={-(-channels // unit) * unit}"
-            )
 
     @classmethod
     def divisors(cls, arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -64,10 +49,9 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
 
     def __init__(
         self,
-        projector: "FanBeamProjector",
+        projector: Projector,
         n_iterations: Iterations = 12,
-        channels: Channels = 96,
-        n_heads: Channels = 3,
+        channels: Annotated[Channels, MultipleOf(2 * _N_HEADS)] = 96,
         window_size: Annotated[int, Ge(2), Le(8192)] = 8,
     ) -> None:
         super().__init__(n_iterations)
@@ -79,7 +63,7 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
             if t % 2 == 0:
                 self.regularizers.append(LocalBlock(channels, **ends))
             else:
-                self.regularizers.append(NonlocalBlock(image_size, channels, n_heads, window_size, **ends))
+                self.regularizers.append(NonlocalBlock(image_size, channels, window_size, **ends))
         self.step_sizes = nn.ParameterList(torch.zeros(1) for _ in range(n_iterations))
 
     def start(self, y: Tensor) -> RegFormerState:
@@ -91,10 +75,6 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
         regularization, features = self.regularizers[t](state.x, state.features)
         descent = self.step_sizes[t] * data_gradient(self.projector, "fbp", state.x, y)
         return RegFormerState(rectified(state.x - descent + regularization, last=t == self.n_iterations - 1), features)
-
-    def blocks(self) -> list[nn.Module]:
-        """The R_t."""
-        return list(self.regularizers)
 
     def hidden_weights(self) -> list[nn.Parameter]:
         """All kernels and matrices, but for the biases of positions and the layers to an image, which start at zero."""
@@ -132,11 +112,11 @@ class NonlocalBlock(nn.Module):
     Start as in the authors' code: linear weights from N(0, 0.02²), scales of the norms 0.01, so that R_t starts small.
     """
 
-    def __init__(self, image_size: int, channels: int, n_heads: int, window_size: int, first: bool, last: bool) -> None:
+    def __init__(self, image_size: int, channels: int, window_size: int, first: bool, last: bool) -> None:
         super().__init__()
         self.embed = nn.Conv2d(1, channels if first else channels // 2, 3, padding=1)
         shifts = [window_size // 2 * (layer % 2) for layer in range(_DEPTH)]
-        self.layers = nn.Sequential(*(SwinLayer(image_size, channels, n_heads, window_size, s) for s in shifts))
+        self.layers = nn.Sequential(*(SwinLayer(image_size, channels, window_size, s) for s in shifts))
         self.norm = nn.LayerNorm(channels)
         self.project = _to_image(channels, 3)
         self.hand_on = None if last else nn.Conv2d(channels, channels // 2, 3, padding=1)
@@ -157,10 +137,10 @@ class NonlocalBlock(nn.Module):
 class SwinLayer(nn.Module):
     """x + Attention(LN x), then x + MLP(LN x), on a map [B, H, W, C] (Liu et al. 2021, "Swin Transformer")."""
 
-    def __init__(self, image_size: int, channels: int, n_heads: int, window_size: int, shift: int) -> None:
+    def __init__(self, image_size: int, channels: int, window_size: int, shift: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(channels)
-        self.attention = WindowAttention(image_size, channels, n_heads, window_size, shift)
+        self.attention = WindowAttention(image_size, channels, _N_HEADS, window_size, shift)
         self.mlp_norm = nn.LayerNorm(channels)
         hidden = _MLP_RATIO * channels
         self.mlp = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, channels))

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from annotated_types import Ge, Le
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qnmixer.errors import ConfigError
 
-if TYPE_CHECKING:  # a network needs the operator's methods only, so that its file imports none of the physics
+if TYPE_CHECKING:
     from qnmixer.physics import FanBeamProjector
 
 S = TypeVar("S")
@@ -20,6 +20,8 @@ Iterations = Annotated[int, Ge(1), Le(1000)]
 """The type of an argument `n_iterations`. Bounds at an argument are checked when a command line gives its value."""
 Channels = Annotated[int, Ge(1), Le(1024)]
 """The type of an argument that is a number of features."""
+Projector: TypeAlias = "FanBeamProjector"
+"""The type of an argument `projector`. It is a text, so that the file of a network imports none of the physics."""
 
 
 class UnrolledNetwork(nn.Module, ABC, Generic[S]):
@@ -38,7 +40,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     has_weights: ClassVar[bool] = True
     """Whether it has weights to train."""
 
-    projector: "FanBeamProjector"
+    projector: Projector
     """A, Aᵀ and FBP of the scan. A subclass sets it from its first argument."""
 
     def __init__(self, n_iterations: int) -> None:
@@ -75,8 +77,11 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         return state if isinstance(state, Tensor) else state[0]  # type: ignore[index]  # a tuple
 
     def blocks(self) -> list[nn.Module]:
-        """The parts with most weights, each called as a whole. fsdp gathers, and torch compiles, one at a time."""
-        return []
+        """The parts with most weights, each called as a whole. fsdp gathers, and torch compiles, one at a time.
+
+        By default these are the members of its module lists.
+        """
+        return [block for part in self.children() if isinstance(part, nn.ModuleList) for block in part]
 
     def step_scalars(self) -> list[nn.Parameter]:
         """The few scalars that size a step. They have a learning rate of their own, a multiple of the weights'."""
@@ -85,9 +90,11 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     def hidden_weights(self) -> list[nn.Parameter]:
         """Matrices and kernels for the orthogonal steps of `optimizer=muon`; AdamW changes all others.
 
-        Leave out layers that start at zero.
+        By default all those of the blocks but the last of each, which makes its image. Leave out layers that start at
+        zero.
         """
-        return []
+        kernels = ([p for p in block.parameters() if p.ndim > 1] for block in self.blocks())
+        return [p for of_block in kernels for p in of_block[:-1]]
 
     def diagnostics(self, state: S) -> dict[str, Tensor]:
         """Scalars of the last state, by name, which are logged at each validation."""
