@@ -159,6 +159,19 @@ def test_a_logger_gets_nothing_of_the_machine_and_the_patients() -> None:
     assert told["noise"]["a"] == ["…/b.pt"]
 
 
+def test_an_unreachable_server_makes_the_run_an_offline_one(
+    tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch, offline_runs: OfflineRuns
+) -> None:
+    wandb_server.leave()
+    monkeypatch.setattr(room, "_SECONDS_TO_START", 1)
+    start = time.monotonic()
+    with pytest.warns(UserWarning, match="W&B cannot be reached.* continues offline.* wandb sync"):
+        run_in(tmp_path, 1, config=config_of("logger.wandb.mode=online"))
+    assert time.monotonic() - start < 8
+    (run,) = offline_runs(tmp_path)
+    assert (run.exit_code, [row["_step"] for row in run.history]) == (DONE, [1])
+
+
 def test_a_missing_key_is_an_error_in_one_line(
     tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ def test_without_resume_nothing_changes(overrides: list[str]) -> None:
         (["seed=1", "trainer.max_steps=9"], ["trainer.max_steps=20"], ["seed=1", "trainer.max_steps=20"]),
         (["seed=1", "seed=2"], ["seed=3", "seed=4"], ["seed=3", "seed=4"]),
         # Another choice of a group takes the keys of the one before along; so does another length.
-        (["strategy=pipeline", "strategy.schedule=gpipe"], ["strategy=ddp"], ["strategy=ddp"]),
+        (["strategy=pipeline", "strategy.schedule=sequential"], ["strategy=ddp"], ["strategy=ddp"]),
         (["trainer.max_epochs=9", "trainer.max_steps=-1"], ["trainer.max_steps=20"], ["trainer.max_steps=20"]),
         # A run has no word on Hydra, which could make it run code.
         (["seed=1", "++hydra={job:{env_set:{PYTHONPATH:/evil}}}"], [], ["seed=1"]),

@@ -34,6 +34,7 @@ from qnmixer.engine.tracking.records import (
     versions,
 )
 from qnmixer.engine.tracking.run import name_of_run
+from qnmixer.errors import first_line
 from qnmixer.files import naming, write_text
 
 # The loggers of a run
@@ -53,7 +54,7 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
         overrides: of the command line, or of a job in a sweep.
         resumed_at: optimizer steps of the checkpoint, if the run resumes in this folder.
 
-    Raises an error of wandb if W&B refuses the API key or cannot be reached.
+    Raises wandb's error if W&B refuses the API key. If W&B cannot be reached, it warns and continues offline.
     """
     file = MetricsFile(folder, resumed_at)
     loggers: list[Logger] = [file]
@@ -224,28 +225,28 @@ def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: 
     import wandb
 
     group, name = _group_and_name(config, folder, overrides)
-    id_file = folder / RUN_ID
+    place, id_file = os.environ.get("WANDB_DIR") or folder, folder / RUN_ID
     if not resumes:
         # `wandb agent` chooses the id of each run that it starts.
         of_agent = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
         write_text(id_file, of_agent or uuid.uuid4().hex[:8])
     if not re.fullmatch(r"[\w.-]{1,128}", run_id := read_text(id_file)):
         raise damaged(id_file, "it is no id of a W&B run", f"remove {id_file.parent}, and W&B starts a new run")
-    # silent also stops wandb from asking for a key: nobody may sit at the terminal.
-    wandb.setup(settings=wandb.Settings(silent=True))
-    run = wandb.init(
-        mode=options.mode,
-        id=run_id,
-        resume="allow",  # "must" would fail for a run that was offline before
-        project=options.project,
-        entity=options.entity,
-        group=options.group or group,
-        name=options.run_name or name,
-        tags=_tags(config, overrides),
-        notes=options.notes,
-        config=_described(config),
-        dir=os.environ.get("WANDB_DIR") or folder,
-        settings=wandb.Settings(
+    quiet = wandb.Settings(silent=True)  # silent also stops wandb from asking for a key: nobody may sit at the terminal
+    wandb.setup(settings=quiet)
+    arguments: dict[str, Any] = {
+        "mode": options.mode,
+        "id": run_id,
+        "resume": "allow",  # "must" would fail for a run that was offline before
+        "project": options.project,
+        "entity": options.entity,
+        "group": options.group or group,
+        "name": options.run_name or name,
+        "tags": _tags(config, overrides),
+        "notes": options.notes,
+        "config": _described(config),
+        "dir": place,
+        "settings": wandb.Settings(
             silent=True,
             init_timeout=_SECONDS_TO_START,
             finish_timeout=_SECONDS_TO_FINISH,
@@ -255,9 +256,22 @@ def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: 
             console="off",  # its lines name folders
             x_transaction_log_flush_interval=_SECONDS_TO_DISK,
         ),
-    )
-    if options.mode == "online":
-        print(f"W&B: {run.url}", flush=True)
+    }
+    try:
+        run = wandb.init(**arguments)
+        if options.mode == "online":
+            print(f"W&B: {run.url}", flush=True)
+    except wandb.errors.AuthenticationError:  # a CommError too
+        raise
+    except wandb.errors.CommError as error:
+        wandb.teardown()  # without it wandb would treat the id as in use
+        wandb.setup(settings=quiet)
+        warnings.warn(
+            f"W&B cannot be reached, or refuses the run ({first_line(error)}). The run continues offline: send it "
+            f"later with wandb sync {place}/wandb/offline-run-*",
+            stacklevel=2,
+        )
+        run = wandb.init(**(arguments | {"mode": "offline"}))
     for name in _CURVES_ONLY:
         run.define_metric(name, summary="none")
     return run
