@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.torch_builds import GPU, TORCH, NoBuildError, choose, decide, visible_gpus
+from qnmixer.torch_builds import GPU, TORCH, NoBuildError, choose, decide, fix, visible_gpus
 
 from .nvidia import fake_nvidia_smi
 
@@ -36,10 +36,16 @@ def test_the_build_for_a_machine(machine: list[GPU], build: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "machine", [gpus(NEW, V100, RTX_5090), gpus(NEW, (3, 7)), gpus(OLD, A100), gpus("570.10", RTX_5090)]
+    ("machine", "said"),
+    [
+        (gpus(NEW, V100, RTX_5090), "has kernels for compute capability 12.0, compute capability 7.0"),
+        (gpus(NEW, (3, 7)), "no build of torch .* has kernels for compute capability 3.7"),
+        (gpus(OLD, A100), "driver 470.256.02 is too old .* needs 525.60.13 or newer"),
+        (gpus("570.10", RTX_5090), "driver 570.10 is too old .* needs 580 or newer"),
+    ],
 )
-def test_a_machine_without_a_build_is_refused(machine: list[GPU]) -> None:
-    with pytest.raises(NoBuildError, match=r"^no build of torch .*: update the driver$"):
+def test_a_machine_without_a_build_is_refused(machine: list[GPU], said: str) -> None:
+    with pytest.raises(NoBuildError, match=said):
         choose(machine)
 
 
@@ -61,11 +67,21 @@ def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             visible_gpus()
 
 
+def test_the_fix_is_pinned_and_of_a_build_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
+    pip = f"pip install torch=={TORCH}+cu126 --index-url https://download.pytorch.org/whl/cu126"
+    assert fix(gpus(MIDDLE, V100)) == f"make install TORCH=cu126, or {pip}"
+    assert "update the driver" in fix(gpus(OLD, A100))
+
+
 def test_a_word_that_is_no_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoBuildError, match="TORCH=cu128 is no build"):
         decide("cu128")
     monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
     assert decide("auto") == ("cpu", "macOS has one build")
+    with pytest.raises(NoBuildError, match="has no CUDA"):
+        decide("cu126")
 
 
 def test_the_lock_has_this_torch() -> None:

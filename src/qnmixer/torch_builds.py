@@ -1,9 +1,10 @@
-"""Find and install the build of torch that has kernels for this machine's GPUs, as `make install` does.
+"""Find the build of torch that has kernels for this machine's GPUs. `make install`, training and doctor use it.
 
 This file runs before anything is installed: it imports the standard library only, and nothing of qnmixer.
 """
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -25,25 +26,35 @@ class NoBuildError(Exception):
     """No build of torch fits this machine. The message is one line: what is wrong and what to change."""
 
 
-# Of each build the oldest NVIDIA driver that runs it, and the compute capabilities that it has kernels for, from the
-# first to before the last. The newest CUDA comes first: the first build that fits is taken. Architectures:
-# pytorch/pytorch PR 182849, of x86 and ARM together; drivers: NVIDIA's release notes. Training asks the installed torch
-# itself (get_arch_list).
-BUILDS = {
-    "cu130": (580, (7, 5), (99, 0)),  # its PTX runs on all later GPUs
-    "cu126": (525, (5, 0), (10, 0)),
-}
-CHOICES = (*BUILDS, "cpu")
+class Build(NamedTuple):
+    """One build of torch: the oldest NVIDIA driver that runs it, and the compute capabilities that it has kernels for.
+
+    These go from `first` to before `end`.
+    """
+
+    name: str
+    driver: str
+    first: tuple[int, int]
+    end: tuple[int, int]
+
+
+# The newest CUDA comes first: the first build that fits is taken. Architectures: pytorch/pytorch PR 182849, of x86 and
+# ARM together; drivers: NVIDIA's release notes. Training asks the installed torch itself (get_arch_list).
+BUILDS = (
+    Build("cu130", "580", (7, 5), (99, 0)),  # its PTX runs on all later GPUs
+    Build("cu126", "525.60.13", (5, 0), (10, 0)),
+)
+CHOICES = (*(build.name for build in BUILDS), "cpu")
 
 
 class GPU(NamedTuple):
-    """One NVIDIA GPU: its compute capability, as (7, 0), and the version of its driver."""
+    """One NVIDIA GPU: its compute capability, as (7, 0), and its driver version; "" if the driver is not known."""
 
     capability: tuple[int, int]
-    driver: str
+    driver: str = ""
 
     def __str__(self) -> str:
-        return f"compute capability {self.capability[0]}.{self.capability[1]}, driver {self.driver}"
+        return f"compute capability {self.capability[0]}.{self.capability[1]}"
 
 
 def visible_gpus() -> list[GPU]:
@@ -55,17 +66,17 @@ def visible_gpus() -> list[GPU]:
         return []
     command = ["nvidia-smi", "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
         return []
     except (OSError, subprocess.TimeoutExpired) as error:
-        said = str(error)
+        raise NoBuildError(f"nvidia-smi fails ({error}): repair the driver") from None
+    said = " ".join((done.stdout + done.stderr).split())
     if "No devices were found" in said:
         return []
-    found = re.findall(r"^ *(\d+)\.(\d+), *(\d\S*) *$", said, re.MULTILINE)
-    if not found:
-        answer = " ".join(said.split())[:200]
-        raise NoBuildError(f"nvidia-smi names no compute capability ({answer}): repair or update the driver")
+    found = re.findall(r"^ *(\d+)\.(\d+), *(\S*) *$", done.stdout, re.MULTILINE)
+    if done.returncode or not found:
+        raise NoBuildError(f"nvidia-smi names no compute capability ({said[:200]}): repair or update the driver")
     return [GPU((int(major), int(minor)), driver) for major, minor, driver in found]
 
 
@@ -76,16 +87,38 @@ def choose(gpus: Sequence[GPU]) -> str:
     """
     if not gpus:
         return "cpu"
-    driver = int(gpus[0].driver.partition(".")[0])  # one for all of them
-    for build, (oldest_driver, first, end) in BUILDS.items():
-        if driver >= oldest_driver and all(first <= gpu.capability < end for gpu in gpus):
-            return build
-    needs = ", ".join(f"{build} needs driver {oldest_driver}" for build, (oldest_driver, *_) in BUILDS.items())
-    raise NoBuildError(f"no build of torch {TORCH} fits {_described(gpus)} ({needs}): update the driver")
+    fitting = [build for build in BUILDS if all(build.first <= gpu.capability < build.end for gpu in gpus)]
+    if not fitting:
+        raise NoBuildError(f"no build of torch {TORCH} has kernels for {_described(gpus)}")
+    driver = gpus[0].driver  # one for all of them
+    for build in fitting:
+        if not driver or _numbers(driver) >= _numbers(build.driver):
+            return build.name
+    raise NoBuildError(
+        f"the NVIDIA driver {driver} is too old for torch {TORCH} on this GPU ({_described(gpus)}), which needs "
+        f"{fitting[-1].driver} or newer: update the driver"
+    )
 
 
 def _described(gpus: Sequence[GPU]) -> str:
-    return " and ".join(sorted({str(gpu) for gpu in gpus}))
+    return ", ".join(sorted({str(gpu) for gpu in gpus}))
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", release)]
+
+
+def fix(gpus: Sequence[GPU]) -> str:
+    """The command that installs the build for these GPUs, or the reason why no build fits."""
+    try:
+        build = choose(gpus)
+    except NoBuildError as error:
+        return str(error)
+    return f"make install TORCH={build}, or pip install {' '.join(_pinned(build))}"
+
+
+def _pinned(build: str) -> list[str]:
+    return [f"torch=={TORCH}+{build}", "--index-url", f"{os.environ.get('TORCH_INDEX') or INDEX}/{build}"]
 
 
 def installed_build() -> str | None:
@@ -110,13 +143,15 @@ def decide(asked: str) -> tuple[str, str]:
     if asked not in ("", "auto", *CHOICES):
         raise NoBuildError(f"TORCH={asked} is no build of torch {TORCH}")
     if sys.platform == "darwin":
+        if platform.machine() != "arm64" or asked.startswith("cu"):
+            raise NoBuildError(f"torch {TORCH} on macOS needs Apple silicon, and has no CUDA")
         return "cpu", "macOS has one build"
     if asked in CHOICES:
         return asked, f"TORCH={asked} asks for it"
     if not asked and (kept := installed_build()):
         return kept, "kept; TORCH=auto chooses by the GPUs again"
     gpus = visible_gpus()
-    return choose(gpus), _described(gpus) or "no NVIDIA GPU here"
+    return choose(gpus), f"{_described(gpus)}, driver {gpus[0].driver}" if gpus else "no NVIDIA GPU here"
 
 
 # Packages that some builds of torch bring and others do not.
@@ -138,8 +173,7 @@ def install(build: str, lock: Path) -> None:
     locked.write_text(text, encoding="utf-8")
     _pip("install", "--require-hashes", "--no-deps", "-r", str(locked))
     if not on_pypi:
-        index = f"{os.environ.get('TORCH_INDEX') or INDEX}/{build}"
-        _pip("install", f"torch=={TORCH}+{build}", "--index-url", index)
+        _pip("install", *_pinned(build))
     _pip("install", "--no-deps", "--no-build-isolation", "-e", ".")
 
 

@@ -31,7 +31,7 @@ from qnmixer.engine.memory import modes
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.memory.usage import MIB, WORKSPACE, on_a_gpu
-from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks
+from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks, has_bf16
 from qnmixer.engine.parallel.strategies import build_precision
 from qnmixer.engine.reconstructor import sample_measurement
 from qnmixer.engine.training.callbacks import MemoryMonitor
@@ -102,11 +102,7 @@ def test_losses_and_gradients_are_those_of_a_cpu(
     memory: str,
     precision: str,
 ) -> None:
-    if (
-        precision == "bf16-mixed"
-        and device.type == "cuda"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
+    if precision == "bf16-mixed" and device.type == "cuda" and not has_bf16():
         pytest.skip(f"{torch.cuda.get_device_name()} has no bf16")
     if device.type == "cpu" and model != "qn_mixer" and memory != "keep" and precision != "32":
         pytest.skip("memory modes know nothing of the network: on a CPU one shows them in half precision")

@@ -1,10 +1,15 @@
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from qnmixer.engine.parallel.devices import check_precision, choose_device, resolve_devices
+from qnmixer.engine.parallel.devices import (
+    check_precision,
+    choose_device,
+    gpu_problem,
+    resolve_devices,
+    runs_on,
+)
 from qnmixer.engine.training.steps import build_trainer
 from qnmixer.errors import ConfigError
 
@@ -40,14 +45,33 @@ def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("accelerator", ["auto", "gpu"])
+@pytest.mark.parametrize(
+    ("gpu", "cuda", "said", "fix"),
+    [
+        (V100, None, "is built for the CPU and cannot use the GPU here", "make install TORCH=cu126, "),
+        ("8.0, 535.104.05", "13.0", "cannot use the GPU here", "make install TORCH=cu126, "),  # too old for cu130
+        ("8.0, 470.256.02", "13.0", "cannot use the GPU here", "needs 525.60.13 or newer: update the driver"),
+    ],
+)
 def test_a_gpu_that_torch_cannot_use_is_never_silently_left_out(
-    accelerator: str, machine: Path, tiny_config: TinyConfig
+    gpu: str,
+    cuda: str | None,
+    said: str,
+    fix: str,
+    accelerator: str,
+    machine: Path,
+    tiny_config: TinyConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fake_nvidia_smi(machine, V100)
-    with pytest.raises(
-        ConfigError, match=f"^trainer.accelerator={accelerator}, but torch .* TORCH=auto installs .*=cpu$"
-    ):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    fake_nvidia_smi(machine, gpu)
+    with pytest.raises(ConfigError) as error:
         resolve_devices(tiny_config(f"trainer.accelerator={accelerator}"))
+    line = str(error.value)
+    assert line.startswith(f"trainer.accelerator={accelerator}, but torch ")
+    assert said in line
+    assert fix in line
+    assert line.endswith(", or use trainer.accelerator=cpu")
     assert resolve_devices(tiny_config("trainer.accelerator=cpu")).trainer.accelerator == "cpu"
 
 
@@ -71,19 +95,29 @@ def test_a_driver_that_does_not_answer_is_no_reason_for_the_cpu(machine: Path) -
         ((8, 9), ["sm_86"], True),
         ((8, 0), ["sm_86"], False),
         ((9, 0), ["sm_50", "compute_70"], True),
-        ((12, 0), ["sm_50", "sm_90"], False),
+        ((7, 0), ["compute_75"], False),
         ((12, 1), CU130, True),
     ],
 )
-def test_a_gpu_without_kernels_in_this_torch_is_refused(
-    capability: tuple[int, int], built: list[str], runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_builds_run_on_which_gpus(capability: tuple[int, int], built: list[str], runs: bool) -> None:
+    assert runs_on(capability, built) == runs
+
+
+def test_a_gpu_without_kernels_in_this_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = [(8, 0), (7, 0)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: capability)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: capabilities[number])
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "compute_120"])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with nullcontext() if runs else pytest.raises(ConfigError, match="no kernels for a GPU of compute capability"):
-        assert choose_device("auto").type == "cuda"
+    assert choose_device("auto").type == "cuda"
+    assert gpu_problem() is None  # the second GPU is not used
+    problem = gpu_problem(2)
+    assert problem is not None
+    assert "has no kernels for a GPU of compute capability 7.0 (sm_75, sm_80, compute_120): make install " in problem
+    capabilities.reverse()
+    with pytest.raises(ConfigError, match="no kernels"):
+        choose_device("auto")
     monkeypatch.setattr(torch.version, "cuda", None)  # ROCm, whose architectures have other names
     assert choose_device("auto").type == "cuda"
 

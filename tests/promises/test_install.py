@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.torch_builds import TORCH
+from qnmixer.torch_builds import GPU, TORCH, fix
 
 from ..nvidia import fake_nvidia_smi
 
@@ -178,10 +178,16 @@ def test_a_machine_without_a_build_is_refused_in_a_line(machine: Callable[..., M
 
 
 def test_the_fix_installs_a_build_that_the_next_install_keeps(machine: Callable[..., Machine]) -> None:
-    """And nothing stays of the build before."""
+    """Both of its commands; and nothing stays of the build before."""
     here = machine(V100)
+    index = here.environment["TORCH_INDEX"]
+    make, _, pip = fix([GPU((7, 0), "535.104.05")]).partition(", or ")
+    pip = pip.replace("https://download.pytorch.org/whl", index).replace("pip", ".venv/bin/python -m pip", 1)
     here.run("make install TORCH=cpu")
-    here.run("make install TORCH=auto")
+    here.run(make)
+    assert here.packages() == CU126
+    here.run(f".venv/bin/python -m pip install -q torch=={TORCH}+cpu --index-url {index}/cpu")
+    here.run(pip)
     assert here.packages() == CU126
     fake_nvidia_smi(here.bin, A100)  # as on another node, with the same files
     here.change_pyproject()

@@ -1,9 +1,9 @@
 """The accelerator and the number of devices of a run on this machine, and torch.compile for the blocks of a network."""
 
-import math
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from qnmixer.engine.config.run import Config
 from qnmixer.errors import ConfigError
 from qnmixer.machine import THREADS, n_cores
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.torch_builds import NoBuildError, visible_gpus
+from qnmixer.torch_builds import GPU, NoBuildError, fix, visible_gpus
 
 # The devices of a run
 
@@ -23,10 +23,9 @@ def resolve_devices(config: Config) -> Config:
     """Fill in the accelerator and the number of devices. Raises ConfigError for what this machine does not have."""
     trainer = config.trainer
     device = choose_device(trainer.accelerator, "trainer.accelerator")
-    check_precision(device, trainer.precision)
     on_cuda = device.type == "cuda"
-    if config.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):  # GPUs need it too
-        raise ConfigError("compile=true needs a C++ compiler: install g++, or leave out compile")
+    if config.compile:
+        check_compiler()
     devices = trainer.devices
     if devices is None:
         if config.strategy.name != "single" and not on_cuda:
@@ -39,6 +38,9 @@ def resolve_devices(config: Config) -> Config:
             f"trainer.devices={devices}, but torch sees {torch.cuda.device_count()} here: lower it, or try "
             "trainer.accelerator=cpu"
         )
+    if on_cuda and (problem := gpu_problem(devices)) is not None:
+        raise _unusable(trainer.accelerator, "trainer.accelerator", problem)
+    check_precision(device, trainer.precision)
     resolved = replace(config, trainer=replace(trainer, devices=devices, accelerator="cuda" if on_cuda else "cpu"))
     validate(resolved)
     return resolved
@@ -57,7 +59,7 @@ def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:
     if accelerator == "cpu":
         return torch.device("cpu")
     if (problem := gpu_problem()) is not None:
-        raise ConfigError(f"{key}={accelerator}, but {problem}, or use {key}=cpu")
+        raise _unusable(accelerator, key, problem)
     if torch.cuda.is_available():
         return torch.device("cuda")
     if accelerator != "auto":
@@ -65,35 +67,55 @@ def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:
     return torch.device("cpu")
 
 
-def gpu_problem() -> str | None:
-    """Why torch cannot use the GPU of this machine, and how to fix it. None: no problem, or no GPU."""
+def _unusable(accelerator: str, key: str, problem: str) -> ConfigError:
+    return ConfigError(f"{key}={accelerator}, but {problem}, or use {key}=cpu")
+
+
+def gpu_problem(n_devices: int = 1) -> str | None:
+    """Why torch cannot use the first GPUs of this machine, and how to fix it. None: no problem, or no GPU."""
+    version = f"torch {torch.__version__}"
     if torch.cuda.is_available():
         if torch.version.cuda is None:  # ROCm names its architectures differently
             return None
+        gpus = [GPU(torch.cuda.get_device_capability(n)) for n in range(min(n_devices, torch.cuda.device_count()))]
         built = torch.cuda.get_arch_list()
-        made_for = sorted(int(re.sub(r"\D", "", name)) for name in built)
-        major, minor = torch.cuda.get_device_capability(0)
-        # Machine code (sm) runs on GPUs of its own major version, and PTX (compute) on all later ones.
-        latest = math.inf if any(name.startswith("compute_") for name in built) else made_for[-1] // 10
-        if made_for[0] <= 10 * major + minor and major <= latest:
-            return None
-        why = f"has no kernels for a GPU of compute capability {major}.{minor} ({', '.join(built)})"
-    else:
-        try:
-            if not visible_gpus():
-                return None
-        except NoBuildError as error:
-            return str(error)
-        why = "cannot use the GPU that nvidia-smi shows"
-    return f"torch {torch.__version__} {why}: make install TORCH=auto installs the build for it"
+        foreign = [gpu for gpu in gpus if not runs_on(gpu.capability, built)]
+        return (
+            f"{version} has no kernels for a GPU of {foreign[0]} ({', '.join(built)}): {fix(gpus)}" if foreign else None
+        )
+    try:
+        gpus = visible_gpus()
+    except NoBuildError as error:
+        return f"{version} sees no CUDA device: {error}"
+    if not gpus:
+        return None
+    why = "is built for the CPU and cannot" if torch.version.cuda is None else "cannot"
+    return f"{version} {why} use the GPU here ({gpus[0]}, driver {gpus[0].driver}): {fix(gpus)}"
+
+
+def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Whether a torch for these architectures, such as sm_86 or compute_120, runs on a GPU of this compute capability.
+
+    Machine code (sm) runs on its own minor version and on later ones of the same major version. PTX (compute) runs on
+    all later versions.
+    """
+    for name in architectures:
+        made_for = divmod(int(re.sub(r"\D", "", name)), 10)
+        if capability >= made_for and (name.startswith("compute_") or capability[0] == made_for[0]):
+            return True
+    return False
 
 
 def check_precision(device: torch.device, precision: str) -> None:
-    """Raise ConfigError for a precision that the device does not support. torch would emulate bf16 on a V100."""
-    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    if precision == "bf16-mixed" and not has_bf16:
+    """Raise ConfigError for a precision that the device does not support."""
+    if precision == "bf16-mixed" and device.type == "cuda" and not has_bf16():
         name = torch.cuda.get_device_name()
         raise ConfigError(f"trainer.precision={precision}, but {name} has no bf16: use trainer.precision=16-mixed")
+
+
+def has_bf16() -> bool:
+    """Whether the GPU has units for bf16. On other GPUs torch would emulate it."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def allow_tf32(allowed: bool) -> None:
@@ -106,6 +128,15 @@ def allow_tf32(allowed: bool) -> None:
 
 
 # torch.compile
+
+
+def check_compiler() -> None:
+    """Raise ConfigError if there is no C++ compiler, which torch.compile needs for a GPU too."""
+    compilers = [os.environ.get("CXX") or ("cl" if os.name == "nt" else "g++"), "clang++"]
+    if not any(map(shutil.which, compilers)):
+        raise ConfigError(
+            f"compile=true needs a C++ compiler, but {compilers[0]} is not installed: install one, or leave out compile"
+        )
 
 
 def compile_blocks(network: UnrolledNetwork[Any]) -> None:
