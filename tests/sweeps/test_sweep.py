@@ -89,14 +89,17 @@ def begun(folder: Path, varying: Sequence[str] = (), jobs: dict[str, list[str]] 
 def test_a_job_runs_where_it_did_before(tmp_path: Path) -> None:
     """A search draws by outcomes, so it may draw other jobs after a failure is fixed."""
     begun(tmp_path)
-    places = place_jobs(tmp_path, [["lr=1"], ["lr=2"], ["lr=2"]])  # it may draw the same twice
-    assert [place.name for place in places] == ["0", "1", "1"]
-    for overrides, place in zip((["lr=1"], ["lr=2", "a=1"]), places, strict=False):
+    jobs = [["lr=1"], ["lr=2", "a=1"], ["lr=2", "a=1"]]  # it may draw the same twice
+    places = place_jobs(tmp_path, jobs)
+    assert [place.name for place in places] == ["0", "1", "2"]
+    for overrides, place in zip(jobs, places, strict=True):
         place.mkdir()
         amend(place, overrides, status="done", error=None)
     begun(tmp_path)
-    assert [place.name for place in place_jobs(tmp_path, [["a=1", "lr=2"], ["lr=3"]])] == ["1", "2"]
-    assert json.loads((tmp_path / "sweep.json").read_text())["jobs"] == {"1": ["a=1", "lr=2"], "2": ["lr=3"]}
+    assert place_jobs(tmp_path, jobs) == places
+    begun(tmp_path)
+    assert [place.name for place in place_jobs(tmp_path, [["a=1", "lr=2"], ["lr=3"]])] == ["1", "3"]
+    assert json.loads((tmp_path / "sweep.json").read_text())["jobs"] == {"1": ["a=1", "lr=2"], "3": ["lr=3"]}
 
 
 def test_jobs_are_called_by_what_differs() -> None:

@@ -133,9 +133,10 @@ def place_jobs(folder: Path, jobs: list[list[str]]) -> list[Path]:
     ran = {path.parent.name: read_results(path.parent).get("overrides", []) for path in folder.glob("*/results.json")}
     placed, places = dict(described["jobs"] or {}), []
     for overrides in jobs:
-        taken = ran | placed
-        # In any order: a resumed run puts finetune= first.
-        same = [name for name, its in taken.items() if sorted(its) == sorted(overrides)]
+        # Each folder once: a sweep may have the same job twice. In any order: a resumed run puts finetune= first.
+        free = sorted((name for name in ran if name not in placed), key=lambda name: (len(name), name))
+        same = [name for name in free if sorted(ran[name]) == sorted(overrides)]
+        taken = ran.keys() | placed.keys()
         name = same[0] if same else next(str(n) for n in range(len(taken) + 1) if str(n) not in taken)
         placed[name] = overrides
         places.append(folder / name)
@@ -208,9 +209,7 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
 
     Raises ConfigError if a folder has another job; KeyboardInterrupt or SystemExit after all jobs have ended.
     """
-    of_folder = {job.folder: job for job in jobs}  # a search may draw the same job twice
-    unfinished = [job for job in of_folder.values() if not _is_done(job)]
-    waiting = [(job, config) for job in unfinished if (config := _checked(job, check))]
+    waiting = [(job, config) for job in jobs if not _is_done(job) and (config := _checked(job, check))]
     gpus = _gpus() if any(config.trainer.accelerator != "cpu" for _, config in waiting) else []
     limit = at_once or len(gpus) or 1
     n_threads = threads_each(max(limit, len(gpus))) if limit > 1 else None  # no job waits for the cores of another
