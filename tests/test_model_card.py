@@ -48,7 +48,9 @@ def rows(text: str) -> dict[str, str]:
 def test_it_says_what_it_was_trained_on_and_for_how_long(network: Build, tmp_path: Path) -> None:
     found = rows(card(network(), tmp_path))  # without a record
     assert found["checkpoint"] == "best, after 8 of unknown steps"
-    assert {found[key] for key in ("time", "device", "commit", "versions")} == {"unknown"}
+    assert {found[key] for key in ("started from", "time", "device", "commit", "versions")} == {"unknown"}
+    keep(tmp_path, table=False, **RECORD | {"overrides": ["finetune=runs/a"]})  # also after a resume
+    assert rows(card(network(), tmp_path))["started from"] == "the weights of another run (finetune)"
     keep(tmp_path, table=False, **RECORD)
     text = card(network("noise=field", "trainer.tf32=true"), tmp_path)
     found = rows(text)

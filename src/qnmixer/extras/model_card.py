@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qnmixer.engine.checkpoints import built_from, digest_of_weights, steps_of
-from qnmixer.engine.config.compose import quoted
+from qnmixer.engine.config.compose import quoted, values_of
 from qnmixer.engine.config.options import TARGET, keys_of
 from qnmixer.engine.config.run import Config, without_places
 from qnmixer.engine.plugins import trust_words
@@ -75,8 +75,10 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
 
 
 def _training(config: Config, checkpoint: Path, record: dict[str, Any]) -> dict[str, str]:
+    # The config of a resumed run no longer says where its first part began, but its record does.
+    began = config.finetune or values_of(record.get("overrides", [])).get("finetune", "null") != "null"
     return {
-        "started from": "the weights of another run (finetune)" if config.finetune else "random weights",
+        "started from": "the weights of another run (finetune)" if began else "random weights" if record else _UNKNOWN,
         "checkpoint": f"{checkpoint.stem}, after {steps_of(checkpoint)} of {record.get('steps', _UNKNOWN)} steps",
         "seed": str(config.seed),
         "time": f"{duration(record['seconds'])}, the whole run" if "seconds" in record else _UNKNOWN,
