@@ -212,7 +212,6 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
     waiting = [(job, config) for job in jobs if not _is_done(job) and (config := _checked(job, check))]
     gpus = _gpus() if any(config.trainer.accelerator != "cpu" for _, config in waiting) else []
     limit = at_once or len(gpus) or 1
-    n_threads = threads_each(max(limit, len(gpus))) if limit > 1 else None  # no job waits for the cores of another
     running: list[_Running] = []
     with _stopping(running):
         while waiting or running:
@@ -232,6 +231,7 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
                 # Jobs start in order: a large job would wait forever if small ones could overtake it. With nothing
                 # running it starts in any case, and asking for too many GPUs is its own error.
                 if needed <= len(free) or not running:
+                    n_threads = _threads(config, limit, len(gpus)) if limit > 1 else None
                     running.append(_start(job, free[:needed], n_threads))
                     waiting.pop(0)
                     continue
@@ -289,6 +289,12 @@ def _n_gpus(config: Config, n_gpus: int) -> int:
     if config.trainer.accelerator == "cpu" or not n_gpus:
         return 0
     return 1 if config.strategy.name == "single" else config.trainer.devices or n_gpus
+
+
+def _threads(config: Config, limit: int, n_gpus: int) -> int:
+    """Threads for each process of a job. Jobs that run side by side share the cores, so no job waits for another."""
+    each = _n_gpus(config, n_gpus) or config.trainer.devices or 1
+    return threads_each(max(n_gpus, limit * each if limit > n_gpus else 0))
 
 
 def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
