@@ -89,6 +89,7 @@ def test_a_search_over_jobs_of_two_processes(start: Start, tmp_path: Path) -> No
     best = max(done, key=lambda job: job["best"]["val/psnr"])
     found = (tmp_path / "search" / "optimization_results.yaml").read_text()
     assert f"best_value: {best['best']['val/psnr']}" in found
+    assert (tmp_path / "search" / "sweep.png").stat().st_size > 1000
 
 
 def test_a_bad_and_a_crashing_job_leave_the_others_alone(

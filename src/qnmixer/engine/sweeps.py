@@ -33,6 +33,7 @@ from qnmixer.engine.tracking.records import (
     SWEEP,
     Sweep,
     amend,
+    as_number,
     best_of,
     duration,
     name_of_job,
@@ -44,7 +45,7 @@ from qnmixer.engine.tracking.records import (
 )
 from qnmixer.engine.tracking.run import RUNS, run_lock
 from qnmixer.errors import ConfigError, Stopped, SweepFailed, UserError, first_line, visible
-from qnmixer.files import check_unused, last_change, path_of, write_text
+from qnmixer.files import atomic_file, check_unused, last_change, path_of, write_text
 from qnmixer.machine import THREADS, threads_each
 
 # The sweep
@@ -389,6 +390,11 @@ class JobRow:
         return str(self.results.get("status", "not begun"))
 
     @property
+    def best(self) -> float | None:
+        """The best value of the monitored metric."""
+        return best_of(self.results)[1]
+
+    @property
     def error(self) -> str:
         """The first line of its error; empty without one."""
         return first_line(self.results.get("error", ""))
@@ -397,7 +403,7 @@ class JobRow:
     def numbers(self) -> list[float | None]:
         """The best value of the monitored metric, seconds, and the MiB of a step; None for what is not known."""
         memory = self.results.get("memory", {})
-        return [best_of(self.results)[1], self.results.get("seconds"), memory.get("measured_step")]
+        return [self.best, self.results.get("seconds"), memory.get("measured_step")]
 
 
 def jobs_of(sweep: Path) -> dict[Path, list[str]]:
@@ -424,7 +430,10 @@ def rows_of(sweep: Path) -> list[JobRow]:
 
 
 def write_report(folder: Path, rows: list[JobRow]) -> None:
-    """Print the table of a sweep, and write it into the folder as sweep.csv and sweep.md, with the errors of jobs."""
+    """Print the table of a sweep, and write it into the folder as sweep.csv and sweep.md, with the errors of jobs.
+
+    Also sweep.png, if an override is a number.
+    """
     if not rows:
         return
     monitor = next((best_of(row.results)[0] for row in rows if row.results.get("best")), "best")
@@ -438,7 +447,31 @@ def write_report(folder: Path, rows: list[JobRow]) -> None:
 
     console = Console()
     console.print(terminal_table(headings, cells, words=len(headings) - 3))
-    ends = [*errors, f"sweep folder: {folder} (sweep.csv, sweep.md)"]
+    drawn = _draw(folder / "sweep.png", [row for row in rows if row.best is not None], monitor)
+    files = ["sweep.csv", "sweep.md", *["sweep.png"] * drawn]
+    ends = [*errors, f"sweep folder: {folder} ({', '.join(files)})"]
     if "seed" in rows[0].values:
         ends.append(f"means over seeds: python -m qnmixer.compare {shlex.quote(f'sweep={quoted(folder)}')}")
     console.print("\n".join(ends), soft_wrap=True, highlight=False)
+
+
+def _draw(path: Path, rows: list[JobRow], monitor: str) -> bool:
+    """Draw the best value over each numeric override. Returns False, and draws nothing, if none takes two values."""
+    points = {
+        key: [(x, row.best) for row in rows if (x := as_number(row.values[key])) is not None]
+        for key in (rows[0].values if rows else ())
+    }
+    numeric = {key: its for key, its in points.items() if len({x for x, _ in its}) > 1}
+    if not numeric:
+        return False
+    from matplotlib.figure import Figure  # imported here, because it takes half a second
+
+    figure = Figure(figsize=(5 * len(numeric), 4), layout="constrained")
+    for axes, (key, its) in zip(figure.subplots(1, len(numeric), squeeze=False)[0], numeric.items(), strict=True):
+        axes.plot(*zip(*its, strict=True), "o")
+        xs = [x for x, _ in its]
+        axes.set(xlabel=key, ylabel=monitor, xscale="log" if 0 < 10 * min(xs) <= max(xs) else "linear")
+        axes.grid(alpha=0.3)
+    with atomic_file(path) as stream:
+        figure.savefig(stream, format="png", dpi=150)
+    return True
