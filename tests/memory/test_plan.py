@@ -12,6 +12,7 @@ from qnmixer.engine.config.run import Config, batch_of_replica, override, parse
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner, idle, in_flight, n_microbatches
 from qnmixer.engine.memory.report import as_object, largest_batch, levers_table, print_plan, usable
+from qnmixer.engine.memory.shapes import without_data
 from qnmixer.engine.memory.tracker import (
     PeakTracker,
     autocast,
@@ -19,7 +20,6 @@ from qnmixer.engine.memory.tracker import (
     make_state,
     n_bytes,
     optimizer_tensors,
-    without_data,
 )
 from qnmixer.engine.memory.usage import MIB, Footprint
 from qnmixer.engine.parallel.pipeline import Stage, layouts, loss_of_part, stages_of
@@ -73,7 +73,7 @@ def test_the_tracker_counts_what_tensors_take() -> None:
 
 
 def test_real_tensors_count_as_torchs_allocator_counts_them() -> None:
-    """And as fake ones do. The profiler's record of allocations is torch's own."""
+    """And as those without data do. The profiler's record of allocations is torch's own."""
     config = config_of("model.n_iterations=4")
     module = build_module(config)
     optimizer = build_optimizer(config.optimizer, module.network)

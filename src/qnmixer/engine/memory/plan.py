@@ -1,7 +1,7 @@
 """The memory of a training step on each device, computed without the devices and without that memory.
 
-The step itself runs on fake tensors, which have shapes but no data. Only the operator is real. A step of T = 14 takes
-5 s of a CPU. Of a pipeline each stage runs by itself, times the micro-batches that its device has in flight. A run that
+The step itself runs on tensors that have shapes but no data. Only the operator is real. A step of T = 14 takes a second
+of a CPU. Of a pipeline each stage runs by itself, times the micro-batches that its device has in flight. A run that
 is out of memory plans too: its last line names changes that would fit.
 """
 
@@ -21,7 +21,8 @@ from qnmixer.engine.config.rules import validate
 from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, override, with_iterations
 from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig, averages_weights
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes, without_data
+from qnmixer.engine.memory.shapes import without_data
+from qnmixer.engine.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes
 from qnmixer.engine.memory.usage import MIB, DevicePlan, Footprint
 from qnmixer.engine.parallel.pipeline import Packing, Stage, layouts, loss_of_part, stages_of
 from qnmixer.engine.reconstructor import build_projector, fine_size, system_matrix_at
@@ -45,7 +46,7 @@ class Planner:
 
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
         self.projector = projector or build_projector(config)
-        self.projector.safe_step_size()  # networks ask for these numbers, which fake tensors could not give
+        self.projector.safe_step_size()  # networks ask for these numbers, which tensors without data could not give
         self.projector.operator_norm()
         self._fine: dict[int, ScanMatrix] = {}  # by the size of the image
         self._plans: dict[str, tuple[DevicePlan, ...]] = {}

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 
-from rich.progress import track
-
 from qnmixer.engine.config.commands import DEVICES, PlanConfig, device_memory
 from qnmixer.engine.config.options import options
 from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.plan import Planner, changed_to, idle, with_assumed_devices
 from qnmixer.engine.memory.usage import MIB, on_a_gpu
-from qnmixer.engine.reports.terminal import Console, markdown_table, terminal_table
+from qnmixer.engine.reports.terminal import Console, markdown_table, progress, terminal_table
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
 """Precisions in one row need the same memory. (A V100 has no bf16.)"""
@@ -80,7 +78,7 @@ def levers_table(config: Config, planner: Planner, levers: Mapping[str, str] = L
     """A Markdown table of levers: the run's peak with each lever alone. Levers that the run refuses are left out."""
     base = planner.estimate(config).peak
     rows = []
-    for overrides, cost in levers.items():
+    for overrides, cost in progress(levers.items(), "planning", "lever", Console(stderr=True)):
         if changed := changed_to(config, overrides):
             peak = planner.estimate(changed).peak
             rows.append([f"`{overrides}`", f"{peak / MIB:,.0f}", f"{1 - peak / base:.2%}", cost])
@@ -105,13 +103,11 @@ def _setting(config: Config, assumed: str = "") -> str:
 
 
 def _print_run(console: Console, config: Config, planner: Planner, assumed: str) -> None:
+    console.print(_setting(config, assumed), highlight=False, soft_wrap=True)  # before the plan, which takes seconds
     footprint, grows = planner.estimate(config), planner.growth(config)
     parts = " · ".join(f"{name} {value / MIB:,.1f}" for name, value in footprint.parts().items())
     where = " on the fullest device" if isinstance(config.strategy, PipelineConfig) else ""
-    lines = [
-        _setting(config, assumed),
-        f"peak of a training step{where}: {footprint.peak / MIB:,.1f} MiB ({parts})",
-    ]
+    lines = [f"peak of a training step{where}: {footprint.peak / MIB:,.1f} MiB ({parts})"]
     if grows is not None:
         lines.append(f"each further iteration adds {grows / MIB:,.1f} MiB")
     if config.trainer.accelerator != "cpu":
@@ -148,8 +144,7 @@ def _print_tables(console: Console, config: Config, devices: list[str], planner:
     largest: list[list[str]] = [devices]
     headings = ["device"]
     variants = list(product(options("memory"), PRECISIONS))
-    hidden = not console.is_terminal
-    for memory, precisions in track(variants, "planning", console=console, transient=True, disable=hidden):
+    for memory, precisions in progress(variants, "planning", "setting", console):
         run = changed_to(config, f"memory={memory} trainer.precision={precisions[0]}")
         if run is None:
             continue

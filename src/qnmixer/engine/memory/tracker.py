@@ -1,22 +1,21 @@
 """Counts the bytes of tensors, which are real or have shapes alone, and the parts of such a step."""
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from qnmixer.engine.config.run import Config
+from qnmixer.engine.memory.shapes import report_to, storage_of
 from qnmixer.engine.reconstructor import AUTOCAST
 
 HOST = torch.device("meta")
-"""Where shapes are that offloading has moved to the host. Fake tensors on the CPU are those of the device."""
+"""Where shapes are that offloading has moved to the host. Shapes on the CPU are those of the device."""
 
 
 def n_bytes(tensors: Iterable[Tensor]) -> int:
@@ -48,22 +47,6 @@ def autocast(config: Config) -> torch.autocast:
     """The autocast of a run's precision, on the CPU. Like Lightning's, it casts a weight again at each use."""
     dtype = AUTOCAST[config.trainer.precision]
     return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
-
-
-@contextmanager
-def without_data() -> Iterator[None]:
-    """Tensors made in the block have a shape but no data. Random states are restored afterwards."""
-    with torch.random.fork_rng(devices=[]), _ShapesAlone(allow_non_fake_inputs=True):
-        yield
-
-
-class _ShapesAlone(FakeTensorMode):
-    """Fake tensors with a value. Optimizers ask for values; any number will do, because no shape depends on it."""
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The result without data. A mode of its own above this one would cost a second for each plan."""
-        is_value = func is torch.ops.aten._local_scalar_dense.default
-        return 1.0 if is_value else super().dispatch(func, types, args, kwargs)
 
 
 class PeakTracker(TorchDispatchMode):
@@ -118,24 +101,33 @@ class PeakTracker(TorchDispatchMode):
         return sum(self.peak.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # more than half of all calls; fake tensors ask for it
-            return args[0].fake_device
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a wrapper calls this again with the tensors inside it
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
-            if isinstance(value, Tensor) and getattr(value, "fake_device", None) != HOST:
-                self._count(value, "activations")
+            if isinstance(value, Tensor):
+                self._take_result(value)
         return result
 
+    def __enter__(self) -> Self:
+        self._is_told = report_to(self._take_result)
+        return self if self._is_told else super().__enter__()
+
     def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)
+        if self._is_told:
+            report_to(None)
+        else:
+            super().__exit__(*args)
         for hook in self._hooks:
             hook.remove()
         self._alive.clear()
 
+    def _take_result(self, tensor: Tensor) -> None:
+        if tensor.device != HOST:
+            self._count(tensor, "activations")
+
     def _count(self, tensor: Tensor, kind: str) -> None:
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive:
             return
@@ -155,7 +147,7 @@ class PeakTracker(TorchDispatchMode):
             return
         self._count(parameter.grad, "gradients")
         # The backward pass made it as a result like any other, so it was counted as an activation.
-        storage = parameter.grad.untyped_storage()
+        storage = storage_of(parameter.grad)
         before, self._kinds[storage._cdata] = self._kinds[storage._cdata], "gradients"
         self.now[before] -= storage.nbytes()
         self.now["gradients"] += storage.nbytes()
