@@ -1,6 +1,6 @@
 """Estimate the memory that a training run needs, before it starts. No GPU is needed for it.
 
-python -m qnmixer.plan                                        # the default run, by mode, precision and batch: 15 seconds
+python -m qnmixer.plan                                        # the default run, by mode, precision, batch: 15 seconds
 python -m qnmixer.plan experiment=paper_aapm device=V100-32   # takes all overrides of qnmixer.train
 python -m qnmixer.plan memory=recompute format=json           # one object, for programs
 """
