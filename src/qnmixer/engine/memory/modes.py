@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from qnmixer.engine.config.sections import MemoryConfig
+from qnmixer.engine.memory.recomputation import Recomputation
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.models.unrolled import S, UnrolledNetwork
 
@@ -31,22 +31,29 @@ def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig, host:
         case "keep":  # autograd stores the graph by itself
             pass
         case "recompute":
-            network.loop = _recomputing_loop
+            recomputation = Recomputation(network)
+            network.loop = partial(_recomputing_loop, recomputation=recomputation)
             if network.n_iterations == 1:  # the loop has nothing to recompute then
-                for block in network.blocks():
-                    block.forward = MethodType(_recomputed_forward, block)
+                _recompute_forward(network.blocks(), recomputation)
         case "offload":
             network.loop = partial(_offloading_loop, host=host)
         case name:
             raise ConfigError(f"memory={name} is not known: {suggest(name, ['keep', 'recompute', 'offload'])}")
 
 
-def _recomputed_forward(block: nn.Module, *inputs: Tensor) -> Tensor:
-    """The output of `block`. All blocks share this function, so torch.compile makes one graph."""
-    return checkpoint(type(block).forward, block, *inputs, use_reentrant=False)
+def _recompute_forward(blocks: list[nn.Module], recomputation: Recomputation) -> None:
+    """Make each of these modules a checkpoint."""
+
+    def forward(block: nn.Module, *inputs: Tensor) -> Any:  # one function for all, so torch.compile makes one graph
+        return recomputation.run(type(block).forward, block, *inputs)
+
+    for block in blocks:
+        block.forward = MethodType(forward, block)
 
 
-def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S) -> S:
+def _recomputing_loop(
+    network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S, recomputation: Recomputation
+) -> S:
     """Run some iterations, each as a checkpoint, which stores its state only.
 
     The last iteration of the network stores its graph, because the backward pass starts there.
@@ -55,7 +62,7 @@ def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor,
         if t == network.n_iterations - 1 or not torch.is_grad_enabled():
             state = network.step(t, y, state)
         else:
-            state = checkpoint(network.step, t, y, state, use_reentrant=False)
+            state = recomputation.run(network.step, t, y, state)
     return state
 
 

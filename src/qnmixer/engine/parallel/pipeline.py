@@ -25,6 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica
 from qnmixer.engine.config.sections import PipelineConfig
+from qnmixer.engine.parallel.buffers import unchanged_buffers
 from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 
@@ -305,7 +306,8 @@ class Pipeline:
         self.sequential = options.schedule == "sequential"
         self.microbatch_size = options.microbatch_size
         of_one = y[: self.microbatch_size]
-        with torch.random.fork_rng([y.device] if y.is_cuda else []):  # layouts must not change later dropout
+        # Layouts must not change later dropout.
+        with torch.random.fork_rng([y.device] if y.is_cuda else []), unchanged_buffers(module.network):
             packings = layouts(module.network, of_one, context)
         stage = self._stage(stages_of(config), dist.get_rank(group), packings, of_one)
         # A schedule of one micro-batch, which is called for each, or one of all. torch's 1F1B takes no single one.

@@ -37,6 +37,7 @@ from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner, advice
 from qnmixer.engine.memory.usage import MIB, is_out_of_memory, memory_of
 from qnmixer.engine.metrics import try_metrics
+from qnmixer.engine.parallel.buffers import buffer_means
 from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks
 from qnmixer.engine.parallel.strategies import build_precision, build_strategy
 from qnmixer.engine.processes.process import rank, stop_signals, world_size
@@ -200,7 +201,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         detect_anomaly=config.debug.name == "anomaly",
         use_distributed_sampler=False,  # Lightning's pads with slices that count twice, and shuffles always
         logger=list(loggers),
-        callbacks=[StepMetrics(), *callbacks],
+        callbacks=[*buffer_means(config), StepMetrics(), *callbacks],
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         enable_model_summary=False,
         default_root_dir=folder,

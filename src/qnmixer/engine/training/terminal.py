@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.parallel.buffers import line_on_buffers
 from qnmixer.engine.processes.process import is_rank, rank
 from qnmixer.engine.reports.terminal import Console, Progress, in_digits
 from qnmixer.engine.run_module import RunModule
@@ -46,6 +47,8 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
         ]
         if getattr(config.optimizer.load(), "takes_hidden_weights", False) and not module.network.hidden_weights():
             lines.append(f"the network names no hidden_weights(): optimizer={config.optimizer.name} uses AdamW for all")
+        if (about_buffers := line_on_buffers(config, module.network)) is not None:
+            lines.append(about_buffers)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 

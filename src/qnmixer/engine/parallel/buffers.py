@@ -1,0 +1,158 @@
+"""Buffers that a network changes as it runs: running means of BatchNorm, counters, means of its own.
+
+Each device changes its own copy, by its own slices or its own iterations. `BufferMeans` makes the copies equal. A
+second forward pass must change none: see `engine/memory/recomputation.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from qnmixer.engine.config.run import Config, devices_per_replica
+from qnmixer.engine.config.sections import PipelineConfig
+
+
+class Place(NamedTuple):
+    """Where a buffer is in a network. The tensor itself may be replaced there."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The buffer."""
+        buffer = self.module._buffers[self.key]
+        assert buffer is not None
+        return buffer
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether it is in checkpoints."""
+        return self.key not in self.module._non_persistent_buffers_set
+
+    def put(self, tensor: Tensor) -> None:
+        """Replace the tensor."""
+        self.module._buffers[self.key] = tensor
+
+
+def places_of(network: nn.Module) -> list[Place]:
+    """The buffers of a network outside of its projector, whose matrices are large and do not change."""
+    projector = getattr(network, "projector", None)
+    fixed = set(projector.modules()) if isinstance(projector, nn.Module) else set()
+    return [
+        Place(f"{name}.{key}".lstrip("."), module, key)
+        for name, module in network.named_modules()
+        if module not in fixed
+        for key, buffer in module._buffers.items()
+        if buffer is not None and buffer.layout is torch.strided
+    ]
+
+
+@contextmanager
+def unchanged_buffers(network: nn.Module) -> Iterator[None]:
+    """What runs in the block sees the buffers of a network, and changes copies of them only."""
+    with replaced({place: place.tensor for place in places_of(network)}):
+        yield
+
+
+@contextmanager
+def replaced(values: dict[Place, Tensor]) -> Iterator[None]:
+    """Put copies of these values into their places, and what is there now back after the block."""
+    before = {place: place.tensor for place in values}
+    for place, value in values.items():
+        place.put(value.detach().clone())
+    try:
+        yield
+    finally:
+        for place, tensor in before.items():
+            place.put(tensor)
+
+
+# Several devices
+
+
+class BufferMeans(Callback):
+    """After each batch, makes the saved buffers equal on all devices.
+
+    With ddp and fsdp a buffer becomes the mean over the devices. So a running mean of something that does not depend on
+    other slices is that of one process. In a pipeline it becomes the mean over those devices that changed it. So a
+    buffer that only one of them changes is as that device has it. Whole numbers count on: their changes are added over
+    the stages of a pipeline, and averaged over its replicas.
+
+    Args:
+        n_replicas: the number of devices, or of groups of devices, that work on different slices.
+    """
+
+    def __init__(self, n_replicas: int) -> None:
+        self.n_replicas = n_replicas
+        self._before: dict[Place, Tensor] = {}
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Remember the buffers, which are equal on all devices."""
+        places = [*self._before] or [place for place in places_of(pl_module.network) if place.is_saved]  # type: ignore[arg-type]
+        self._before = {place: place.tensor.detach().clone() for place in places}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Add the mean change."""
+        if not self._before:
+            return
+        changes = [_numbers(place.tensor) - _numbers(before) for place, before in self._before.items()]
+        counts = torch.stack([change.any().double() for change in changes])
+        dist.all_reduce(message := torch.cat([counts, *changes]))
+        counts, *changes = message.split([len(changes), *map(len, changes)])
+        for (place, before), change, count in zip(self._before.items(), changes, counts, strict=True):
+            if before.is_floating_point() or before.is_complex():
+                mean = _numbers(before) + change / count.clamp_min(self.n_replicas)
+            else:
+                mean = _numbers(before) + (change / self.n_replicas).round()
+            _numbers_into(place.tensor, mean)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """Its values as one vector of float64."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().double().flatten()
+
+
+def _numbers_into(tensor: Tensor, numbers: Tensor) -> None:
+    with torch.no_grad():
+        target = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        target.copy_(numbers.view(target.shape))
+
+
+def buffer_means(config: Config) -> list[Callback]:
+    """The callback of a run with several devices."""
+    n_devices = (config.trainer.devices or 1) * config.trainer.num_nodes
+    return [] if n_devices == 1 else [BufferMeans(n_devices // devices_per_replica(config))]
+
+
+def line_on_buffers(config: Config, network: nn.Module) -> str | None:
+    """What the buffers of a network mean if several devices change them; None if there are none."""
+    names = [place.name for place in places_of(network) if place.is_saved]
+    if not names or not buffer_means(config):
+        return None
+    return f"{_listed(names)}: {_meaning(config)}"
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"buffers {', '.join(names[:most])}{more}"
+
+
+def _meaning(config: Config) -> str:
+    strategy = config.strategy
+    if isinstance(strategy, PipelineConfig):
+        return (
+            f"updated once for each micro-batch of {strategy.microbatch_size}; those that several devices change are "
+            "averaged after each batch. One process gives other values: strategy=single memory=recompute"
+        )
+    return (
+        "each device updates them by its own slices, and they are averaged after each batch. One process gives other "
+        "values where slices depend on each other, as in BatchNorm: strategy=single"
+    )

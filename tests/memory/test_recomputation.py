@@ -1,0 +1,136 @@
+"""A second forward pass changes no buffer, and sees those of the first one."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qnmixer.engine.config.sections import MemoryConfig
+from qnmixer.engine.memory.modes import apply_memory_mode
+from qnmixer.engine.memory.recomputation import Recomputation
+from qnmixer.engine.memory.tracker import PeakTracker
+from qnmixer.models import UnrolledNetwork
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+
+from .. import buffers
+
+NETWORKS = {
+    kind.__name__: kind
+    for kind in vars(buffers).values()
+    if isinstance(kind, type) and issubclass(kind, buffers.Changing) and kind is not buffers.Changing
+}
+
+
+@pytest.fixture(scope="module")
+def projector() -> FanBeamProjector:
+    return FanBeamProjector(FanBeamGeometry(16, 25.0, 8, 24, 40.0, 600.0, 290.0, 0.1))
+
+
+def trained(network: UnrolledNetwork[Any], mode: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Gradients of each of four steps, and the buffers and weights after them; in the middle an evaluation."""
+    network = copy.deepcopy(network)
+    apply_memory_mode(network, MemoryConfig(name=mode))
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+    torch.manual_seed(0)
+    results: dict[str, Tensor] = {}
+    for step in range(4):
+        truth = torch.rand(3, 1, 16, 16)
+        y = network.projector(truth)
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = (network(y) - truth).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        results |= {f"{name} at {step}": p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+        optimizer.step()
+        if step == 1:
+            with torch.no_grad():
+                results["evaluated"] = network.eval()(y)
+            network.train()
+        network.begun = True
+    return results | network.state_dict()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_buffers_and_gradients_are_those_of_one_pass(projector: FanBeamProjector, name: str, mode: str) -> None:
+    """Bit for bit, however a buffer is changed."""
+    torch.manual_seed(1)
+    network = NETWORKS[name](projector, n_iterations=3)
+    expected, results = (trained(network, it) for it in ("keep", mode))
+    assert results.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(results[name], value)] == []
+    changed = [key for key, buffer in network.named_buffers() if key in results and not buffer.equal(results[key])]
+    assert bool(changed) == (name != "Constant")
+
+
+def test_a_network_of_one_iteration(projector: FanBeamProjector) -> None:
+    """Its blocks are the checkpoints."""
+    network = buffers.BatchNorm(projector, n_iterations=1)
+    expected, results = (trained(network, it) for it in ("keep", "recompute"))
+    assert [name for name, value in expected.items() if not torch.equal(results[name], value)] == []
+
+
+def test_half_precision_with_a_scaler(projector: FanBeamProjector) -> None:
+    network = buffers.Spectral(projector, n_iterations=3)
+    expected, results = (trained(network, it, torch.float16) for it in ("keep", "recompute"))
+    assert [name for name, value in expected.items() if not torch.equal(results[name], value)] == []
+
+
+def test_a_checkpoint_inside_another_one() -> None:
+    """The second pass of the inner one is inside a second pass of the outer one."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(
+        nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4), nn.Tanh())
+        for _ in range(2)
+    )
+    results = []
+    for nested in (False, True):
+        network = copy.deepcopy(layers)
+        recomputation = Recomputation(network)
+
+        def block(x: Tensor, network: nn.ModuleList = network, run: Any = recomputation.run) -> Tensor:
+            return network[1](run(network[0], run(network[0], x)))
+
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        for _ in range(2):
+            if nested:
+                output = recomputation.run(block, recomputation.run(block, x))
+            else:
+                output = block(block(x, run=lambda f, x: f(x)), run=lambda f, x: f(x), network=network)
+            output.square().sum().backward()
+        results.append({name: p.grad for name, p in network.named_parameters()} | network.state_dict() | {"x": x.grad})
+    expected, nested_results = results
+    assert [n for n, value in expected.items() if not torch.equal(nested_results[n], value)] == []  # type: ignore[arg-type]
+
+
+def test_two_backward_passes_of_one_graph(projector: FanBeamProjector) -> None:
+    network = buffers.Spectral(projector, n_iterations=3)
+    apply_memory_mode(network, MemoryConfig(name="recompute"))
+    x = network(projector(torch.rand(1, 1, 16, 16)))
+    before = copy.deepcopy(network.state_dict())
+    gradients = [torch.autograd.grad(x.sum(), [*network.parameters()], retain_graph=True) for _ in range(2)]
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+    assert [name for name, value in network.state_dict().items() if not torch.equal(value, before[name])] == []
+
+
+def test_a_constant_buffer_costs_one_copy_and_no_time(projector: FanBeamProjector) -> None:
+    """It is compared in the first step only."""
+
+    def peaks(mode: str) -> list[int]:
+        network = buffers.Changing(projector, n_iterations=4, channels=1)
+        network.register_buffer("table", torch.ones(2**20))
+        apply_memory_mode(network, MemoryConfig(name=mode))
+        y, peaks = projector(torch.rand(1, 1, 16, 16)), []
+        for _ in range(2):
+            with PeakTracker() as tracker:
+                network(y).sum().backward()
+            peaks.append(tracker.peak_bytes)
+        return peaks
+
+    (kept, _), (first, second) = peaks("keep"), peaks("recompute")
+    table = 4 * 2**20
+    assert first < 2.5 * table  # with the table itself, which counts as soon as an operator reads it
+    assert second <= kept
