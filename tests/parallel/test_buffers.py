@@ -21,7 +21,8 @@ from .buffers_rank import buffers_after_training
 TINY = (
     "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 data.n_val=1 "
     "data.n_test=1 data.n_train=8 data.num_workers=0 trainer.accelerator=cpu logger=csv trainer.max_steps=3 "
-    "callbacks=none trainer.val_every_n_steps=100 optimizer=sgd optimizer.lr=1e-12 model=learn model.n_iterations=4 model.channels=4"
+    "callbacks=none trainer.val_every_n_steps=100 optimizer=sgd optimizer.lr=1e-12 model=learn "
+    "model.n_iterations=4 model.channels=4"
 )
 TWO = "trainer.devices=2 data.batch_size=2"
 STRATEGIES = {

@@ -35,8 +35,9 @@ class Recomputation:
 
     def run(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """function(*inputs), whose inner tensors the backward pass computes again instead of storing them."""
-        contexts = noop_context_fn if torch.compiler.is_compiling() else self._contexts
-        return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
+        if torch.compiler.is_compiling():
+            return checkpoint(function, *inputs, use_reentrant=False)
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         if self._places is None:
