@@ -28,10 +28,14 @@ def projector() -> FanBeamProjector:
     return FanBeamProjector(FanBeamGeometry(16, 25.0, 8, 24, 40.0, 600.0, 290.0, 0.1))
 
 
-def trained(network: UnrolledNetwork[Any], mode: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def trained(
+    network: UnrolledNetwork[Any], mode: str, dtype: torch.dtype | None = None, compiled: bool = False
+) -> dict[str, Tensor]:
     """Gradients of each of four steps, and the buffers and weights after them; in the middle an evaluation."""
     network = copy.deepcopy(network)
     apply_memory_mode(network, MemoryConfig(name=mode))
+    for block in network.blocks() if compiled else []:
+        block.compile(backend="eager")
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
     torch.manual_seed(0)
     results: dict[str, Tensor] = {}
@@ -70,6 +74,14 @@ def test_a_network_of_one_iteration(projector: FanBeamProjector) -> None:
     network = buffers.BatchNorm(projector, n_iterations=1)
     expected, results = (trained(network, it) for it in ("keep", "recompute"))
     assert [name for name, value in expected.items() if not torch.equal(results[name], value)] == []
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_compiled_blocks(projector: FanBeamProjector, T: int) -> None:
+    """The compiler would run a checkpoint inside a block without its contexts."""
+    network = buffers.Spectral(projector, n_iterations=T)
+    expected, results = trained(network, "keep"), trained(network, "recompute", compiled=True)
+    assert [name for name, value in expected.items() if not torch.allclose(results[name], value)] == []
 
 
 def test_half_precision_with_a_scaler(projector: FanBeamProjector) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from qnmixer.engine.parallel.buffers import Place, places_of, replaced
 
@@ -22,12 +22,12 @@ class Recomputation:
     second pass the values are compared too.
 
     Args:
-        network: may still be moved or sharded, until it first runs.
+        network: in training, or to be trained. It may still be moved or sharded.
     """
 
     def __init__(self, network: nn.Module) -> None:
         self._network = network
-        self._places: list[Place] | None = None
+        self._places = places_of(network)
         self._copies: dict[Place, tuple[Tensor, int, Tensor]] = {}  # of a tensor, at a version, its value
         self._changing: set[Place] = set()
         self._silent: set[Place] = set()  # those that change at the same version
@@ -35,22 +35,22 @@ class Recomputation:
 
     def run(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """function(*inputs), whose inner tensors the backward pass computes again instead of storing them."""
-        if torch.compiler.is_compiling():
+        if not self._places:
             return checkpoint(function, *inputs, use_reentrant=False)
+        return self._run_with_buffers(function, *inputs)
+
+    # `function` may be compiled, but the compiler takes no such contexts.
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # torch's
+    def _run_with_buffers(self, function: Callable[..., Any], *inputs: Any) -> Any:
         return checkpoint(function, *inputs, use_reentrant=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        if self._places is None:
-            self._places = places_of(self._network)
-        if not self._places:
-            return noop_context_fn()
         values: dict[Place, Tensor] = {}
         return self._first_pass(values), _Reusable(lambda: self._second_pass(values))
 
     @contextmanager
     def _first_pass(self, values: dict[Place, Tensor]) -> Iterator[None]:
         """Store the values that the pass sees, and find out which it changes."""
-        assert self._places is not None
         values |= {place: self._value(place) for place in self._places}
         before = {place: (place.tensor, place.tensor._version) for place in values}
         yield
