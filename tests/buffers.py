@@ -129,17 +129,21 @@ class Watching(Mean):
 
 
 class Everything(OwnBatchNorms):
-    """BatchNorm in each iteration, a counter of iterations, a mean in the first one, and a mean in all."""
+    """BatchNorm in each iteration, a counter of iterations, a mean in the first one, a mean in all, and a mask."""
 
     def __init__(self, projector: Projector, n_iterations: Iterations, channels: Channels = 4) -> None:
         super().__init__(projector, n_iterations, channels)
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.register_buffer("first", torch.zeros(1))
         self.register_buffer("all", torch.zeros(1))
+        self.register_buffer("least", torch.full((1,), torch.inf))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
 
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         if self.training:
             self.count += 1
             for mean in [self.all] + [self.first] * (t == 0):
                 mean.mul_(0.9).add_(0.1 * y.mean())
+            if t == 0:
+                self.least.copy_(torch.minimum(self.least, self.count))
         return super().step(t, y, state)

@@ -91,6 +91,9 @@ def test_buffers_against_those_of_one_process(buffers: dict[str, list[dict[str, 
     assert differing(buffers["pipeline"][0], one) == {"all"}  # whose iterations are on two devices
     assert differing(buffers["micro-batches"][0], accumulating) == {"all"}
     assert int(accumulating["count"]) == 24
+    for name in STRATEGIES:
+        assert buffers[name][0]["mask"].tolist() == [0, -torch.inf]
+        assert buffers[name][0]["least"].tolist() == [1]
 
 
 def test_a_line_says_what_buffers_of_several_devices_mean() -> None:
@@ -101,7 +104,7 @@ def test_a_line_says_what_buffers_of_several_devices_mean() -> None:
     assert line("memory=recompute") is None
     assert line(f"strategy=ddp {TWO}", Changing) is None
     assert line(f"strategy=ddp {TWO}") == (
-        "buffers count, first, all, regularizers.0.1.running_mean and 11 more: each device updates them by its own "
+        "buffers count, first, all, least and 13 more: each device updates them by its own "
         "slices, and they are averaged after each batch. One process gives other values where slices depend on each "
         "other, as in BatchNorm: strategy=single"
     )

@@ -37,6 +37,12 @@ class Place(NamedTuple):
         """Whether it is in checkpoints."""
         return self.key not in self.module._non_persistent_buffers_set
 
+    @torch.no_grad()
+    def write(self, numbers: Tensor) -> None:
+        """Write values into the tensor, from a vector; complex ones as pairs."""
+        target = torch.view_as_real(self.tensor) if self.tensor.is_complex() else self.tensor
+        target.copy_(numbers.view(target.shape))
+
     def put(self, tensor: Tensor) -> None:
         """Replace the tensor."""
         self.module._buffers[self.key] = tensor
@@ -96,34 +102,38 @@ class BufferMeans(Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Remember the buffers, which are equal on all devices."""
-        places = [*self._before] or [place for place in places_of(pl_module.network) if place.is_saved]  # type: ignore[arg-type]
+        network: Any = pl_module.network
+        places = [*self._before] or [place for place in places_of(network) if place.is_saved]
         self._before = {place: place.tensor.detach().clone() for place in places}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Add the mean change."""
+        """Give each buffer its mean over the devices."""
         if not self._before:
             return
-        changes = [_numbers(place.tensor) - _numbers(before) for place, before in self._before.items()]
-        counts = torch.stack([change.any().double() for change in changes])
-        dist.all_reduce(message := torch.cat([counts, *changes]))
-        counts, *changes = message.split([len(changes), *map(len, changes)])
-        for (place, before), change, count in zip(self._before.items(), changes, counts, strict=True):
-            if before.is_floating_point() or before.is_complex():
-                mean = _numbers(before) + change / count.clamp_min(self.n_replicas)
-            else:
-                mean = _numbers(before) + (change / self.n_replicas).round()
-            _numbers_into(place.tensor, mean)
+        changed = [(place.tensor != before).any() for place, before in self._before.items()]
+        values = [
+            # Not times 0: a mask may hold infinite values.
+            torch.where(change, _numbers(place.tensor), 0.0)
+            for place, change in zip(self._before, changed, strict=True)
+        ]
+        message = torch.cat([torch.stack(changed).double(), *values])
+        dist.all_reduce(message)
+        counts, *sums = message.split([len(changed), *map(len, values)])
+        for (place, before), total, count in zip(self._before.items(), sums, counts, strict=True):
+            place.write(self._mean(before, total, count))
+
+    def _mean(self, before: Tensor, total: Tensor, count: Tensor) -> Tensor:
+        """The new values from the sum of those on the devices that changed them, and the number of these devices."""
+        old = _numbers(before)
+        if not (before.is_floating_point() or before.is_complex()):
+            return old + ((total - count * old) / self.n_replicas).round()
+        n = count.clamp_min(self.n_replicas)
+        return torch.where(count < n, total / n + (1 - count / n) * old, total / n)
 
 
 def _numbers(tensor: Tensor) -> Tensor:
     """Its values as one vector of float64."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().double().flatten()
-
-
-def _numbers_into(tensor: Tensor, numbers: Tensor) -> None:
-    with torch.no_grad():
-        target = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        target.copy_(numbers.view(target.shape))
 
 
 def buffer_means(config: Config) -> list[Callback]:
