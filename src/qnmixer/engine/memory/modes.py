@@ -59,10 +59,8 @@ def _recomputing_loop(
     The last iteration of the network stores its graph, because the backward pass starts there.
     """
     for t in iterations:
-        if t == network.n_iterations - 1 or not torch.is_grad_enabled():
-            state = network.step(t, y, state)
-        else:
-            state = recomputation.run(network.step, t, y, state)
+        last = t == network.n_iterations - 1
+        state = network.step(t, y, state) if last else recomputation.run(network.step, t, y, state)
     return state
 
 

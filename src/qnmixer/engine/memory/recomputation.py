@@ -35,6 +35,8 @@ class Recomputation:
 
     def run(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """function(*inputs), whose inner tensors the backward pass computes again instead of storing them."""
+        if not torch.is_grad_enabled():
+            return function(*inputs)
         if not self._places:
             return checkpoint(function, *inputs, use_reentrant=False)
         return self._run_with_buffers(function, *inputs)
