@@ -74,7 +74,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         OSError: for example if the disk is full. Then `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex}.tmp")
+    temporary = path.with_name(f".{path.name[:48]}.{uuid.uuid4().hex}.tmp")  # 48 letters may have 192 bytes
     try:
         with naming(path), temporary.open("xb") as stream:
             yield stream

@@ -1,9 +1,12 @@
 """An experiment together with options that it does not choose itself, and config folders of the user's own."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 
+from qnmixer.engine.cli import completed
 from qnmixer.engine.config.compose import CONF, compose, compose_as_given, compose_sweep, fitted, with_search_path
 from qnmixer.engine.config.run import parse
 from qnmixer.errors import ConfigError
@@ -107,3 +110,58 @@ def test_a_folder_that_cannot_be_used_is_named(here: Path, word: str, message: s
     with pytest.raises(ConfigError, match=message):
         with_search_path([word])
     assert with_search_path([f"--config-dir={CONF}"])
+
+
+def laughs(head: str, line: str, last: str) -> str:
+    lines = (line.format(i=i, j=i - 1) for i in range(1, 30))
+    return head + "".join(lines) + last
+
+
+BOMBS = {
+    "experiment/x.yaml": laughs("a0: &a0 [1, 1]\n", "a{i}: &a{i} [*a{j}, *a{j}]\n", ""),
+    "loss/merged.yaml": laughs("a0: &a0 {b: 1}\n", "a{i}: &a{i} {{<<: [*a{j}, *a{j}]}}\n", ""),
+    "own_group/deeper/x.yml": laughs("- &a0 {x: 1}\n", "- &a{i} {{x: *a{j}, y: *a{j}}}\n", ""),
+    "x.yaml": "a: &a [1, *a]\n",
+    "loss/long.yaml": "a: 1\n" + "# long\n" * 40_000,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_config_that_would_be_read_for_minutes_is_refused(here: Path, name: str) -> None:
+    path = here / "other" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(BOMBS[name])
+    start = time.process_time()
+    with pytest.raises(ConfigError, match=rf"{path.name} has more than .*: .*remove it$"):
+        with_search_path(["--config-dir=other"])
+    assert time.process_time() - start < 1
+
+
+def test_aliases_and_files_that_are_no_yaml_are_left_to_hydra(here: Path) -> None:
+    loss = here / "other" / "loss"
+    loss.mkdir()
+    (loss / "again.yaml").write_text("name: &n mine\nother: *n\nweights: &w [1, 2]\nsame: *w\n")
+    (loss / "broken.yaml").write_text("a: [*b, &c\n")
+    os.mkfifo(loss / "pipe.yaml")
+    (words,) = with_search_path(["--config-dir=other"])
+    assert compose("train", [words, "loss=again"]).loss == {
+        "name": "mine", "other": "mine", "weights": [1, 2], "same": [1, 2]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "same_as"),
+    [
+        ("experiment=null", ""),
+        ("experiment=null model=tv", "model=tv"),
+        ("experiment=demo experiment=null model=tv", "model=tv"),
+        ("experiment=null experiment=demo", "experiment=demo"),
+        ("experiment=null,demo", "experiment=demo"),
+    ],
+)
+def test_no_experiment_is_the_value_of_the_file(words: str, same_as: str) -> None:
+    if "," in words:
+        assert compose_sweep("train", words.split()).model == compose("train", []).model
+        return
+    assert compose("train", words.split()) == compose("train", same_as.split())
+    assert compose_as_given("plan", completed(words.split(), "plan")) == compose("plan", same_as.split())

@@ -340,3 +340,48 @@ def test_a_line_feed_in_a_name_is_kept(fbp_module: ReconstructionModule, tmp_pat
     words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "in", "output": tmp_path / "out"}
     reconstruct_input(settings(**words, formats="[npy]"))
     assert sorted(os.listdir(tmp_path / "out")) == ["a\nb_0.npy", "a\nb_1.npy"]
+
+
+LONG = "n" * 251
+NAMES = {
+    "too long for its ending": ({f"{LONG}abc": 0, "b.npy": 0}, ["b"], f"{LONG}abc: File name too long"),
+    "too long for its number": ({f"{LONG}.npy": 2, "b.npy": 0}, ["b"], "File name too long"),
+    "a folder in its place": (
+        {"a": 0, "a.npy/x.npy": 0, "a.npy/y.npy": 0, "b.npy": 0},
+        ["a_1", "a.npy/x", "a.npy/y", "b"],
+        None,
+    ),
+    "a file and a folder of a file": ({"a.npy": 0, "a.npy.npy/x.npy": 0, "b.npy": 0}, ["a", "a.npy.npy/x", "b"], None),
+    "four bytes a letter": ({"\U0001fa7b" * 60 + ".npy": 0, "b.npy": 0}, ["\U0001fa7b" * 60, "b"], None),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_name_that_cannot_be_written_costs_one_slice(
+    fbp_module: ReconstructionModule, tmp_path: Path, case: str
+) -> None:
+    inputs, outputs, why = NAMES[case]
+    for name, count in inputs.items():
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as stream:  # np.save would add an ending
+            images = [phantom(16, seed=0, part="test", index=k) for k in range(count or 1)]
+            np.save(stream, np.stack(images) if count else images[0])
+    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "in", "output": tmp_path / "out"}
+    config = settings(**words, formats="[npy]")
+    if why is None:
+        assert reconstruct_input(config) == len(outputs)
+    else:
+        with pytest.raises(DataError, match=rf"of \d reconstructions are not written \(.*{why}.*\): rename or move"):
+            reconstruct_input(config)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert sorted(path.relative_to(tmp_path / "out").as_posix()[:-4] for path in files) == sorted(outputs)
+
+
+def test_a_slice_that_fails_half_way_leaves_no_file(fbp_module: ReconstructionModule, tmp_path: Path) -> None:
+    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": series(tmp_path / "s.npy", 3)}
+    (tmp_path / "out" / "s_1.png").mkdir(parents=True)  # its .npy is written first
+    with pytest.raises(DataError, match=r"1 of 3 reconstructions are not written \(.*s_1\.png exists already"):
+        reconstruct_input(settings(**words, output=tmp_path / "out", formats="[png,npy]"))
+    names = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_file())
+    assert names == ["s_0.npy", "s_0.png", "s_2.npy", "s_2.png"]

@@ -34,6 +34,7 @@ from qnmixer.engine.config.compose import (
     is_override,
     key_of,
     with_search_path,
+    without_null,
 )
 from qnmixer.engine.config.options import (
     TARGET,
@@ -126,7 +127,7 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
     arguments = with_search_path(_in_hydras_form(arguments))
     if config_name in OF_A_RUN and not _is_sweep(arguments):  # in a sweep the launcher does this for each job
         arguments = fitted(config_name, arguments)
-    arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
+    arguments = without_null(with_search_path(complete(arguments)))  # again: a resumed run may bring its own
     if is_rank():
         arguments = _overrides_of_rank(arguments)
     # Hydra wants these flags first, and takes no override after another flag.

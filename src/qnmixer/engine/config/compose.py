@@ -3,12 +3,14 @@
 Hydra is imported when something is composed. A program that only loads a network does not need it.
 """
 
+import math
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.errors import ConfigError, first_line
@@ -26,6 +28,9 @@ LENGTH = ("trainer.max_steps", "trainer.max_epochs")
 SEARCH_PATH = "hydra.searchpath"
 _FLAGS = ("--config-dir", "-cd")
 _FILE, _PACKAGE = "file://", "pkg://"
+_NO_EXPERIMENT = "experiment=null"
+_MOST_BYTES, _MOST_VALUES = 2**18, 2000
+"""Of a config file. One of ours has 2 kB, and 60 values."""
 _FOR_EVERY_OPTION = {"geometry": ["n_views"], "model": [], "optimizer": []}
 """Keys of an experiment that fit every option of a group, as a bin's width does not fit every scanner. Others: all."""
 
@@ -57,6 +62,15 @@ def values_of(overrides: list[str]) -> dict[str, str]:
 def of_hydra(override: str) -> bool:
     """Whether an override is for Hydra itself, also in the forms hydra={…} and …@hydra.…."""
     return re.search(r"(^|@)\s*hydra\b", key_of(override)) is not None
+
+
+def without_null(overrides: list[str]) -> list[str]:
+    """Overrides without `experiment=null`, the default of conf/train.yaml, and without the experiments before it.
+
+    Hydra takes null for a group in a file only.
+    """
+    last = max((i for i, it in enumerate(overrides) if it == _NO_EXPERIMENT), default=-1)
+    return [it for i, it in enumerate(overrides) if i > last or key_of(it) != "experiment"]
 
 
 def with_search_path(arguments: list[str]) -> list[str]:
@@ -105,7 +119,48 @@ def _located(place: str) -> str:
     ours = [path.relative_to(CONF) for path in sorted(CONF.rglob("*.yaml")) if folder.resolve() != CONF]
     if same := next((path for path in ours if (folder / path).is_file()), None):
         raise ConfigError(f"{folder / same} has the name of a file of qnmixer, which would be used instead: rename it")
+    _check_sizes(folder)
     return _FILE + os.path.abspath(folder)
+
+
+def _check_sizes(folder: Path) -> None:
+    """Raise ConfigError for a config file that Hydra would read for minutes: aliases may double a value many times.
+
+    Hydra reads no file of a hidden folder, unless that is the config folder itself.
+    """
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(place, name) for name in files if name.endswith((".yaml", ".yml"))):
+            if not path.is_file():  # a pipe would never end
+                continue
+            with path.open("rb") as stream:
+                content = stream.read(_MOST_BYTES + 1)
+            if len(content) > _MOST_BYTES:
+                raise ConfigError(f"{path} has more than {_MOST_BYTES >> 10} KiB, too many for a config: remove it")
+            if b"*" in content and b"&" in content and _count_of_values(content) > _MOST_VALUES:
+                raise ConfigError(
+                    f"{path} has more than {_MOST_VALUES:,} values, because its aliases (*NAME) repeat them: write "
+                    "them out, or remove it"
+                )
+
+
+def _count_of_values(content: bytes) -> float:
+    """The values of a YAML file with its aliases written out; inf if one contains itself; 0 if it is no YAML."""
+    counts: dict[int, float] = {}
+
+    def count(node: yaml.Node) -> float:
+        if id(node) not in counts:
+            counts[id(node)] = math.inf  # until it is counted
+            parts = node.value if isinstance(node, yaml.CollectionNode) else []
+            flat = [it for part in parts for it in (part if isinstance(part, tuple) else (part,))]
+            counts[id(node)] = 1 + sum(map(count, flat))
+        return counts[id(node)]
+
+    try:
+        roots = [*yaml.compose_all(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader))]
+        return sum(count(root) for root in roots if root is not None)
+    except (yaml.YAMLError, ValueError, RecursionError):  # Hydra says what is wrong with it
+        return 0
 
 
 def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
@@ -133,7 +188,7 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
         words = [*words, "trainer.max_steps=-1"]
     chosen = [it for it in overrides if (CONF / key_of(it)).is_dir() and "/" not in key_of(it) and it[:1] != "~"]
     sections = [key for key in map(key_of, chosen) if key != "experiment"]
-    experiment = [it for it in overrides if key_of(it).partition("/")[0] == "experiment"]
+    experiment = [it for it in without_null(overrides) if key_of(it).partition("/")[0] == "experiment"]
     if not sections or not experiment:
         return words
     search = search_path_in(overrides)
@@ -158,7 +213,7 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
 
 
 def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
-    """Compose as `compose` does, from exactly these overrides and no others."""
+    """Compose as `compose` does, from exactly these overrides and no others. `experiment=null` is the default."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
@@ -170,7 +225,7 @@ def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = 
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         try:
-            return hydra.compose(config_name, overrides, return_hydra_config=with_hydra)
+            return hydra.compose(config_name, without_null(overrides), return_hydra_config=with_hydra)
         except (ValueError, TypeError, AssertionError, RecursionError) as error:
             # Of Hydra: data=null, trainer=3, data=${oc.select:seed}, a number of 5,000 digits, or hundreds of brackets
             groups = " ".join(o for o in overrides if (CONF / o.partition("=")[0]).is_dir())

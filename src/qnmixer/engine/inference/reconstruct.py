@@ -1,6 +1,7 @@
 """From slices or measured sinograms to reconstructions in HU, as DICOM, NumPy and PNG. Memory holds one batch at a
 time."""
 
+import errno
 import re
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
@@ -31,14 +32,18 @@ _ON_CPU, _ON_GPU = 4, 16
 _REFILLS = 2
 _ABDOMEN = (-160.0, 240.0)
 """HU, of the PNG of slices."""
+_ENDINGS = {"npy": ".npy", "png": ".png", "dicom": ".dcm"}
 _FBP = "_fbp"
 """The ending of the file names of FBP images."""
+_OF_A_NAME = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL, errno.EILSEQ)
+"""Errors of one file name. The disk takes others."""
 
 
 def reconstruct_input(config: ReconstructConfig) -> int:
     """Run `qnmixer.reconstruct`: reconstruct every slice or sinogram of the input. Returns their number.
 
-    Raises CheckpointError, DataError (bad input), OutOfMemory, OSError (full disk; no half-written file stays).
+    Raises CheckpointError, DataError (bad input), OutOfMemory, OSError (full disk; no half-written file stays). Raises
+    DataError after the last slice if some could not be written.
     """
     console = Console()
     module = load_run(config.run, config.checkpoint, config.trust).to(choose_device(config.accelerator)).eval()
@@ -47,21 +52,24 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     files = sinogram_files(path) if sinograms else slice_files(path)
     scans = measured_scans(path, files, module, config) if sinograms else simulated_scans(path, files, module)
     batch_size = config.batch_size or (_ON_GPU if module.device.type == "cuda" else _ON_CPU)
-    writer = _Writer(module, config)
+    writer = _Writer(module, config, [file.relative_to(path) for file in files if file != path])
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reconstructing", total=len(files))
         for scan, x in images_of(module, scans, batch_size):
-            writer.write(scan, scan.hu(x))
-            if scan.measured:
+            written = writer.write(scan, scan.hu(x))
+            if written and scan.measured:
                 far = misfit(module.projector, x, scan)
                 console.print(f"{scan.name}: A x differs from the sinogram by {far:.1%}", soft_wrap=True)
             progress.advance(task)
-    if not writer.count:
+    if not writer.count and not writer.failed:
         raise DataError(f"input={path} has nothing to reconstruct: see the warning above")
-    line = f"reconstructions: {writer.count:,}, as {', '.join(config.formats)}, in {config.output}"
-    console.print(line, soft_wrap=True)
-    if sinograms:
-        console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
+    if writer.count:
+        line = f"reconstructions: {writer.count:,}, as {', '.join(config.formats)}, in {config.output}"
+        console.print(line, soft_wrap=True)
+        if sinograms:
+            console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
+    if writer.failed:
+        raise DataError(writer.summary())
     return writer.count
 
 
@@ -104,59 +112,104 @@ def _reconstructed(module: Reconstructor, scans: Sequence[Scan]) -> Tensor:
 
 
 class _Writer:
-    """Writes images to files, in the order of the input."""
+    """Writes images to files, in the order of the input. `inputs`: all files, relative to the input folder."""
 
-    def __init__(self, module: Reconstructor, config: ReconstructConfig) -> None:
+    def __init__(self, module: Reconstructor, config: ReconstructConfig, inputs: Sequence[Path]) -> None:
         self.module, self.config, self.count = module, config, 0
+        self.failed: list[str] = []  # name of the scan, and why
         self._call_uid = generate_uid()
         self._written: set[Path] = set()
+        self._folders = {Path(config.output) / folder for file in inputs for folder in file.parents}
 
-    def write(self, scan: Scan, hu: FloatArray) -> None:
-        """Write an image, HU [S, S], in every format.
+    def write(self, scan: Scan, hu: FloatArray) -> bool:
+        """Write an image, HU [S, S], in every format. Returns False for one that cannot be written; others can.
 
         For a measured scan it also writes the FBP in the same window, because there is no truth to compare with.
-        Raises DataError for an image with NaN or infinite values.
+        An image that fails leaves no file. Raises OSError for what is wrong with the disk, and not with a name.
         """
+        files: list[Path] = []
+        self.count += 1
+        try:
+            self._write_images(scan, hu, files)
+        except (DataError, OSError) as error:
+            for path in files:
+                path.unlink()
+            self.count -= 1
+            if isinstance(error, OSError) and error.errno not in _OF_A_NAME:
+                raise
+            self.failed.append(f"{scan.name}: {error.strerror}" if isinstance(error, OSError) else str(error))
+            return False
+        return True
+
+    def summary(self) -> str:
+        """One line: how many images are missing, and why the first is."""
+        return (
+            f"{len(self.failed):,} of {self.count + len(self.failed):,} reconstructions are not written "
+            f"({self.failed[0]}): rename or move such inputs, and reconstruct them alone"
+        )
+
+    def _write_images(self, scan: Scan, hu: FloatArray, files: list[Path]) -> None:
+        """Append each file to `files` when it is written. Raises DataError for an image with NaN or infinite values."""
         if not np.isfinite(hu).all():
             raise DataError(f"the reconstruction of {scan.name} has NaN or infinite values: evaluate the run first")
-        self.count += 1
         target = self._new_target(scan)
         chosen = self.config.window
         window = (chosen[0], chosen[1]) if chosen else window_of(hu) if scan.measured else _ABDOMEN
-        self._write(target, scan, hu, self.module.network.title, window)
+        self._write(target, scan, hu, self.module.network.title, window, files)
         if scan.measured:
             with torch.no_grad():
                 fbp = scan.hu(self.module.projector.fbp(scan.sinogram))
-            self._write(_with_end(target, _FBP), scan, fbp, FBP.title, window)
+            self._write(_with_end(target, _FBP), scan, fbp, FBP.title, window, files)
 
     def _new_target(self, scan: Scan) -> Path:
-        """A path without a file. If two inputs have one name, such as a.dcm and a.npy, the second gets a number."""
+        """A path without a file. If two inputs have one name, such as a.dcm and a.npy, the second gets a number.
+
+        So does a file whose path with an ending is that of a folder: `a` beside `a.dcm/`.
+        """
         target = name = Path(self.config.output) / _file_name(scan.name)
         numbers = count(self.count)
-        while not self._written.isdisjoint(wanted := {target, _with_end(target, _FBP)} if scan.measured else {target}):
+        while True:
+            wanted = {target, _with_end(target, _FBP)} if scan.measured else {target}
+            files = {_with_end(it, ending) for it in wanted for ending in _ENDINGS.values()}
+            if self._written.isdisjoint(wanted) and self._folders.isdisjoint(files):
+                break
             target = _with_end(name, f"_{next(numbers)}")
         self._written |= wanted
         return target
 
-    def _write(self, target: Path, scan: Scan, hu: FloatArray, method: str, window: tuple[float, float]) -> None:
-        if "npy" in self.config.formats:
-            write_npy(_with_end(target, ".npy"), hu)
-        if "png" in self.config.formats:
-            write_png(_with_end(target, ".png"), hu, window=window)
-        if "dicom" in self.config.formats:
-            geometry = self.module.projector.geometry
-            views = f"{geometry.n_views} {'measured' if scan.measured else 'simulated'} views"
-            write_dicom(
-                _with_end(target, ".dcm"),
-                hu,
-                series_uid=_series_uid(self._call_uid, scan, method),
-                description=f"{method}, {views}, not for diagnosis; {geometry.image_size} pixels",
-                template=scan.template,
-                frame=scan.frame,
-                pixel_spacing=geometry.pixel_size,
-                field_of_view=scan.field_of_view,
-                instance_number=None if scan.template else self.count,
-            )
+    def _write(
+        self,
+        target: Path,
+        scan: Scan,
+        hu: FloatArray,
+        method: str,
+        window: tuple[float, float],
+        files: list[Path],
+    ) -> None:
+        for form in (it for it in _ENDINGS if it in self.config.formats):
+            path = _with_end(target, _ENDINGS[form])
+            if form == "npy":
+                write_npy(path, hu)
+            elif form == "png":
+                write_png(path, hu, window=window)
+            else:
+                self._write_dicom(path, scan, hu, method)
+            files.append(path)
+
+    def _write_dicom(self, path: Path, scan: Scan, hu: FloatArray, method: str) -> None:
+        geometry = self.module.projector.geometry
+        views = f"{geometry.n_views} {'measured' if scan.measured else 'simulated'} views"
+        write_dicom(
+            path,
+            hu,
+            series_uid=_series_uid(self._call_uid, scan, method),
+            description=f"{method}, {views}, not for diagnosis; {geometry.image_size} pixels",
+            template=scan.template,
+            frame=scan.frame,
+            pixel_spacing=geometry.pixel_size,
+            field_of_view=scan.field_of_view,
+            instance_number=None if scan.template else self.count,
+        )
 
 
 def _with_end(target: Path, end: str) -> Path:
