@@ -261,6 +261,9 @@ def _explain_system(error: OSError | RuntimeError) -> str | None:
         return None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"the disk is full writing {error.filename or 'a file'}"
+    elif error.errno == errno.ENOENT and error.filename:
+        what = f"{error.filename} does not exist, or was removed while it was in use: start again"
+        return f"{what}, or choose another place (hydra.run.dir=…, output=…, data.cache_dir=…)"
     elif error.filename:
         what = f"{error.filename} cannot be used ({error.strerror or first_line(error)})"
     elif "DataLoader worker" in text:  # torch keeps its text only
