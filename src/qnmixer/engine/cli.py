@@ -261,15 +261,14 @@ def _explain_system(error: OSError | RuntimeError) -> str | None:
         return None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"the disk is full writing {error.filename or 'a file'}"
-    elif error.errno == errno.ENOENT and error.filename:
-        what = f"{error.filename} does not exist, or was removed while it was in use: start again"
-        return f"{what}, or choose another place (hydra.run.dir=…, output=…, data.cache_dir=…)"
     elif error.filename:
         what = f"{error.filename} cannot be used ({error.strerror or first_line(error)})"
     elif "DataLoader worker" in text:  # torch keeps its text only
         what = str(UserError(error))
     else:
         return None
+    if error.errno == errno.ENOENT or "[Errno 2]" in text:
+        return f"{what}: if it was removed meanwhile start again, else choose another place (hydra.run.dir=…, output=…)"
     return f"{what}: choose another place (hydra.run.dir=…, output=…)"
 
 

@@ -197,10 +197,14 @@ def look_of(hu: FloatArray, info: SliceInfo) -> Look:
 
 
 def doubted(groups: Sequence[str], looks: Sequence[Look]) -> list[str]:
-    """The groups of slices, such as patients, that do not look like HU. `groups` has the group of each slice."""
+    """The groups of slices, such as patients, that do not look like HU. `groups` has the group of each slice.
+
+    Planes of a turned stack show no unit, and `turned` names them.
+    """
     its: dict[str, list[Look]] = {}
     for group, look in zip(groups, looks, strict=True):
-        its.setdefault(group, []).append(look)
+        if not look.is_turned:
+            its.setdefault(group, []).append(look)
     # A slice of one patient may have no air, or little tissue. All of them together have both.
     return sorted(
         group
