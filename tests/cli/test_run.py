@@ -85,6 +85,11 @@ def test_a_good_config_reaches_the_task_whose_warnings_are_one_line(start: Start
         (OSError(errno.EACCES, "Denied", "a\nb\u202e"), "a\\nb\\u202e cannot be used (Denied)"),
         (OSError("Caught OSError in DataLoader worker process 0.\nOriginal Traceback:\nOSError: [Errno 5] Bad: '/d/a'"),
          "[Errno 5] Bad: '/d/a': choose another place"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/d/a"),
+         "/d/a cannot be used (No such file): if it was removed meanwhile start again"),
+        (FileNotFoundError("Caught FileNotFoundError in DataLoader worker process 0.\nOriginal Traceback:\n"
+                           "FileNotFoundError: [Errno 2] No such file: '/d/a'"),
+         "[Errno 2] No such file: '/d/a': if it was removed meanwhile start again"),
         (DataError("Caught DataError in DataLoader worker process 0.\nOriginal Traceback:\nerrors.DataError: no file"),
          "no file"),
         (OSError(errno.EMFILE, "Too many open files"), "too many open files: raise the limit of this shell"),

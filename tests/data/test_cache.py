@@ -1,16 +1,19 @@
 """The cache of decoded slices: what is kept, when it is built again, and what no damage passes for."""
 
+import gc
 import os
 import random
 import re
 import time
 from collections.abc import Iterator
 from multiprocessing import get_context
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pydicom.dataset import Dataset
 from tests.limits import within_limits
 
 from qnmixer.engine.config.run import section
@@ -82,6 +85,38 @@ def test_bad_files_among_good_ones_are_skipped_and_counted(make_ct: Any, body_hu
         cache = opened(root, 20, "dicom", cache_dir=str(root / "cache"))
         assert {cache.name(i) for i in range(len(cache))} == {"p/0.IMA", "p/three#0", "p/three#2"}
         assert sorted(name for name, _ in cache.skipped) == ["notes.txt", "p/air", "p/cut.IMA", "p/three#1"]
+
+
+def test_frames_of_no_use_leave_the_others_of_their_file(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+    dataset = make_ct(tmp_path / "root/multi", np.stack([body_hu(seed=i) for i in range(5)]))
+    groups = dataset.PerFrameFunctionalGroupsSequence
+    for frame, words in {
+        0: ["ORIGINAL", "PRIMARY", "LOCALIZER"],
+        3: ["DERIVED", "PRIMARY", "AXIAL", "MAXIMUM"],
+    }.items():
+        groups[frame].CTImageFrameTypeSequence = [Dataset()]
+        groups[frame].CTImageFrameTypeSequence[0].FrameType = words
+    groups[2].PixelValueTransformationSequence[0].RescaleSlope = 0
+    dataset.save_as(tmp_path / "root/multi")
+    cache = opened(tmp_path / "root", 20, "dicom")
+    assert {cache.name(i) for i in range(len(cache))} == {"multi#1", "multi#4"}
+    assert [name for name, _ in cache.skipped] == ["multi#0", "multi#2", "multi#3"]
+    assert cache.skipped[0][1] == "a localizer"
+    assert cache.skipped[2][1] == "a derived image (MAXIMUM)"
+    cache = opened(tmp_path / "root", 20, "dicom", derived=True)
+    assert [name for name, _ in cache.skipped] == ["multi#0", "multi#2"]
+
+
+def test_the_line_on_derived_images_names_the_key(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+    for k in range(4):
+        make_ct(
+            tmp_path / "root" / str(k), body_hu(), PatientID=f"P{k}", ImageType=["DERIVED", "SECONDARY", "AXIAL", "MIP"]
+        )
+    with pytest.raises(
+        DataError, match=r"4 a derived image \(MIP\)\): 0, 1, 2, …; data\.derived=true takes derived images"
+    ):
+        opened(tmp_path / "root", 20, "dicom")
+    assert len(opened(tmp_path / "root", 20, "dicom", derived=True)) == 4
 
 
 @pytest.mark.parametrize(
@@ -216,3 +251,42 @@ def test_a_cache_that_another_user_may_have_written_is_not_read(root: Path, whic
         changed.chmod(0o777)
     with pytest.raises(DataError, match=rf"^{changed} cannot keep slices \(it is another .* data\.cache_dir="):
         opened(root)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows removes no open file")
+@pytest.mark.parametrize("how", ["added", "changed", "removed", "all but the lock"])
+def test_a_reader_keeps_the_version_that_it_opened(root: Path, body_hu: Any, how: str) -> None:
+    """Also in a worker that starts later."""
+    first = opened(root)
+    before = [first.load(i) for i in range(3)]
+    pickles = [ForkingPickler.dumps(first) for _ in range(2)]
+    for k in range(3):
+        if how == "removed":
+            (root / f"P{k}.npy").unlink()
+            np.save(root / f"Q{k}.npy", body_hu(seed=9 * k))
+        else:
+            np.save(root / f"P{k + 9 * (how == 'added')}.npy", body_hu(seed=60 + k))
+        opened(root)
+    if how == "all but the lock":
+        for file in root.with_name("cache").glob("*/*.*"):
+            file.unlink()
+    assert not first._file.exists()
+    late: list[SliceCache] = [first, *(ForkingPickler.loads(it) for it in pickles)]
+    del first
+    gc.collect()
+    for cache in late:
+        for index, hu in enumerate(before):
+            np.testing.assert_array_equal(cache.load(index), hu)
+
+
+def test_a_cache_lets_go_of_its_file(root: Path) -> None:
+    opened(root)
+    folder = Path(f"/proc/{os.getpid()}/fd")
+    if not folder.is_dir():
+        pytest.skip("this system does not list open files")
+    gc.collect()
+    open_files = len([*folder.iterdir()])
+    for _ in range(20):
+        opened(root).load(0)
+    gc.collect()
+    assert len([*folder.iterdir()]) <= open_files

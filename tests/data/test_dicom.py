@@ -1,3 +1,4 @@
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +204,95 @@ def test_the_type_of_a_frame_counts(make_ct: Any, body_hu: Any, tmp_path: Path) 
     for group, kind in zip(dataset.PerFrameFunctionalGroupsSequence, ("ORIGINAL", "DERIVED"), strict=True):
         group.PixelValueTransformationSequence[0].RescaleType = "US"
         group.CTImageFrameTypeSequence = [Dataset()]
-        group.CTImageFrameTypeSequence[0].FrameType = [kind, "PRIMARY", "PERFUSION", "RCBF"]
+        group.CTImageFrameTypeSequence[0].FrameType = [
+            kind,
+            "PRIMARY",
+            "PERFUSION",
+            {"DERIVED": "RCBF"}.get(kind, "NONE"),
+        ]
     dataset.save_as(tmp_path / "multi.dcm")
     opened = open_ct(tmp_path / "multi.dcm")
     np.testing.assert_array_equal(decode_frame(opened, 0), body_hu())
     with pytest.raises(SkipFile, match="RescaleType US, not HU"):
         decode_frame(opened, 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["DERIVED", "SECONDARY", "AXIAL", "CT_SOM5 MIP"],
+        ["DERIVED", "PRIMARY", "AXIAL", "MAXIMUM"],
+        ["DERIVED", "SECONDARY", "MIN IP"],
+        ["DERIVED", "PRIMARY", "AXIAL", "SUBTRACTION"],
+        ["DERIVED", "SECONDARY", "AXIAL", "DE_IODINE"],
+        ["DERIVED", "PRIMARY", "VOLUME", "MAT_SPECIFIC"],
+        ["DERIVED", "PRIMARY", "GSI", "WATER IODINE"],
+        ["DERIVED", "SECONDARY", "SCREEN SAVE"],
+        ["ORIGINAL", "PRIMARY", "SCREEN SAVE"],
+        ["DERIVED", "PRIMARY", "AXIAL", "RCBF"],
+    ],
+    ids="-".join,
+)
+@pytest.mark.parametrize("n_frames", [1, 2])
+def test_images_that_were_computed_of_slices_are_taken_if_asked_for(
+    make_ct: Any, body_hu: Any, tmp_path: Path, words: list[str], n_frames: int
+) -> None:
+    dataset = make_ct(tmp_path / "a", np.stack([body_hu()] * n_frames) if n_frames > 1 else body_hu(), ImageType=words)
+    if n_frames > 1:  # one frame of it
+        dataset.ImageType = [words[0], "PRIMARY", "VOLUME", "MIXED"]
+        group = dataset.PerFrameFunctionalGroupsSequence[1]
+        group.CTImageFrameTypeSequence = [Dataset()]
+        group.CTImageFrameTypeSequence[0].FrameType = words
+        dataset.save_as(tmp_path / "a")
+    pieces = DicomReader().read(tmp_path, "a")
+    assert len([*islice(pieces, n_frames - 1)]) == n_frames - 1
+    with pytest.raises(SkipFile, match=r"^a derived image \("):
+        next(pieces)
+    assert len([*DicomReader(derived=True).read(tmp_path, "a")]) == n_frames
+
+
+@pytest.mark.parametrize("derived", [False, True])
+@pytest.mark.parametrize("where", ["FrameType", "SharedFrameType", "ImageType", "SCOUT"])
+def test_a_frame_that_is_a_localizer_is_never_taken(
+    make_ct: Any, body_hu: Any, tmp_path: Path, where: str, derived: bool
+) -> None:
+    dataset = make_ct(tmp_path / "a", np.stack([body_hu(), body_hu()]))
+    words = ["ORIGINAL", "PRIMARY", "SCOUT" if where == "SCOUT" else "LOCALIZER", "NONE"]
+    dataset.ImageType = words if where == "ImageType" else ["ORIGINAL", "PRIMARY", "VOLUME", "NONE"]
+    if where != "ImageType":
+        shared, last = dataset.SharedFunctionalGroupsSequence[0], dataset.PerFrameFunctionalGroupsSequence[1]
+        group = shared if where == "SharedFrameType" else last
+        group.CTImageFrameTypeSequence = [Dataset()]
+        group.CTImageFrameTypeSequence[0].FrameType = words
+    dataset.save_as(tmp_path / "a")
+    opened = open_ct(tmp_path / "a")
+    for frame in range(2):
+        if frame == 0 and where in ("FrameType", "SCOUT"):
+            np.testing.assert_array_equal(decode_frame(opened, frame, derived=derived), body_hu())
+        else:
+            with pytest.raises(SkipFile, match=r"^a localizer$"):
+                decode_frame(opened, frame, derived=derived)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ORIGINAL", "PRIMARY", "AXIAL", "CT_SOM5 SPI"],
+        ["ORIGINAL", "PRIMARY", "AXIAL", "ADD"],
+        ["DERIVED", "SECONDARY", "AXIAL", "CT_SOM5 MPR"],
+        ["DERIVED", "SECONDARY", "REFORMATTED", "AVERAGE"],
+        ["DERIVED", "PRIMARY", "VOLUME", "MEAN"],
+        ["DERIVED", "PRIMARY", "VOLUME", "RESAMPLED"],
+        ["DERIVED", "PRIMARY", "AXIAL", "VMI"],
+        ["ORIGINAL", "PRIMARY", "MIPLEX"],
+        "DERIVED",
+        None,
+    ],
+    ids=str,
+)
+def test_images_that_are_slices_in_hu_are_taken(make_ct: Any, body_hu: Any, tmp_path: Path, words: Any) -> None:
+    make_ct(tmp_path / "a", body_hu(), ImageType=words)
+    np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, body_hu())
 
 
 @pytest.mark.parametrize("syntax", [RLELossless, JPEGLSLossless])

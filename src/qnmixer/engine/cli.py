@@ -268,6 +268,8 @@ def _explain_system(error: OSError | RuntimeError) -> str | None:
         what = str(UserError(error))
     else:
         return None
+    if error.errno == errno.ENOENT or "[Errno 2]" in text:
+        return f"{what}: if it was removed meanwhile start again, else choose another place (hydra.run.dir=…, output=…)"
     return f"{what}: choose another place (hydra.run.dir=…, output=…)"
 
 

@@ -11,9 +11,11 @@ The index has a digest of itself and a digest of each slice. The latter is check
 import inspect
 import json
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatch
+from multiprocessing import reduction
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -28,11 +30,12 @@ from qnmixer.engine.data.slices import (
     AIR,
     NO_SPACING,
     FloatArray,
+    Look,
     SkipFile,
     Slice,
     SliceInfo,
     clean_hu,
-    is_no_hu,
+    look_of,
     require_content,
     summarise_skipped,
 )
@@ -108,7 +111,7 @@ def _resampling_weights(n: int, mm: float, size: int, step: float) -> FloatArray
 
 # The cache
 
-_CACHE_FORMAT = 8
+_CACHE_FORMAT = 9
 """Raise it when caches get other slices or other values, or another layout."""
 _PIXEL = np.dtype("<f4")
 
@@ -120,8 +123,35 @@ class Reader(Protocol):
     wanted: str
 
     def read(self, root: Path, path: str) -> Iterator[Slice]:
-        """The slices of one file. Raises SkipFile if the file cannot be used."""
+        """The slices of one file. Raises SkipFile if the file, or after the last slice if a frame, cannot be used."""
         ...
+
+
+class _Stream:
+    """A file that stays open until the object is gone, also in the data workers, whichever way they start."""
+
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
+        self._path = path
+        flags = os.O_RDONLY | getattr(os, "O_BINARY", 0)  # Windows has it
+        self._descriptor = os.open(path, flags) if descriptor is None else descriptor
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, length: int, offset: int) -> bytes:
+        """Bytes of the file, fewer at its end."""
+        if hasattr(os, "pread"):  # processes share the position of an open file, and pread does not use it
+            return os.pread(self._descriptor, length, offset)
+        os.lseek(self._descriptor, offset, os.SEEK_SET)
+        return os.read(self._descriptor, length)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Only Windows keeps an open file from being removed, so that its path will do.
+        if os.name == "nt":
+            return _Stream, (self._path,)
+        return _received, (self._path, reduction.DupFd(self._descriptor))
+
+
+def _received(path: Path, descriptor: Any) -> _Stream:
+    return _Stream(path, descriptor.detach())
 
 
 class SliceCache:
@@ -131,17 +161,19 @@ class SliceCache:
         infos: the origin of each slice.
         digests: digests of the pixels of each slice.
         skipped: (name, reason) of files that could not be used.
-        lowest: the smallest value of all slices, HU.
+        looks: what each slice shows of its unit.
     """
 
     endless = False
 
     def __init__(self, pixels: Path, size: int, index: dict[str, Any]) -> None:
         self._file, self._size, self._rows = pixels, size, index["rows"]
+        # Open as long as the cache is in use: the file may be removed meanwhile, when the folder has changed.
+        self._stream = _Stream(pixels)
         self.infos = [SliceInfo(**info) for info in index["infos"]]
         self.digests: list[int] = index["digests"]
         self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
-        self.lowest: float = index["lowest"]
+        self.looks = [Look(*look) for look in index["looks"]]
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -149,12 +181,12 @@ class SliceCache:
     def load(self, index: int) -> FloatArray:
         """Slice [S, S] in HU, float32, as a copy that the caller may change. Raises DataError if it is damaged."""
         # Read, not mapped: with a map, a file that gets shorter would end the process with SIGBUS.
-        n = self._size**2
-        pixels = np.fromfile(self._file, _PIXEL, n, offset=self._rows[index] * n * _PIXEL.itemsize)
-        if digest_of_bytes(pixels.data) != self.digests[index]:
+        length = self._size**2 * _PIXEL.itemsize
+        pixels = self._stream.read(length, self._rows[index] * length)
+        if digest_of_bytes(memoryview(pixels)) != self.digests[index]:
             self._file.with_suffix(".json").unlink(missing_ok=True)
             raise DataError(f"{self._file} has changed on the disk at {self.name(index)}: start again to rebuild it")
-        return pixels.reshape(self._size, self._size)
+        return np.frombuffer(pixels, _PIXEL).reshape(self._size, self._size).copy()
 
     def name(self, index: int) -> str:
         """The file (and frame) of the slice."""
@@ -221,7 +253,7 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     with FileLock(folder / "lock"):
         index = _read_index(pixels, image_size)
         if index is None:
-            index = _build_cache(reader, root, chosen, pixels, image_size, field_of_view)
+            index = _build_cache(reader, root, chosen, pixels, image_size, field_of_view, f"{config.section}.derived")
         return SliceCache(pixels, image_size, index)
 
 
@@ -240,16 +272,22 @@ def _read_index(pixels: Path, size: int) -> dict[str, Any] | None:
 
 
 def _build_cache(
-    reader: Reader, root: Path, files: Sequence[str], pixels: Path, size: int, field_of_view: float | None
+    reader: Reader,
+    root: Path,
+    files: Sequence[str],
+    pixels: Path,
+    size: int,
+    field_of_view: float | None,
+    derived: str,
 ) -> dict[str, Any]:
     """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
     # A killed process may have left these. The caller holds the lock, so nobody else writes here.
     for stale in filter(is_temporary, pixels.parent.iterdir()):
         stale.unlink()
     with atomic_file(pixels) as stream:
-        index = _decode_all(reader, root, files, stream, size, field_of_view)
+        index = _decode_all(reader, root, files, stream, size, field_of_view, derived)
     write_text(pixels.with_suffix(".json"), json.dumps(index | {"digest": digest(index)}))
-    # The version before this one stays: a run may read it.
+    # The version before this one stays for a folder that changes back. A run keeps what it has opened anyway.
     for older in sorted(pixels.parent.glob("*.f32"), key=lambda it: it.stat().st_mtime)[:-2]:
         older.unlink()
         older.with_suffix(".json").unlink(missing_ok=True)
@@ -257,13 +295,19 @@ def _build_cache(
 
 
 def _decode_all(
-    reader: Reader, root: Path, files: Sequence[str], stream: IO[bytes], size: int, field_of_view: float | None
+    reader: Reader,
+    root: Path,
+    files: Sequence[str],
+    stream: IO[bytes],
+    size: int,
+    field_of_view: float | None,
+    derived: str,
 ) -> dict[str, Any]:
     """Decode the files one by one into the stream. Returns their index, sorted by patient, series and position."""
     infos: list[SliceInfo] = []
     digests: list[int] = []
     skipped: list[tuple[str, str]] = []
-    low, high = np.inf, -np.inf
+    looks: list[Look] = []
     console = Console(stderr=True)
     hidden = not console.is_terminal
     for file in track(files, f"Decoding {root.name}", console=console, transient=True, disable=hidden):
@@ -281,17 +325,12 @@ def _decode_all(
                 stream.write(pixels)
                 digests.append(digest_of_bytes(pixels))
                 infos.append(piece.info)
-                low, high = min(low, float(hu.min())), max(high, float(hu.max()))
+                looks.append(look_of(hu, piece.info))
         except SkipFile as reason:
-            skipped.append((file, str(reason)))
+            skipped += reason.frames or [(file, str(reason))]
     if not infos:
-        what = summarise_skipped(str(root), skipped)
+        what = summarise_skipped(str(root), skipped, derived)
         raise DataError(f"data.root has no usable slice ({what}): give a folder with {reader.wanted}")
-    if is_no_hu(low, high):
-        raise DataError(
-            f"data.root={root} has values from {low:g} to {high:g}, which are not HU (air −1000, water 0): "
-            "save the slices in HU"
-        )
     # Pixels stay in the order of decoding: sorting them would need all of them in memory. `rows` has the order.
     rows = sorted(range(len(infos)), key=lambda row: infos[row].order)
     return {
@@ -299,5 +338,5 @@ def _decode_all(
         "digests": [digests[row] for row in rows],
         "rows": rows,
         "skipped": skipped,
-        "lowest": low,
+        "looks": [looks[row] for row in rows],
     }

@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ from pydicom.uid import (
 )
 
 from qnmixer.engine.data.decoder import decode_apart
-from qnmixer.engine.data.slices import AIR, FloatArray, SkipFile, Slice, SliceInfo, reading, require_size
+from qnmixer.engine.data.slices import AIR, DERIVED, FloatArray, SkipFile, Slice, SliceInfo, reading, require_size
 
 _SLOPES = 1e-3, 1e3
 """The range of plausible rescale slopes. With any other slope 16 bits cannot hold HU."""
@@ -38,6 +39,17 @@ _DENSEST_TISSUE = 3071.0
 """HU, the largest value of 12 bits."""
 CT_CLASSES = CTImageStorage, EnhancedCTImageStorage, LegacyConvertedEnhancedCTImageStorage
 _PIXELS = "PixelData", "FloatPixelData", "DoubleFloatPixelData"
+_LOCALIZERS = re.compile(r"(?<![A-Z0-9])(?:LOCALI[SZ]ER|SCOUT|TOPOGRAM|SURVIEW|SCANOGRAM)(?![A-Z0-9])")
+_COMPUTED = re.compile(
+    r"(?<![A-Z0-9])(?:"
+    r"M(?:AX|IN)?[ _]?IP|MAXIMUM|MINIMUM|PROJECTION|VRT|SSD"
+    r"|ADDITION|SUBTRACT(?:ION|ED)|DIVISION|MULTIPLICATION|STD_DEVIATION|T_TEST|Z_SCORE"
+    r"|IODINE|WATER|CALCIUM|URIC_?ACID|MAT_SPECIFIC|MAT_FRACTIONAL|MAT_VALUE_BASED"
+    r"|EFF_ATOMIC_NUM|Z[ _]?EFF(?:ECTIVE)?|ELECTRON[ _]DENSITY|R?CBF|R?CBV|MTT|TTP|TMAX"
+    r"|SCREEN[ _]?(?:SAVE|SHOT|CAPTURE)|DOSE[ _]?(?:REPORT|INFO)"
+    r")(?![A-Z0-9])"
+)
+"""Words of ImageType and FrameType: DICOM's (PS3.3 C.8.16.1.4 and C.8.15.2.1.1) and those of scanners."""
 _NAMES = "PatientID", "StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "InstanceNumber"
 """Tags that identify patient, series and slice. A file in which one of these is unreadable is not used."""
 
@@ -69,8 +81,6 @@ def _require_ct(dataset: FileDataset) -> None:
     sop_class = dataset.get("SOPClassUID") or dataset.file_meta.get("MediaStorageSOPClassUID")
     if dataset.get("Modality") != "CT" or (sop_class and sop_class not in CT_CLASSES):
         raise SkipFile("not a CT image")
-    if "LOCALIZER" in (dataset.get("ImageType") or []):
-        raise SkipFile("a localizer")
     pixels = next((dataset[keyword].value for keyword in _PIXELS if keyword in dataset), None)
     if pixels is None:
         raise SkipFile("no pixel data, perhaps truncated")
@@ -142,6 +152,22 @@ def _is_original(dataset: Dataset, frame: int) -> bool:
     return first == "ORIGINAL" and dataset.get("MultienergyCTAcquisition") != "YES"
 
 
+def _require_slice(dataset: Dataset, frame: int, derived: bool) -> None:
+    """Raise SkipFile for a localizer and, unless `derived`, for a frame that was computed of slices and is no slice.
+
+    Reformats, mean slabs, filtered and monoenergetic images are slices in HU.
+    """
+    types = (
+        dataset.get("ImageType"),
+        frame_tag(dataset, frame, "CTImageFrameTypeSequence", "FrameType"),
+    )
+    words = "\\".join(kind if isinstance(kind, str) else "\\".join(kind) for kind in types if kind).upper()
+    if _LOCALIZERS.search(words):
+        raise SkipFile("a localizer")
+    if not derived and (found := _COMPUTED.search(words)):
+        raise SkipFile(f"{DERIVED} ({found[0]})")
+
+
 def _require_axial(dataset: Dataset, frame: int) -> None:
     """Raise SkipFile for a coronal, sagittal or oblique reformat, and for pixels that are not square."""
     with suppress(TypeError, ValueError):  # a damaged tag says nothing
@@ -198,14 +224,17 @@ def _outside(marked: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.logical_or.reduce(sides)
 
 
-def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
+def decode_frame(dataset: FileDataset, frame: int, *, derived: bool = False) -> FloatArray:
     """One frame of an opened file as HU [H, W]. Raises SkipFile if it cannot be decoded, or is no axial slice in HU.
+
+    With `derived`, an image that was computed of slices, such as a maximum intensity projection, counts as a slice.
 
     Compressed frames are decoded from the file in another process, because a decoder in C may crash its process. On
     Windows they are decoded in this one.
     """
     with reading("unreadable"):
         rescale_of(dataset, frame)
+        _require_slice(dataset, frame, derived)
         _require_axial(dataset, frame)
     with reading("pixels cannot be decoded, perhaps truncated"):
         apart = _is_compressed(dataset) and os.name == "posix"
@@ -241,22 +270,40 @@ def pixel_spacing(dataset: Dataset, frame: int) -> tuple[float, float] | None:
 
 
 class DicomReader:
-    """Decodes DICOM files for the cache."""
+    """Decodes DICOM files for the cache.
+
+    Args:
+        derived: take images that were computed of slices too, see `_COMPUTED`.
+    """
 
     kind = "dicom"
     wanted = "CT images in DICOM"
 
+    def __init__(self, derived: bool = False) -> None:
+        self.derived = derived
+
     def read(self, root: Path, path: str) -> Iterator[Slice]:
-        """Slices of one file. `patient` is the PatientID, or empty. Raises SkipFile if the file has no slices."""
+        """Slices of one file. `patient` is the PatientID, or empty.
+
+        Raises SkipFile if the file has no slices, and after its last slice if some of its frames are none.
+        """
         dataset = open_ct(root / path)
         n_frames = frame_count(dataset)
         patient = str(dataset.get("PatientID") or "").strip()
         uids = [str(dataset.get(keyword) or "").strip() for keyword in ("StudyInstanceUID", "SeriesInstanceUID")]
         series = uids[1] or path.rpartition("/")[0]
         uids = [uid for uid in uids if "." in uid and UID(uid).is_valid]  # some programs write one word for everybody
+        bad: list[tuple[str, str]] = []
         for frame in range(n_frames):
-            with reading("no position"):
-                position = slice_position(dataset, frame)
-                spacing = pixel_spacing(dataset, frame)
+            try:
+                with reading("no position"):
+                    position = slice_position(dataset, frame)
+                    spacing = pixel_spacing(dataset, frame)
+                hu = decode_frame(dataset, frame, derived=self.derived)
+            except SkipFile as reason:
+                bad.append((f"{path}#{frame}" if n_frames > 1 else path, str(reason)))
+                continue
             info = SliceInfo(path, frame, n_frames, patient, series, position, " ".join(uids).strip())
-            yield Slice(info, decode_frame(dataset, frame), spacing)
+            yield Slice(info, hu, spacing)
+        if bad:
+            raise SkipFile(bad[0][1], bad)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from qnmixer.engine.data.slices import FloatArray, SkipFile, Slice, SliceInfo, reading, require_size
+from qnmixer.engine.data.slices import LEAST_SIDE, FloatArray, SkipFile, Slice, SliceInfo, reading, require_size
 
 
 def open_stack(path: Path) -> np.ndarray[Any, Any]:
@@ -24,6 +24,8 @@ def open_stack(path: Path) -> np.ndarray[Any, Any]:
 def open_slices(path: Path) -> np.ndarray[Any, Any]:
     """Do what `open_stack` does, for slices. Also raises SkipFile if the slices are too small or too large."""
     stack = open_stack(path)
+    if stack.shape[2] < LEAST_SIDE <= min(stack.shape[:2]):
+        raise SkipFile(f"shape {[*stack.shape]}, as [H, W, N]; numpy.moveaxis(array, -1, 0) turns it to [N, H, W]")
     require_size(*stack.shape[1:])
     return stack
 

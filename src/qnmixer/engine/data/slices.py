@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +16,29 @@ from qnmixer.errors import DataError
 
 FloatArray = npt.NDArray[np.float32]
 NO_SPACING = "no pixel size in the file"
+DERIVED = "a derived image"
 AIR = -1000.0
-NO_AIR = -500.0
 _BELOW_AIR = -1024.0
+_TISSUE = -500.0
+"""HU, between air and tissue. Lungs may be on either side."""
+_BONE = 500.0
 _DENSEST = 32767.0
 """HU, the largest value of metal that a scanner's 16 bits can store."""
-_LEAST, _MOST = 8, 8192
+LEAST_SIDE, _MOST = 8, 8192
 """Pixels of a side. A network's image has at least 8. A slice with more than 8192 would need gigabytes."""
 
 
 class SkipFile(Exception):
-    """A file or frame that cannot be used. The message is the reason in a few words."""
+    """A file or frame that cannot be used. The message is the reason in a few words.
+
+    Args:
+        reason: the message.
+        frames: (name, reason) of each frame, if only some frames of a file cannot be used.
+    """
+
+    def __init__(self, reason: str, frames: Sequence[tuple[str, str]] = ()) -> None:
+        super().__init__(reason)
+        self.frames = frames
 
 
 @contextmanager
@@ -64,7 +76,7 @@ def optional(module: str, extra: str) -> Any:
         ) from error
 
 
-def require_size(rows: int, columns: int, least: int = _LEAST) -> None:
+def require_size(rows: int, columns: int, least: int = LEAST_SIDE) -> None:
     """Raise SkipFile for a slice or sinogram that is too small or too large, before it is read."""
     if not least <= min(rows, columns) <= max(rows, columns) <= _MOST:
         raise SkipFile(f"{rows} × {columns} values, not {least} to {_MOST} a side")
@@ -145,10 +157,12 @@ def clean_hu(hu: FloatArray) -> FloatArray:
 
 def require_content(hu: FloatArray) -> None:
     """Raise SkipFile for a slice of air only, or of one constant value."""
-    if hu.max() < NO_AIR:
+    if hu.max() < _TISSUE:
         raise SkipFile("nothing but air in the slice")
     if hu.max() == hu.min():
         raise SkipFile("all pixels have the same value")
+    if is_no_hu(float(hu.min()), float(hu.max())):
+        raise SkipFile("values from −1 to 2, which are not HU")
 
 
 def is_no_hu(low: float, high: float) -> bool:
@@ -156,13 +170,85 @@ def is_no_hu(low: float, high: float) -> bool:
     return low >= -1 and high <= 2
 
 
-def doubt(root: str) -> str:
-    """The warning about slices without a pixel below `NO_AIR`."""
-    return f"{root}: no pixel is below −500 HU; is this really in HU (air −1000, water 0)?"
+class Look(NamedTuple):
+    """What a slice shows of its unit and of the order of its axes.
+
+    Attributes:
+        has_air: whether a pixel is below −500 HU.
+        is_shifted: whether it looks like HU + 1024 with padding: no air but flat padding, and much "bone".
+        tissue: share of the pixels above −500 HU.
+        is_turned: whether its `.npy` stack may be [H, W, N]: two equal sides first, and another one last.
+    """
+
+    has_air: bool
+    is_shifted: bool
+    tissue: float
+    is_turned: bool
 
 
-def summarise_skipped(root: str, skipped: Sequence[tuple[str, str]]) -> str:
-    """One line: how many files were skipped, why, and the first names."""
+def look_of(hu: FloatArray, info: SliceInfo) -> Look:
+    """The look of a slice [H, W] as its file has it, after `clean_hu`."""
+    tissue = hu > _TISSUE
+    has_real_air = (~tissue & (hu != AIR)).any()  # padding is flat
+    # Real slices in HU without such air have bone in less than 5 % of their tissue. Those in HU + 1024 have over 10 %.
+    is_shifted = not has_real_air and (hu > _BONE).sum() > 0.1 * tissue.sum()
+    is_turned = info.path.lower().endswith(".npy") and info.n_frames == hu.shape[0] != hu.shape[1]
+    return Look(bool(hu.min() < _TISSUE), bool(is_shifted), round(float(tissue.mean()), 6), is_turned)
+
+
+def doubted(groups: Sequence[str], looks: Sequence[Look]) -> list[str]:
+    """The groups of slices, such as patients, that do not look like HU. `groups` has the group of each slice.
+
+    Planes of a turned stack show no unit, and `turned` names them.
+    """
+    its: dict[str, list[Look]] = {}
+    for group, look in zip(groups, looks, strict=True):
+        if not look.is_turned:
+            its.setdefault(group, []).append(look)
+    # A slice of one patient may have no air, or little tissue. All of them together have both.
+    return sorted(
+        group
+        for group, all_looks in its.items()
+        if any(look.is_shifted for look in all_looks)
+        or not any(look.has_air for look in all_looks)
+        or sum(look.tissue for look in all_looks) < 0.01 * len(all_looks)
+    )
+
+
+def few(names: Sequence[str]) -> str:
+    """The first names of a list, for a message."""
+    return ", ".join(names[:8]) + ", …" * (len(names) > 8)
+
+
+def doubt(root: str, names: Sequence[str], count: int, what: str) -> str:
+    """The warning about patients or files, `count` in all, that do not look like HU."""
+    return (
+        f"{root}: {len(names)} of {count} {what} ({few(names)}) have no air near −1000 HU, or hardly any tissue; is "
+        "this really in HU (air −1000, water 0)? If not, save it in HU: subtract 1024 from HU + 1024"
+    )
+
+
+def turned(root: str, files: Sequence[str]) -> str:
+    """The warning about `.npy` stacks that may be [H, W, N]. `files`: relative to the root."""
+    path = str(Path(root, files[0]))
+    return (
+        f"{root}: {len(files)} .npy stacks are read as [N, H, W], but their first two sides are equal, as in [H, W, N] "
+        f"({few(files)}). Turn such a stack: numpy.save({path!r}, numpy.moveaxis(numpy.load({path!r}), -1, 0)); what "
+        "nibabel gives, with numpy.load(…).T"
+    )
+
+
+def summarise_skipped(root: str, skipped: Sequence[tuple[str, str]], key: str | None = None) -> str:
+    """One line: how many files were skipped, why, and the first names.
+
+    Args:
+        root: folder of the files.
+        skipped: (name, reason) of each.
+        key: of the config, that takes derived images; None if there is none.
+    """
     reasons = "; ".join(f"{count} {reason}" for reason, count in Counter(r for _, r in skipped).most_common())
     names = ", ".join(name for name, _ in skipped[:3]) + ", …" * (len(skipped) > 3)
-    return f"{root}: skipped {len(skipped)} of its files or frames ({reasons}): {names}"
+    line = f"{root}: skipped {len(skipped)} of its files or frames ({reasons}): {names}"
+    if not any(reason.startswith(DERIVED) for _, reason in skipped):
+        return line
+    return line + (f"; {key}=true takes derived images" if key else "; to take derived images, save them as .npy in HU")

@@ -24,16 +24,18 @@ from qnmixer.engine.config.data import DataConfig, FolderData, MixedData, PairDa
 from qnmixer.engine.data.cache import SliceCache, open_cache, to_square
 from qnmixer.engine.data.dataset import Part, SliceView
 from qnmixer.engine.data.slices import (
-    NO_AIR,
     FloatArray,
     SkipFile,
     SliceSource,
     clean_hu,
     doubt,
+    doubted,
+    few,
     is_no_hu,
     summarise_skipped,
+    turned,
 )
-from qnmixer.engine.data.splits import PARTS, RunSplit, few, files_as_patients, patients_of
+from qnmixer.engine.data.splits import PARTS, RunSplit, files_as_patients, patients_of
 from qnmixer.engine.plugins import taken
 from qnmixer.engine.processes.process import rank
 from qnmixer.errors import ConfigError, DataError, UserError
@@ -202,9 +204,11 @@ def _doubts(config: FolderData, cache: SliceCache, patients: list[str]) -> Itera
     """What a user should know about the slices of a folder."""
     root = str(config.root)
     if cache.skipped:
-        yield summarise_skipped(root, cache.skipped)
-    if cache.lowest > NO_AIR:
-        yield doubt(root)
+        yield summarise_skipped(root, cache.skipped, f"{config.section}.derived")
+    if others := doubted(patients, cache.looks):
+        yield doubt(root, others, len(set(patients)), "patients")
+    if stacks := [info.path for info, look in zip(cache.infos, cache.looks, strict=True) if look.is_turned]:
+        yield turned(root, sorted(set(stacks)))
     files = files_as_patients(cache.infos, patients)
     if len(files) > 1:
         yield (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qnmixer.engine.config.data import FolderData
-from qnmixer.engine.data.slices import SliceInfo
+from qnmixer.engine.data.slices import SliceInfo, few
 from qnmixer.errors import DataError, suggest
 from qnmixer.files import digest_of_bytes
 
@@ -200,8 +200,3 @@ def _explicit(patients: Sequence[str], config: FolderData) -> dict[str, str]:
 
 def _int64(numbers: Sequence[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
-
-
-def few(names: Sequence[str]) -> str:
-    """The first names of a list, for a message."""
-    return ", ".join(names[:8]) + ", …" * (len(names) > 8)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from pydicom.dataset import FileDataset
 
@@ -14,14 +13,18 @@ from qnmixer.engine.data.deeplesion import read_hu_png
 from qnmixer.engine.data.dicom import decode_frame, frame_count, open_ct, pixel_spacing
 from qnmixer.engine.data.numpy_files import open_slices, read_frame
 from qnmixer.engine.data.slices import (
-    NO_AIR,
     NO_SPACING,
     FloatArray,
+    Look,
     SkipFile,
+    SliceInfo,
     clean_hu,
     doubt,
+    doubted,
+    look_of,
     reading,
     summarise_skipped,
+    turned,
 )
 from qnmixer.engine.inference.scan import Scan, warn
 from qnmixer.engine.reconstructor import STREAMS, Reconstructor
@@ -68,7 +71,9 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
         DataError: no file is usable.
     """
     skipped: list[tuple[str, str]] = []
-    lowest = np.inf  # HU
+    looks: list[Look] = []
+    groups: list[str] = []  # a file with several slices, or the slices of a folder
+    stacks: dict[str, None] = {}
     for file in files:
         name = file.name if file == path else file.relative_to(path).as_posix()
         try:
@@ -86,15 +91,20 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
             except SkipFile as reason:
                 skipped.append((its, str(reason)))
                 continue
-            lowest = min(lowest, float(hu.min()))
+            looks.append(look_of(hu, SliceInfo(name, frame, frames, "", "", 0)))
+            groups.append(name if frames > 1 or file == path else file.parent.name)
+            if looks[-1].is_turned:
+                stacks[name] = None
             yield InputSlice(hu, its, template, frame, spacing)
     summary = summarise_skipped(str(path), skipped)
-    if lowest == np.inf:
+    if not looks:
         raise DataError(f"input has no usable slice ({summary}): give CT in DICOM, HU in .npy or 16-bit PNG")
     if skipped:
         warn(summary)
-    if lowest > NO_AIR:
-        warn(doubt(str(path)))
+    if others := doubted(groups, looks):
+        warn(doubt(str(path), others, len(set(groups)), "files or folders"))
+    if stacks:
+        warn(turned(str(path if path.is_dir() else path.parent), [*stacks]))
 
 
 def _open(path: Path) -> tuple[int, FileDataset | None, Callable[[int], FloatArray]]:
