@@ -8,30 +8,37 @@ import torch
 
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
+from qnmixer.engine.data.splits import Overlap
 from qnmixer.engine.evaluation.scores import ImageScore, titles_of
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.extras.comparison.report import write_comparison
+from qnmixer.files import digest_of_bytes
 
 IMAGE = torch.zeros(32, 32).index_fill(0, torch.arange(8), 500.0)
 
 
 def score(number: int, psnr: float, patient: int | None = None, name: str = "") -> ImageScore:
     values = {"psnr": psnr, "ssim": 2 * psnr, "window_psnr": psnr, "window_ssim": psnr}
-    return ImageScore(number, name or f"slice{number}", "QN-Mixer", values, patient)
+    name = name or f"slice{number}"
+    return ImageScore(number, name, "QN-Mixer", values, patient, digest_of_bytes(name.encode()))
 
 
 def method(name: str, values: dict[int, list[ImageScore]], n_jobs: int) -> ComparedMethod:
     config = parse(compose("train", []))
-    jobs = [ComparedJob(Path(f"{name}{seed}"), {"steps": 4}, config) for seed in values]
-    return ComparedMethod(name, jobs, n_jobs, {(seed, 7): its for seed, its in values.items()}, 1234)
+    configs = {seed: replace(config, seed=seed, data=replace(config.data, seed=7)) for seed in values}
+    jobs = [
+        ComparedJob(Path(f"{name}{seed}"), {"steps": 4}, configs[seed], its, title="test split")
+        for seed, its in values.items()
+    ]
+    return ComparedMethod(name, jobs, n_jobs, 1234)
 
 
-def written(folder: Path, *methods: ComparedMethod, n_trained: int = 0) -> str:
+def written(folder: Path, *methods: ComparedMethod) -> str:
     """comparison.md."""
-    shown = {0: SliceImages("slice 0", IMAGE, [MethodImages("A", [IMAGE, IMAGE + 20], "30.00 dB")])}
-    found = Comparison([Path("/home/anna/sweep")], [*methods], "test split", titles_of({}), shown, n_trained)
+    shown = {(None, 0): SliceImages("slice 0", IMAGE, [MethodImages("A", [IMAGE, IMAGE + 20], "30.00 dB")])}
+    found = Comparison([Path("/home/anna/sweep")], [*methods], titles_of({}), shown)
     write_comparison(folder, found, Console(quiet=True))
     return (folder / "comparison.md").read_text()
 
@@ -41,13 +48,15 @@ def test_files_tell_the_same(tmp_path: Path) -> None:
     b = method("B", {1: [score(0, 29.0), score(1, 30.0)]}, 2)
     for its in b.measured[1, 7]:
         its.values |= {"window_psnr": None, "window_ssim": None}  # nothing is in the window
-    markdown = written(tmp_path, a, b, method("C", {}, 1), n_trained=2)
+    a.trained = Overlap(2, 1)
+    markdown = written(tmp_path, a, b, method("C", {}, 1))
     assert markdown.startswith("# Comparison of sweep\n\n## test split: 2 patients\n")
     assert "| A | 2 | 31.50 ± 0.71 | 63.00 ± 1.41 | 1,234 | 4 | – | – |" in markdown
     assert "| B | 1 of 2 | 29.50 | 59.00 | 1,234 | 4 | – | – |" in markdown
     assert "| C | 0 of 1 | – | – | 1,234 | – | – | – |" in markdown
     assert "| A | B | 2.00 ± 6.35 | 6.35 | 4.00 ± 12.71 | 12.71 | 2, 2 |" in markdown
     assert "Warning: 2 of the slices were used in training: the scores are too good." in markdown
+    assert "Warning: 1 other slices look like training slices" in markdown
     names = {f"comparison.{kind}" for kind in ("csv", "md", "png", "html")} | {"images.csv"}
     assert {path.name for path in tmp_path.iterdir()} == names
     with (tmp_path / "comparison.csv").open(newline="") as stream:

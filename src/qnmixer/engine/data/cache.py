@@ -36,6 +36,7 @@ from qnmixer.engine.data.slices import (
     require_content,
     summarise_skipped,
 )
+from qnmixer.engine.data.traces import look, original
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.errors import DataError
 from qnmixer.files import (
@@ -108,7 +109,7 @@ def _resampling_weights(n: int, mm: float, size: int, step: float) -> FloatArray
 
 # The cache
 
-_CACHE_FORMAT = 8
+_CACHE_FORMAT = 9
 """Raise it when caches get other slices or other values, or another layout."""
 _PIXEL = np.dtype("<f4")
 
@@ -130,6 +131,7 @@ class SliceCache:
     Attributes:
         infos: the origin of each slice.
         digests: digests of the pixels of each slice.
+        originals, looks: of each slice, before it was resampled, see `qnmixer.engine.data.traces`.
         skipped: (name, reason) of files that could not be used.
         lowest: the smallest value of all slices, HU.
     """
@@ -140,6 +142,8 @@ class SliceCache:
         self._file, self._size, self._rows = pixels, size, index["rows"]
         self.infos = [SliceInfo(**info) for info in index["infos"]]
         self.digests: list[int] = index["digests"]
+        self.originals: list[int] = index["originals"]
+        self.looks: list[list[int]] = index["looks"]
         self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
         self.lowest: float = index["lowest"]
 
@@ -262,6 +266,8 @@ def _decode_all(
     """Decode the files one by one into the stream. Returns their index, sorted by patient, series and position."""
     infos: list[SliceInfo] = []
     digests: list[int] = []
+    originals: list[int] = []
+    looks: list[list[int]] = []
     skipped: list[tuple[str, str]] = []
     low, high = np.inf, -np.inf
     console = Console(stderr=True)
@@ -280,6 +286,8 @@ def _decode_all(
                 pixels = to_grid(hu, piece.spacing, size, field_of_view).astype(_PIXEL, copy=False).tobytes()
                 stream.write(pixels)
                 digests.append(digest_of_bytes(pixels))
+                originals.append(original(hu))
+                looks.append(look(hu))
                 infos.append(piece.info)
                 low, high = min(low, float(hu.min())), max(high, float(hu.max()))
         except SkipFile as reason:
@@ -297,6 +305,8 @@ def _decode_all(
     return {
         "infos": [asdict(infos[row]) for row in rows],
         "digests": [digests[row] for row in rows],
+        "originals": [originals[row] for row in rows],
+        "looks": [looks[row] for row in rows],
         "rows": rows,
         "skipped": skipped,
         "lowest": low,

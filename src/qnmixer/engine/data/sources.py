@@ -33,7 +33,7 @@ from qnmixer.engine.data.slices import (
     is_no_hu,
     summarise_skipped,
 )
-from qnmixer.engine.data.splits import PARTS, RunSplit, few, files_as_patients, patients_of
+from qnmixer.engine.data.splits import PARTS, RunSplit, few, files_as_patients, patients_of, traces_of
 from qnmixer.engine.plugins import taken
 from qnmixer.engine.processes.process import rank
 from qnmixer.errors import ConfigError, DataError, UserError
@@ -186,7 +186,8 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
     patients = patients_of(cache.infos, config)
     for line in _doubts(config, cache, patients):
         _warn(line)
-    split, new = run.settle(section, patients, cache.digests, config)
+    traces = traces_of(cache.infos, cache.originals, cache.looks, config)
+    split, new = run.settle(section, patients, cache.digests, config, traces)
     if new:
         _warn(f"{config.root}: {len(new)} of its patients came after the run began, and are in no part: {few(new)}")
     fine = None
