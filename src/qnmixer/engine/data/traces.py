@@ -45,10 +45,10 @@ def _is_before(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
 
 def look(hu: FloatArray) -> list[int]:
     """A slice [H, W] on 8 × 8 points around the centre of its attenuation, whose distance follows its extent."""
-    mass = np.clip((hu.astype(np.float64) - AIR) / -AIR, 0, 2)
+    mass = np.clip((hu - np.float32(AIR)) / np.float32(-AIR), 0, 2)
     mass[mass < _LEAST_MASS] = 0  # air differs between files
     axes, variance = [], 0.0
-    for sums in (mass.sum(1), mass.sum(0)):
+    for sums in (mass.sum(1, np.float64), mass.sum(0, np.float64)):
         places = np.arange(len(sums))
         centre = (sums * places).sum() / sums.sum()
         variance += (sums * (places - centre) ** 2).sum() / sums.sum()

@@ -57,15 +57,17 @@ def tested_source(data: DataConfig) -> DataConfig:
 
 def conditions_of(module: Reconstructor, data: SliceDataModule, contents: Sequence[int]) -> Conditions:
     """What tells a test from others. `contents`: digests of its slices, in their order."""
-    noise, seed, scan = "", "", {**asdict(module.projector.geometry), "factor": data.config.simulation_factor}
+    drawn: tuple[str, ...] = ()
+    scan = {**asdict(module.projector.geometry), "factor": data.config.simulation_factor}
     if data.measured:
         scan |= {"measured": True}
     elif not isinstance(its := module.measurement.noise, NoNoise):
         # The defaults of a class may be left out of a config.
         keys = asdict(its) if is_dataclass(its) else keys_of(module.config.noise)
-        noise, seed = digest([module.config.noise._target_, keys], sort_keys=True), str(module.config.seed)
-    # The noise of a slice depends on its number.
-    return Conditions(digest([*contents] if noise else sorted(contents)), digest(scan, sort_keys=True), noise, seed)
+        # The noise of a slice depends on its number.
+        noise = digest([module.config.noise._target_, keys], sort_keys=True)
+        drawn = noise, str(module.config.seed), digest([*contents])
+    return Conditions(digest(sorted(contents)), digest(scan, sort_keys=True), *drawn)
 
 
 def _content(batch: Mapping[str, Any], b: int, measured: bool) -> int:

@@ -1,6 +1,6 @@
 """The scores of an evaluation: of each image, as a table, and in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite, isnan, nan
 from statistics import mean, stdev
@@ -43,12 +43,24 @@ class ImageScore:
 
 
 class Conditions(NamedTuple):
-    """What makes two tests equal: digests of the slices, scan and noise, and the seed; "" for no noise or seed."""
+    """What makes two tests equal: digests of the slices, the scan and the noise, and what the noise follows.
+
+    That is its seed, and the order of the slices. These three are empty without noise.
+    """
 
     slices: str
     scan: str
-    noise: str
-    seed: str
+    noise: str = ""
+    seed: str = ""
+    order: str = ""
+
+    @classmethod
+    def differing(cls, tests: Collection["Conditions"]) -> list[str]:
+        """In what some tests differ. What follows from another difference is left out."""
+        fields = [name for name in cls._fields if len({getattr(test, name) for test in tests}) > 1]
+        following = {"slices": {"order"}, "noise": {"seed", "order"}}
+        left_out = set[str]().union(*(following.get(name, set()) for name in fields))
+        return [name for name in fields if name not in left_out]
 
 
 def by_patient(scores: Sequence[ImageScore], metric: str) -> dict[str, float]:

@@ -108,8 +108,7 @@ class Comparison:
         """A line that says which jobs had other tests, and in what these differ; empty if all are equal."""
         if len(self.tables) < 2:
             return ""
-        tests = [test for method in self.methods for test in method.tests if test]
-        fields = [name for name in Conditions._fields if len({getattr(test, name) for test in tests}) > 1]
+        fields = Conditions.differing({test for method in self.methods for test in method.tests if test})
         jobs = "; ".join(f"test {n}: {_listed(table)}" for n, table in enumerate(self.tables, 1))
         return (
             f"Jobs had other tests, which differ in {' and '.join(fields)}, so each has its own table. Jobs of {jobs}"
