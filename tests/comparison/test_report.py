@@ -9,7 +9,7 @@ import torch
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.splits import Overlap
-from qnmixer.engine.evaluation.scores import ImageScore, titles_of
+from qnmixer.engine.evaluation.scores import Conditions, ImageScore, titles_of
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
@@ -37,7 +37,11 @@ def method(name: str, values: dict[int, list[ImageScore]], n_jobs: int) -> Compa
 
 def written(folder: Path, *methods: ComparedMethod) -> str:
     """comparison.md."""
-    shown = {(None, 0): SliceImages("slice 0", IMAGE, [MethodImages("A", [IMAGE, IMAGE + 20], "30.00 dB")])}
+    shown = {
+        (methods[0].jobs[0].test, 0): SliceImages(
+            "slice 0", IMAGE, [MethodImages("A", [IMAGE, IMAGE + 20], "30.00 dB")]
+        )
+    }
     found = Comparison([Path("/home/anna/sweep")], [*methods], titles_of({}), shown)
     write_comparison(folder, found, Console(quiet=True))
     return (folder / "comparison.md").read_text()
@@ -89,3 +93,50 @@ def test_a_patient_in_the_test_slices_of_two_seeds_is_one_patient(tmp_path: Path
     assert "## test split: 2 patients\n" in markdown
     assert "| A | B | 1.50 ± " in markdown
     assert "| C |" not in markdown.partition("## Differences")[2]
+
+
+CONDITIONS = Conditions("slices", "scan", "noise", "1", "order")
+
+
+def with_tests(of: ComparedMethod, *tests: Conditions) -> ComparedMethod:
+    """The method, each of whose jobs had one of these tests."""
+    for job, test in zip(of.jobs, tests, strict=True):
+        job.test = test
+    return of
+
+
+def test_a_mean_over_seeds_with_slices_of_their_own_is_told(tmp_path: Path) -> None:
+    """A method that lacks a seed has other slices, so it stands in another table."""
+    own = CONDITIONS, CONDITIONS._replace(slices="others")
+    values = {1: [score(0, 30.0)], 2: [score(1, 40.0)]}
+    a, b = with_tests(method("A", values, 2), *own), with_tests(method("B", values, 2), *own)
+    c = with_tests(method("C", {1: values[1]}, 2), CONDITIONS)
+    markdown = written(tmp_path, a, b, c)
+    assert "the test slices of jobs A1, B1, C1; A2, B2 differ" not in markdown
+    assert (
+        "Warning: the test slices of jobs A1, B1; A2, B2 differ, as they follow data.seed, so ± has both." in markdown
+    )
+    assert "Jobs had other tests, which differ in slices, so each has its own table" in markdown
+    first, second = markdown.split("## test split – test ")[1:]
+    assert "| A | 2 | 35.00 ± 7.07 |" in first
+    assert "| A | B | 0.00 ± 0.00 |" in first
+    assert "| C | 1 of 2 | 30.00 |" in second
+    assert "differ, as" not in second
+
+
+def test_no_mean_is_over_jobs_with_another_scan_or_noise(tmp_path: Path) -> None:
+    """As two sweeps with the same overrides have, between which a config file was changed."""
+    for other in ({"scan": "b"}, {"noise": "b"}, {"seed": "2"}, {"order": "b"}):
+        values = {1: [score(0, 30.0)], 2: [score(0, 40.0)]}
+        a = with_tests(method("A", values, 2), CONDITIONS, CONDITIONS._replace(**other))
+        markdown = written(tmp_path, *a.by_conditions())
+        assert "| A | 1 | 30.00 |" in markdown
+        assert "| A | 1 | 40.00 |" in markdown
+        assert f"which differ in {next(iter(other))}, so each has its own table. Jobs of test 1: " in markdown
+
+
+def test_what_follows_from_another_difference_is_not_named() -> None:
+    without = Conditions("slices", "scan")
+    assert Conditions.differing([CONDITIONS, without]) == ["noise"]
+    assert Conditions.differing([CONDITIONS, CONDITIONS._replace(slices="b", order="b")]) == ["slices"]
+    assert Conditions.differing([CONDITIONS, CONDITIONS._replace(order="b")]) == ["order"]
