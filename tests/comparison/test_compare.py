@@ -110,6 +110,26 @@ def test_a_folder_is_tested_whole_and_training_slices_are_told(tmp_path: Path) -
     assert (set(slices) > {test}, told) == (True, True)
 
 
+def test_all_seeds_have_the_same_phantoms_also_those_of_a_mix(tmp_path: Path) -> None:
+    for number in range(8):
+        (tmp_path / "ct" / f"p{number}").mkdir(parents=True)
+        np.save(tmp_path / "ct" / f"p{number}" / "slice.npy", phantom(16, seed=0, part="test", index=number))
+    mixed = [
+        *(word for word in TINY if not word.startswith("model.")), "model=fbp", "data=mixed",
+        "data.sources.slices.name=numpy", f"data.sources.slices.root={tmp_path}/ct", "data.evaluate_on=phantoms",
+        "data.sources.phantoms.n_test=2",
+    ]  # fmt: skip
+    sweep = write_sweep(tmp_path / "sweep", [[*mixed, f"seed={seed}"] for seed in (1, 2)])
+    code, stdout, stderr = run(f"sweep={sweep}", "noise=field")
+    assert (code, stderr) == (0, "")
+    assert "warning" not in stdout.lower()
+    images = lines(sweep / "comparison_field" / "images.csv")
+    first, second = ([line["psnr"] for line in images if line["seed"] == seed] for seed in "12")
+    assert first == second
+    psnr = next(it for it in lines(sweep / "comparison_field" / "comparison.csv") if it["metric"] == "psnr")
+    assert (float(psnr["std_over_seeds"]), psnr["patients"], psnr["test"]) == (0, "2", "1")
+
+
 def test_one_line_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sweep = tmp_path / "sweep"

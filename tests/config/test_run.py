@@ -129,6 +129,12 @@ def test_bounds(option: str) -> None:
         ("trainer.limit_train_batch=3", "unknown key trainer.limit_train_batch: did you mean trainer.limit_train_b"),
         ("callbacks.mine._target_=my_fil.Mine", "callbacks.mine._target_=my_fil.Mine, but there is no module my_fil"),
         ("metrics.loss._target_=a.b", "metrics.loss: there is a column loss already"),
+        ("metrics.psnr_best._target_=a.b", "metrics.psnr_best: there is a column psnr_best already, give the metric"),
+        ("metrics.loss_best._target_=a.b", "metrics.loss_best: there is a column loss_best already"),
+        ("metrics.ssim_std._target_=a.b", "metrics.ssim_std: there is a column ssim_std already"),
+        ("metrics.cosine_zs._target_=a.b", "metrics.cosine_zs: there is a column cosine_zs already"),
+        ("metrics.iterates._target_=a.b", "metrics.iterates: there is a column iterates already"),
+        ("metrics.fbp/psnr._target_=a.b", "metrics.fbp/psnr: a name has letters, digits, _ and -"),
         ("metrics.psnr.mode=mini", "metrics.psnr.mode=mini should be 'max' or 'min'"),
     ],
 )

@@ -13,7 +13,7 @@ from PIL import Image
 from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.run import section
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.slices import SliceInfo, clean_hu, doubted, look_of
+from qnmixer.engine.data.slices import SliceInfo, clean_hu, doubted, unit_signs
 
 Stack = np.ndarray[Any, Any]
 DISC = np.hypot(*(np.mgrid[:40, :40] - 19.5)) < 20
@@ -112,10 +112,11 @@ REAL: dict[str, Stack] = {
 
 @pytest.mark.parametrize("what", REAL)
 def test_what_scanners_give_is_not_doubted(what: str) -> None:
-    looks = [
-        look_of(clean_hu(hu.astype(np.float32)), SliceInfo("a.npy", k, 3, "", "", k)) for k, hu in enumerate(REAL[what])
+    signs = [
+        unit_signs(clean_hu(hu.astype(np.float32)), SliceInfo("a.npy", k, 3, "", "", k))
+        for k, hu in enumerate(REAL[what])
     ]
-    assert doubted(["P"] * 3, looks) == []
+    assert doubted(["P"] * 3, signs) == []
 
 
 @pytest.mark.parametrize("option", ["dicom", "numpy"])

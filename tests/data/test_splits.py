@@ -5,7 +5,7 @@ import pytest
 
 from qnmixer.engine.config.run import section
 from qnmixer.engine.data.slices import SliceInfo
-from qnmixer.engine.data.splits import PARTS, RunSplit, Split, files_as_patients, patients_of
+from qnmixer.engine.data.splits import PARTS, RunSplit, Split, files_as_patients, patients_of, seen_by
 from qnmixer.errors import DataError
 
 
@@ -158,7 +158,7 @@ def test_copies_of_trained_slices_are_counted() -> None:
     other = RunSplit()
     copies = {f"copy of {name}": its for name, its in TEN.items()} | {"new": [1000]}
     settled(other, copies, split="all")
-    assert other.trained("test", record) == 2 * len(parts["train"])
-    tuned = RunSplit(base=record["train"]["slices"])
+    assert other.trained("test", record) == (2 * len(parts["train"]), 0)
+    tuned = RunSplit(base=seen_by(record))
     settled(tuned, {"a": [2000], "b": [2001], "c": [2002]})
-    assert other.trained("test", tuned.record) == 2 * len(parts["train"])
+    assert other.trained("test", tuned.record) == (2 * len(parts["train"]), 0)

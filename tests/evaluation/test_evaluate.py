@@ -11,6 +11,7 @@ from qnmixer.engine.batch import to_hu
 from qnmixer.engine.config.run import section
 from qnmixer.engine.config.sections import EvaluationConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.splits import Overlap
 from qnmixer.engine.evaluation.evaluate import evaluate, pictured, worst_of, write_evaluation
 from qnmixer.engine.evaluation.scores import Evaluation, ImageScore
 from qnmixer.engine.metrics import psnr, ssim, to_window
@@ -103,8 +104,10 @@ def test_a_network_below_another_method_is_told_before_the_table(scores: Evaluat
     worse = [changed(s, psnr=s.values["psnr"] - 20) if s.method == "QN-Mixer" else s for s in scores.scores]
     (line,) = Evaluation(worse).warnings()
     assert line.startswith("QN-Mixer is BELOW FBP by 10.25 dB")
-    seen = replace(scores, n_trained=2)
-    assert seen.warnings() == ["2 of the slices were used in training: the scores are too good"]
+    seen = replace(scores, trained=Overlap(2, 3))
+    first, second = seen.warnings()
+    assert first == "2 of the slices were used in training: the scores are too good"
+    assert second.startswith("3 other slices look like training slices in another size, or have the PatientID")
 
 
 def test_files_hold_the_scores(scores: Evaluation, tmp_path: Path) -> None:

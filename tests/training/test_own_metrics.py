@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.checkpoints import load_run
+from qnmixer.engine.config.logged import taken_names
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.metrics import build_metrics, try_metrics
@@ -17,6 +18,7 @@ from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import PluginError
 from qnmixer.fit import fit
+from qnmixer.models import QNMixer
 
 TinyConfig = Callable[..., Config]
 OWN = """
@@ -118,3 +120,25 @@ def test_a_wrong_metric_is_one_line_before_training(tiny_config: TinyConfig, wor
         try_metrics(build_metrics(config.metrics, own_range=False), config.data.image_size)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_what_a_run_logs_itself_is_in_the_list_of_names_that_a_metric_may_not_have(
+    tiny_config: TinyConfig, tmp_path: Path
+) -> None:
+    """Every column beside the metrics themselves."""
+    folder = tmp_path / "run"
+    fit(tiny_config("+metrics.type._target_=metrics_of_mine.likeness", "test_after_training=true"), Run(folder))
+    metrics = {"psnr", "ssim", "type"}  # a ModuleDict has a method `type`
+    columns = [name.partition("/") for name in read_metrics(folder / "metrics.csv")[-1]]
+    ours = {name.removeprefix("fbp/") for part, _, name in columns if part in ("val", "test")} - metrics
+    images = (folder / "evaluation" / "images.csv").read_text().splitlines()[0].split(",")
+    assert {"loss", "psnr_best", "cosine_zs", "window_psnr"} <= ours
+    assert ours | ({*images} - metrics) <= taken_names(metrics)
+
+
+def test_what_a_network_tells_of_itself_is_written_over_no_metric(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(QNMixer, "diagnostics", lambda self, state: {"psnr": torch.tensor(99.0)})
+    with pytest.raises(PluginError, match=r"QNMixer.diagnostics gives psnr, which a run logs itself: give it another"):
+        fit(tiny_config(), Run(tmp_path / "run"))

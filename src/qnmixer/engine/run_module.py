@@ -83,11 +83,11 @@ class RunModule(L.LightningModule):
             counted: [B]; False for samples that only fill the batch.
         """
         for name, value in values.items():  # all before the first is logged: Lightning looks for them once
-            if name not in self.means:
+            if _key(name) not in self.means:
                 # Sums over processes, because a mean of means would count fillers. NaN must stay NaN.
-                self.means[name] = MeanMetric(nan_strategy="disable").to(value.device)
+                self.means[_key(name)] = MeanMetric(nan_strategy="disable").to(value.device)
         for name, value in values.items():
-            mean = self.means[name]
+            mean = self.means[_key(name)]
             assert isinstance(mean, MeanMetric)
             mean.update(value[counted])
             self.log(f"{prefix}/{name}", mean, on_step=False, on_epoch=True)
@@ -122,3 +122,8 @@ class RunModule(L.LightningModule):
         # A run may resume without callbacks=ema, which saves the mean as the weights.
         checkpoint[MEAN_KEY], trained = checkpoint["state_dict"], checkpoint.get(TRAINED_KEY, {})
         checkpoint["state_dict"] = checkpoint[MEAN_KEY] | trained
+
+
+def _key(metric: str) -> str:
+    """The key of a metric's mean. A ModuleDict refuses the names of its own methods, as type."""
+    return f"of {metric}"

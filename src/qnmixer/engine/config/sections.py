@@ -4,6 +4,7 @@ The values are in conf/. Here are their keys, types and bounds, and the rules in
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from qnmixer.engine.config.groups import FUNCTION_OR_MODULE, Group, parse_section
+from qnmixer.engine.config.logged import LOSS, taken_names
 from qnmixer.engine.config.options import TARGET, check_names, converted_arguments, options, values_of_option
 from qnmixer.engine.plugins import Kind, subclass_of
 from qnmixer.errors import ConfigError
@@ -25,8 +27,6 @@ _CUSTOM = "custom"
 """The name of a logger that the group itself describes."""
 _WANDB = "qnmixer.engine.tracking.loggers.WandbRun"
 _MEAN_WEIGHTS = "qnmixer.engine.training.callbacks.MeanWeights"
-_TAKEN = ("loss", "window_psnr", "window_ssim", "number", "slice", "method", "constant", "patient")
-"""Names that are columns of metrics.csv or images.csv already."""
 Count = Annotated[int, Ge(1)]
 Length = Annotated[float, Gt(0)]
 Accelerator = Literal["auto", "cpu", "gpu", "cuda"]
@@ -265,10 +265,14 @@ def parse_callbacks(section: Any) -> dict[str, CallbackConfig]:
 
 
 def parse_metrics(section: Any) -> dict[str, MetricConfig]:
-    """Metrics by name, without those that are null. Raises ConfigError for one without a target."""
+    """Metrics by name, without those that are null. Raises ConfigError for a wrong name, or one without a target."""
     named = _named("metrics", section)
-    if taken := next((name for name in named if name in _TAKEN), None):
-        raise ConfigError(f"metrics.{taken}: there is a column {taken} already, give the metric another name")
+    taken = taken_names(named)
+    for name in named:
+        if name in taken:
+            raise ConfigError(f"metrics.{name}: there is a column {name} already, give the metric another name")
+        if not re.fullmatch(r"[\w-]+", name):
+            raise ConfigError(f"metrics.{name}: a name has letters, digits, _ and -, give the metric such a name")
     return {name: parse_section(f"metrics.{name}", MetricConfig, it) for name, it in named.items()}
 
 
@@ -312,7 +316,7 @@ def default_metrics() -> dict[str, MetricConfig]:
 
 def modes_of(metrics: Mapping[str, MetricConfig]) -> dict[str, str]:
     """The better value, max or min, of all that `monitor` can name: val/NAME of each metric, and val/loss."""
-    return {f"val/{name}": str(metric.mode) for name, metric in metrics.items()} | {"val/loss": "min"}
+    return {f"val/{name}": str(metric.mode) for name, metric in metrics.items()} | {f"val/{LOSS}": "min"}
 
 
 def check_monitor(monitor: str, metrics: Mapping[str, MetricConfig]) -> None:

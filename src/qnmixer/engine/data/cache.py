@@ -30,15 +30,16 @@ from qnmixer.engine.data.slices import (
     AIR,
     NO_SPACING,
     FloatArray,
-    Look,
     SkipFile,
     Slice,
     SliceInfo,
+    UnitSigns,
     clean_hu,
-    look_of,
     require_content,
     summarise_skipped,
+    unit_signs,
 )
+from qnmixer.engine.data.traces import look, original
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.errors import DataError
 from qnmixer.files import (
@@ -160,8 +161,9 @@ class SliceCache:
     Attributes:
         infos: the origin of each slice.
         digests: digests of the pixels of each slice.
+        originals, looks: of each slice, before it was resampled, see `qnmixer.engine.data.traces`.
         skipped: (name, reason) of files that could not be used.
-        looks: what each slice shows of its unit.
+        signs: what each slice shows of its unit.
     """
 
     endless = False
@@ -172,8 +174,10 @@ class SliceCache:
         self._stream = _Stream(pixels)
         self.infos = [SliceInfo(**info) for info in index["infos"]]
         self.digests: list[int] = index["digests"]
+        self.originals: list[int] = index["originals"]
+        self.looks: list[list[int]] = index["looks"]
         self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
-        self.looks = [Look(*look) for look in index["looks"]]
+        self.signs = [UnitSigns(*sign) for sign in index["signs"]]
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -306,8 +310,10 @@ def _decode_all(
     """Decode the files one by one into the stream. Returns their index, sorted by patient, series and position."""
     infos: list[SliceInfo] = []
     digests: list[int] = []
+    originals: list[int] = []
+    looks: list[list[int]] = []
     skipped: list[tuple[str, str]] = []
-    looks: list[Look] = []
+    signs: list[UnitSigns] = []
     console = Console(stderr=True)
     hidden = not console.is_terminal
     for file in track(files, f"Decoding {root.name}", console=console, transient=True, disable=hidden):
@@ -324,8 +330,10 @@ def _decode_all(
                 pixels = to_grid(hu, piece.spacing, size, field_of_view).astype(_PIXEL, copy=False).tobytes()
                 stream.write(pixels)
                 digests.append(digest_of_bytes(pixels))
+                originals.append(original(hu))
+                looks.append(look(hu))
                 infos.append(piece.info)
-                looks.append(look_of(hu, piece.info))
+                signs.append(unit_signs(hu, piece.info))
         except SkipFile as reason:
             skipped += reason.frames or [(file, str(reason))]
     if not infos:
@@ -336,7 +344,9 @@ def _decode_all(
     return {
         "infos": [asdict(infos[row]) for row in rows],
         "digests": [digests[row] for row in rows],
+        "originals": [originals[row] for row in rows],
+        "looks": [looks[row] for row in rows],
         "rows": rows,
         "skipped": skipped,
-        "looks": [looks[row] for row in rows],
+        "signs": [signs[row] for row in rows],
     }

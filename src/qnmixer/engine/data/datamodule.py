@@ -15,10 +15,10 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from qnmixer.engine.config.data import DataConfig
+from qnmixer.engine.config.data import DataConfig, MixedData
 from qnmixer.engine.data.dataset import EpochSampler, Part, Sample, SliceDataset
 from qnmixer.engine.data.sources import nothing_for, parts_of
-from qnmixer.engine.data.splits import RunSplit
+from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.engine.processes.process import SIGNALS
 from qnmixer.errors import DataError, first_line
 from qnmixer.physics import FanBeamGeometry
@@ -82,6 +82,13 @@ class SliceDataModule(LightningDataModule):
         """Whether the sinograms were measured, also those of a class of the user's own."""
         self.setup()
         return any(part.measured for part in self.parts.values())
+
+    def trained(self, part: str, record: SplitRecord) -> Overlap:
+        """How many slices of train, val or test a network was trained on, by the record of its split."""
+        self.setup()
+        if part != "train" and isinstance(self.config, MixedData):
+            return self.split.trained(part, record, f"data.sources.{self.config.evaluate_on}")
+        return self.split.trained(part, record)
 
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test. Raises DataError if there are none."""

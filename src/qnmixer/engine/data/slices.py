@@ -19,7 +19,7 @@ NO_SPACING = "no pixel size in the file"
 DERIVED = "a derived image"
 AIR = -1000.0
 _BELOW_AIR = -1024.0
-_TISSUE = -500.0
+NO_AIR = -500.0
 """HU, between air and tissue. Lungs may be on either side."""
 _BONE = 500.0
 _DENSEST = 32767.0
@@ -157,7 +157,7 @@ def clean_hu(hu: FloatArray) -> FloatArray:
 
 def require_content(hu: FloatArray) -> None:
     """Raise SkipFile for a slice of air only, or of one constant value."""
-    if hu.max() < _TISSUE:
+    if hu.max() < NO_AIR:
         raise SkipFile("nothing but air in the slice")
     if hu.max() == hu.min():
         raise SkipFile("all pixels have the same value")
@@ -170,7 +170,7 @@ def is_no_hu(low: float, high: float) -> bool:
     return low >= -1 and high <= 2
 
 
-class Look(NamedTuple):
+class UnitSigns(NamedTuple):
     """What a slice shows of its unit and of the order of its axes.
 
     Attributes:
@@ -186,32 +186,32 @@ class Look(NamedTuple):
     is_turned: bool
 
 
-def look_of(hu: FloatArray, info: SliceInfo) -> Look:
-    """The look of a slice [H, W] as its file has it, after `clean_hu`."""
-    tissue = hu > _TISSUE
+def unit_signs(hu: FloatArray, info: SliceInfo) -> UnitSigns:
+    """The signs of a slice [H, W] as its file has it, after `clean_hu`."""
+    tissue = hu > NO_AIR
     has_real_air = (~tissue & (hu != AIR)).any()  # padding is flat
     # Real slices in HU without such air have bone in less than 5 % of their tissue. Those in HU + 1024 have over 10 %.
     is_shifted = not has_real_air and (hu > _BONE).sum() > 0.1 * tissue.sum()
     is_turned = info.path.lower().endswith(".npy") and info.n_frames == hu.shape[0] != hu.shape[1]
-    return Look(bool(hu.min() < _TISSUE), bool(is_shifted), round(float(tissue.mean()), 6), is_turned)
+    return UnitSigns(bool(hu.min() < NO_AIR), bool(is_shifted), round(float(tissue.mean()), 6), is_turned)
 
 
-def doubted(groups: Sequence[str], looks: Sequence[Look]) -> list[str]:
+def doubted(groups: Sequence[str], signs: Sequence[UnitSigns]) -> list[str]:
     """The groups of slices, such as patients, that do not look like HU. `groups` has the group of each slice.
 
     Planes of a turned stack show no unit, and `turned` names them.
     """
-    its: dict[str, list[Look]] = {}
-    for group, look in zip(groups, looks, strict=True):
-        if not look.is_turned:
-            its.setdefault(group, []).append(look)
+    its: dict[str, list[UnitSigns]] = {}
+    for group, sign in zip(groups, signs, strict=True):
+        if not sign.is_turned:
+            its.setdefault(group, []).append(sign)
     # A slice of one patient may have no air, or little tissue. All of them together have both.
     return sorted(
         group
-        for group, all_looks in its.items()
-        if any(look.is_shifted for look in all_looks)
-        or not any(look.has_air for look in all_looks)
-        or sum(look.tissue for look in all_looks) < 0.01 * len(all_looks)
+        for group, of_group in its.items()
+        if any(sign.is_shifted for sign in of_group)
+        or not any(sign.has_air for sign in of_group)
+        or sum(sign.tissue for sign in of_group) < 0.01 * len(of_group)
     )
 
 

@@ -35,7 +35,7 @@ from qnmixer.engine.data.slices import (
     summarise_skipped,
     turned,
 )
-from qnmixer.engine.data.splits import PARTS, RunSplit, files_as_patients, patients_of
+from qnmixer.engine.data.splits import PARTS, RunSplit, files_as_patients, patients_of, traces_of
 from qnmixer.engine.plugins import taken
 from qnmixer.engine.processes.process import rank
 from qnmixer.errors import ConfigError, DataError, UserError
@@ -188,7 +188,8 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
     patients = patients_of(cache.infos, config)
     for line in _doubts(config, cache, patients):
         _warn(line)
-    split, new = run.settle(section, patients, cache.digests, config)
+    traces = traces_of(cache.infos, cache.originals, cache.looks, config)
+    split, new = run.settle(section, patients, cache.digests, config, traces)
     if new:
         _warn(f"{config.root}: {len(new)} of its patients came after the run began, and are in no part: {few(new)}")
     fine = None
@@ -205,9 +206,9 @@ def _doubts(config: FolderData, cache: SliceCache, patients: list[str]) -> Itera
     root = str(config.root)
     if cache.skipped:
         yield summarise_skipped(root, cache.skipped, f"{config.section}.derived")
-    if others := doubted(patients, cache.looks):
+    if others := doubted(patients, cache.signs):
         yield doubt(root, others, len(set(patients)), "patients")
-    if stacks := [info.path for info, look in zip(cache.infos, cache.looks, strict=True) if look.is_turned]:
+    if stacks := [info.path for info, sign in zip(cache.infos, cache.signs, strict=True) if sign.is_turned]:
         yield turned(root, sorted(set(stacks)))
     files = files_as_patients(cache.infos, patients)
     if len(files) > 1:

@@ -6,7 +6,7 @@ A checkpoint has the record of its run's split. So files that are added, removed
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -14,16 +14,37 @@ from torch import Tensor
 
 from qnmixer.engine.config.data import FolderData
 from qnmixer.engine.data.slices import SliceInfo, few
+from qnmixer.engine.data.traces import WORDS_OF_LOOK, alike
 from qnmixer.errors import DataError, suggest
 from qnmixer.files import digest_of_bytes
 
 PARTS = ("train", "val", "test")
 _KEYS = "patients", "slices"
+_TRACES = "originals", "looks", "people"
 
 Split = dict[str, list[int]]
 SplitRecord = dict[str, dict[str, Tensor]]
-"""For each split `patients` and `slices`: digests of names and pixels, int64; under `base` the `slices` that the
-weights of `finetune` were trained on."""
+"""For each split `patients` and `slices`: digests of names and pixels, int64. Newer ones also have `originals`, `looks`
+and `people`, see `Traces`. Under `base` is the same, without `patients`, of the slices that the weights of `finetune`
+were trained on."""
+
+
+class Traces(NamedTuple):
+    """What is known of a slice in any size: the numbers of `qnmixer.engine.data.traces`, and digests of ids."""
+
+    original: int
+    look: list[int]
+    people: list[int]
+
+
+class Overlap(NamedTuple):
+    """How many slices of a test a network was trained on.
+
+    `same`: these very slices. `likely`: others that look like training slices, or are of patients with the same ids.
+    """
+
+    same: int = 0
+    likely: int = 0
 
 
 class RunSplit:
@@ -31,23 +52,33 @@ class RunSplit:
 
     Args:
         before: of the checkpoint that the run resumes from or that is evaluated; None for a new run.
-        base: slices that its initial weights were trained on.
+        base: slices that its initial weights were trained on, as `seen_by` returns them.
     """
 
-    def __init__(self, before: SplitRecord | None = None, base: Tensor | None = None) -> None:
+    def __init__(self, before: SplitRecord | None = None, base: dict[str, Tensor] | None = None) -> None:
         self._before, self._base = before, base
         self._found: dict[str, dict[str, list[int]]] = {part: {key: [] for key in _KEYS} for part in PARTS}
+        self._traces: dict[str, list[Traces]] = {part: [] for part in PARTS}
+        self._sections: dict[str, list[str]] = {part: [] for part in PARTS}  # of each slice
 
     @property
     def record(self) -> SplitRecord:
         """The record for a checkpoint."""
         if self._before is not None:
             return self._before
-        base = {} if self._base is None else {"base": {"slices": self._base}}
-        return base | {part: {key: _int64(its[key]) for key in _KEYS} for part, its in self._found.items()}
+        base = {} if self._base is None else {"base": self._base}
+        return base | {
+            part: {key: _int64(its[key]) for key in _KEYS} | _columns(self._traces[part])
+            for part, its in self._found.items()
+        }
 
     def settle(
-        self, section: str, patients: Sequence[str], digests: Sequence[int], its: FolderData
+        self,
+        section: str,
+        patients: Sequence[str],
+        digests: Sequence[int],
+        its: FolderData,
+        traces: Sequence[Traces] = (),
     ) -> tuple[Split, list[str]]:
         """Indices of the slices of each part, and the patients in no part, because the record does not know them.
 
@@ -56,6 +87,7 @@ class RunSplit:
             patients: the patient of each slice.
             digests: digest of the pixels of each slice.
             its: the source.
+            traces: of each slice; empty if they are not known.
         """
         names = {patient: digest_of_bytes(f"{section}\0{patient}".encode(errors="replace")) for patient in patients}
         if self._before is None:
@@ -67,11 +99,48 @@ class RunSplit:
         for part, indices in split.items():
             self._found[part]["patients"] += dict.fromkeys(names[patients[i]] for i in indices)
             self._found[part]["slices"] += [digests[i] for i in indices]
+            self._traces[part] += [traces[i] for i in indices if traces]
+            self._sections[part] += [section] * len(indices)
         return split, sorted(new)
 
-    def trained(self, part: str, record: SplitRecord) -> int:
-        """The number of slices of a split that a run was trained on, whatever the names of their files are."""
-        return int(torch.isin(_int64(self._found[part]["slices"]), seen_by(record)).sum())
+    def trained(self, part: str, record: SplitRecord, section: str | None = None) -> Overlap:
+        """The slices of a split that a run was trained on, whatever the names and sizes of their files are.
+
+        section: of the only source that counts; None: all count.
+        """
+        chosen = [i for i, its in enumerate(self._sections[part]) if section in (None, its)]
+        seen, slices = seen_by(record), self._found[part]["slices"]
+        same = torch.isin(_int64([slices[i] for i in chosen]), seen["slices"])
+        if not self._traces[part]:
+            return Overlap(int(same.sum()))
+        traces = [self._traces[part][i] for i in chosen]
+        columns, people = _columns(traces), {*seen["people"].tolist()}
+        same |= torch.isin(columns["originals"], seen["originals"])
+        likely = alike(columns["looks"], seen["looks"])
+        likely |= torch.tensor([not people.isdisjoint(it.people) for it in traces], dtype=torch.bool)
+        return Overlap(int(same.sum()), int((likely & ~same).sum()))
+
+
+def _columns(traces: Sequence[Traces]) -> dict[str, Tensor]:
+    """Traces as a record has them."""
+    return {
+        "originals": _int64([it.original for it in traces]),
+        "looks": _int64([number for it in traces for number in it.look]),
+        "people": _int64([*dict.fromkeys(number for it in traces for number in it.people)]),
+    }
+
+
+def traces_of(
+    infos: Sequence[SliceInfo], originals: Sequence[int], looks: Sequence[list[int]], its: FolderData
+) -> list[Traces]:
+    """The traces of the slices of a folder. Ids are the UIDs, and the patient's tag unless folders are the patients."""
+    found = []
+    for info, one, appearance in zip(infos, originals, looks, strict=True):
+        ids = [f"uid\0{uid}" for uid in info.uids.split()]
+        if info.patient and its.patient_from == "tag":
+            ids.append(f"patient\0{info.patient}")
+        found.append(Traces(one, appearance, [digest_of_bytes(it.encode(errors="replace")) for it in ids]))
+    return found
 
 
 def _part_by_record(
@@ -99,17 +168,21 @@ def is_split_record(found: Any) -> TypeGuard[SplitRecord]:
     """Whether an object from a file is a record of this program."""
     if not (isinstance(found, dict) and {*PARTS} <= {*found} <= {*PARTS, "base"}):
         return False
-    return all(
-        isinstance(its, dict)
-        and {*its} == ({*_KEYS} if part in PARTS else {"slices"})
-        and all(isinstance(it, Tensor) and it.dtype == torch.int64 and it.ndim == 1 for it in its.values())
-        for part, its in found.items()
-    )
+    for part, its in found.items():
+        least = {*_KEYS} if part in PARTS else {"slices"}
+        if not (isinstance(its, dict) and {*its} in (least, least | {*_TRACES})):
+            return False
+        if not all(isinstance(it, Tensor) and it.dtype == torch.int64 and it.ndim == 1 for it in its.values()):
+            return False
+        if len(its.get("looks", ())) != WORDS_OF_LOOK * len(its.get("originals", ())):
+            return False
+    return True
 
 
-def seen_by(record: SplitRecord) -> Tensor:
+def seen_by(record: SplitRecord) -> dict[str, Tensor]:
     """The slices that the weights were trained on, in this run or in the run that `finetune` names."""
-    return torch.cat([record[key]["slices"] for key in ("train", "base") if key in record])
+    parts = [record[part] for part in ("train", "base") if part in record]
+    return {key: torch.cat([its.get(key, _int64([])) for its in parts]) for key in ("slices", *_TRACES)}
 
 
 def patients_of(infos: Sequence[SliceInfo], config: FolderData) -> list[str]:

@@ -1,6 +1,7 @@
 """Compare a network with FBP, and on request total variation, on a split: scores per image, a table, a picture."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf, isnan
@@ -15,18 +16,20 @@ from torch.utils.data import DataLoader
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.checkpoints import digest_of_weights
 from qnmixer.engine.config.data import DataConfig, FolderData, MixedData
+from qnmixer.engine.config.logged import IN_WINDOW
 from qnmixer.engine.config.options import keys_of
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import EvaluationConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.evaluation.scores import IN_WINDOW, Evaluation, ImageScore, titles_of, with_usual
+from qnmixer.engine.evaluation.scores import Conditions, Evaluation, ImageScore, titles_of, with_usual
 from qnmixer.engine.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.engine.processes.process import rank
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.reports.terminal import Console, csv_table, markdown_table, progress, terminal_table
-from qnmixer.files import write_text
+from qnmixer.files import digest, digest_of_bytes, write_text
 from qnmixer.models.total_variation import TotalVariation
+from qnmixer.physics import NoNoise
 
 PICTURE, PAGE = "picture.png", "page.html"
 _MOST_ITERATIONS = 50  # a page has room for the images of so many
@@ -34,17 +37,43 @@ _N_WORST = 9
 """So many of the worst slices are on a page, beside those of the picture."""
 
 
-def what_was_evaluated(module: Reconstructor) -> dict[str, Any]:
-    """The entry of results.json that says what a table measures: a digest of the weights, the slices, the noise."""
-    weights = digest_of_weights(module.state_dict())
-    return {"weights": weights, "data": kind_of(module.config.data), "noise": keys_of(module.config.noise)}
+def what_was_evaluated(module: Reconstructor, evaluation: Evaluation) -> dict[str, Any]:
+    """The entry of results.json that says what a table measures: the weights, the slices, the noise.
+
+    Scores of two evaluations can be compared only where `test` is equal in both.
+    """
+    return {
+        "weights": digest_of_weights(module.state_dict()),
+        "data": tested_source(module.config.data).name,
+        "noise": keys_of(module.config.noise),
+        "test": evaluation.test and evaluation.test._asdict(),
+    }
 
 
-def kind_of(data: DataConfig) -> str:
-    """The source of validation and test slices, as "dicom"."""
-    if isinstance(data, MixedData):
-        return data.by_section()[f"data.sources.{data.evaluate_on}"].name
-    return data.name
+def tested_source(data: DataConfig) -> DataConfig:
+    """The source of validation and test slices."""
+    return data.by_section()[f"data.sources.{data.evaluate_on}"] if isinstance(data, MixedData) else data
+
+
+def conditions_of(module: Reconstructor, data: SliceDataModule, contents: Sequence[int]) -> Conditions:
+    """What tells a test from others. `contents`: digests of its slices, in their order."""
+    drawn: tuple[str, ...] = ()
+    scan = {**asdict(module.projector.geometry), "factor": data.config.simulation_factor}
+    if data.measured:
+        scan |= {"measured": True}
+    elif not isinstance(its := module.measurement.noise, NoNoise):
+        # The defaults of a class may be left out of a config.
+        keys = asdict(its) if is_dataclass(its) else keys_of(module.config.noise)
+        # The noise of a slice depends on its number.
+        noise = digest([module.config.noise._target_, keys], sort_keys=True)
+        drawn = noise, str(module.config.seed), digest([*contents])
+    return Conditions(digest(sorted(contents)), digest(scan, sort_keys=True), *drawn)
+
+
+def _content(batch: Mapping[str, Any], b: int, measured: bool) -> int:
+    """A digest of the b-th truth of a batch, with its scale, and of its sinogram, if that was measured."""
+    parts = [batch[name][b] for name in ("image", "hu_offset", "hu_scale", *["sinogram"] * measured)]
+    return digest_of_bytes(b"".join(part.numpy().tobytes() for part in parts))
 
 
 def title_of(test: Config, module: SliceDataModule, split: str) -> str:
@@ -54,7 +83,7 @@ def title_of(test: Config, module: SliceDataModule, split: str) -> str:
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
     noise = "measured" if module.measured else f"noise {test.noise.name}"
-    return f"{slices} of {kind_of(data)}{disc}, {test.geometry.n_views} views{finer}, {noise}"
+    return f"{slices} of {tested_source(data).name}{disc}, {test.geometry.n_views} views{finer}, {noise}"
 
 
 def evaluate(
@@ -93,7 +122,10 @@ def evaluate(
         for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight:  # else it only fills the batch
                 slice_ = batch["name"][b]
-                scores[n] = [ImageScore(n, slice_, method, of[b], patients[n]) for method, of in values.items()]
+                content = _content(host_batch, b, data.measured)
+                scores[n] = [
+                    ImageScore(n, slice_, method, of[b], patients[n], content) for method, of in values.items()
+                ]
                 slices[n] = _slice(n, batch, b, images, scores[n])
         slices = worst_of(slices, scores, drawn)
     if dist.is_initialized():
@@ -110,6 +142,7 @@ def evaluate(
         baselines=[*baselines],
         own_range=data.config.own_range,
         titles=titles_of(module.config.metrics),
+        test=conditions_of(module, data, [scores[n][0].content for n in sorted(scores)]),
     )
 
 

@@ -11,8 +11,8 @@ from qnmixer.engine.config.data import LOADING, AsTrained, DataConfig, FolderDat
 from qnmixer.engine.config.rules import one_scale
 from qnmixer.engine.config.run import Config, targets_of
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.splits import RunSplit, SplitRecord
-from qnmixer.engine.evaluation.evaluate import PAGE, evaluate, what_was_evaluated, write_evaluation
+from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
+from qnmixer.engine.evaluation.evaluate import PAGE, evaluate, tested_source, what_was_evaluated, write_evaluation
 from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.plugins import check_trusted, module_of
@@ -37,8 +37,8 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     module, slices, before = on_test(config, config.run, overrides)
     with Run(folder, overrides).recording() as record:
         evaluation = evaluate(module, slices, config.split, config.evaluation, choose_device(config.accelerator))
-        evaluation.n_trained = slices.split.trained(config.split, before) if before else 0
-        record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module)}
+        evaluation.trained = slices.trained(config.split, before) if before else Overlap()
+        record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, evaluation)}
         picture = write_evaluation(folder, evaluation, console)
         record["picture"] = str(picture)
     console.print(f"picture: {picture}", soft_wrap=True)
@@ -64,7 +64,7 @@ def on_test(
     else:
         data, own = other_slices(config.data, test, overrides)
     if seed is not None:
-        data = replace(data, seed=seed) if isinstance(data, PhantomData) else data
+        data = replace(data, seed=seed) if isinstance(tested_source(data), PhantomData) else data
         test.seed = seed
     test.data, test.noise = data, config.noise or test.noise
     one_scale(test)

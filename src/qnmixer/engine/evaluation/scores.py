@@ -1,17 +1,17 @@
 """The scores of an evaluation: of each image, as a table, and in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite, isnan, nan
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
+from qnmixer.engine.config.logged import COLUMNS_OF_IMAGES, IN_WINDOW, deviation_name
 from qnmixer.engine.config.sections import MetricConfig, default_metrics
+from qnmixer.engine.data.splits import Overlap
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.reports.terminal import in_digits
-
-IN_WINDOW = {"window_psnr": "window PSNR, dB", "window_ssim": "window SSIM × 100"}
-"""Headings of the metrics inside the HU window."""
+from qnmixer.files import digest
 
 
 def with_usual(metrics: Mapping[str, MetricConfig]) -> dict[str, MetricConfig]:
@@ -30,7 +30,8 @@ class ImageScore:
 
     `number` is the slice's number in its split, used by pages and pictures; `slice`, its file, may name a patient.
     `patient` is a number too, counted within the split; None: not known, as of phantoms. `values` are by name of the
-    metric. Those inside the HU window are None for a slice that has nothing in it.
+    metric. Those inside the HU window are None for a slice that has nothing in it. `content` is a digest of the truth:
+    names may be equal for different slices.
     """
 
     number: int
@@ -38,17 +39,46 @@ class ImageScore:
     method: str
     values: dict[str, Any]
     patient: int | None = None
+    content: int = 0
+
+
+class Conditions(NamedTuple):
+    """What makes two tests equal: digests of the slices, the scan and the noise, and what the noise follows.
+
+    That is its seed, and the order of the slices. These three are empty without noise.
+    """
+
+    slices: str
+    scan: str
+    noise: str = ""
+    seed: str = ""
+    order: str = ""
+
+    @classmethod
+    def differing(cls, tests: Collection["Conditions"]) -> list[str]:
+        """In what some tests differ. What follows from another difference is left out."""
+        fields = [name for name in cls._fields if len({getattr(test, name) for test in tests}) > 1]
+        following = {"slices": {"order"}, "noise": {"seed", "order"}}
+        left_out = set[str]().union(*(following.get(name, set()) for name in fields))
+        return [name for name in fields if name not in left_out]
 
 
 def by_patient(scores: Sequence[ImageScore], metric: str) -> dict[str, float]:
-    """The mean of each patient, by the name of the patient's first slice. Slices of no known patient stand alone."""
-    names: dict[int, str] = {}
-    values: dict[str, list[float]] = {}
+    """The mean of each patient, by a digest of the patient's slices. Slices of no known patient stand alone."""
+    contents: dict[tuple[str, int], list[int]] = {}
+    values: dict[tuple[str, int], list[float]] = {}
     for score in scores:
-        name = score.slice if score.patient is None else names.setdefault(score.patient, score.slice)
+        patient = ("slice", score.number) if score.patient is None else ("patient", score.patient)
+        contents.setdefault(patient, []).append(score.content)
         if (value := score.values.get(metric)) is not None:
-            values.setdefault(name, []).append(value)
-    return {name: mean(its) for name, its in values.items()}
+            values.setdefault(patient, []).append(value)
+    found: dict[str, float] = {}
+    for patient, its in values.items():
+        name = digest(sorted(contents[patient]))
+        while name in found:  # a copy of the patient
+            name += "+"
+        found[name] = mean(its)
+    return found
 
 
 @dataclass
@@ -56,8 +86,8 @@ class Evaluation:
     """All scores of a split, the slices that are kept to be looked at, and which of them are in the picture.
 
     `title`: what was measured. `slices`: by number, the worst first. `baselines`: the methods that every network is
-    compared with. `n_trained`: how many of the slices the network was trained on. `own_range`: the data range of each
-    image is that of its reference, not 1. `titles`: headings of the metrics, by name.
+    compared with. `trained`: how many of the slices the network was trained on. `own_range`: the data range of each
+    image is that of its reference, not 1. `titles`: headings of the metrics, by name. `test`: tells tests apart.
     """
 
     scores: list[ImageScore]
@@ -65,7 +95,8 @@ class Evaluation:
     slices: dict[int, SliceImages] = field(default_factory=dict)
     pictured: list[int] = field(default_factory=list)
     baselines: list[str] = field(default_factory=list)
-    n_trained: int = 0
+    trained: Overlap = field(default_factory=Overlap)
+    test: Conditions | None = None
     own_range: bool = False
     titles: dict[str, str] = field(default_factory=lambda: titles_of({}))
 
@@ -113,7 +144,7 @@ class Evaluation:
 
     def numbers(self) -> tuple[list[str], list[list[str | float]]]:
         """The same table for programs: means and standard deviations are numbers in separate columns."""
-        headings = ["method", *(f"{metric}{of}" for metric in self.titles for of in ("", "_std"))]
+        headings = ["method", *(name for it in self.titles for name in (it, deviation_name(it)))]
         body: list[list[str | float]] = []
         for method in self.methods:
             columns = [self.values(method, metric) for metric in self.titles]
@@ -122,7 +153,8 @@ class Evaluation:
 
     def lines(self) -> list[list[Any]]:
         """Headings and rows of images.csv."""
-        return [["number", "slice", "method", *self.titles, "patient"]] + [
+        *first, last = COLUMNS_OF_IMAGES
+        return [[*first, *self.titles, last]] + [
             [s.number, s.slice, s.method, *(s.values[name] for name in self.titles), s.patient] for s in self.scores
         ]
 
@@ -137,7 +169,7 @@ class Evaluation:
     def warnings(self) -> list[str]:
         """Warnings above the table: slices of the training set, a network below another method, pixels of no number."""
         *others, last = self.methods
-        lines = [used_in_training(self.n_trained)] if self.n_trained else []
+        lines = used_in_training(self.trained)
         for other in others:
             if (gain := self._mean_gain(other)) < 0:
                 why = "it has not learned enough, or was trained for other data"
@@ -154,9 +186,18 @@ class Evaluation:
         return mean(a - b for a, b in pairs)
 
 
-def used_in_training(n: int) -> str:
-    """The warning about n slices of a test that a network was trained on."""
-    return f"{n} of the slices were used in training: the scores are too good"
+def used_in_training(found: Overlap) -> list[str]:
+    """The warnings about slices of a test that a network was trained on."""
+    lines = []
+    if found.same:
+        lines.append(f"{found.same} of the slices were used in training: the scores are too good")
+    if found.likely:
+        others = "other slices" if found.same else "of the slices"
+        lines.append(
+            f"{found.likely} {others} look like training slices in another size, or have the PatientID or UID of one: "
+            "the scores may be too good"
+        )
+    return lines
 
 
 def deviation(values: Sequence[float]) -> float | None:

@@ -15,16 +15,16 @@ from qnmixer.engine.data.numpy_files import open_slices, read_frame
 from qnmixer.engine.data.slices import (
     NO_SPACING,
     FloatArray,
-    Look,
     SkipFile,
     SliceInfo,
+    UnitSigns,
     clean_hu,
     doubt,
     doubted,
-    look_of,
     reading,
     summarise_skipped,
     turned,
+    unit_signs,
 )
 from qnmixer.engine.inference.scan import Scan, warn
 from qnmixer.engine.reconstructor import STREAMS, Reconstructor
@@ -71,7 +71,7 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
         DataError: no file is usable.
     """
     skipped: list[tuple[str, str]] = []
-    looks: list[Look] = []
+    signs: list[UnitSigns] = []
     groups: list[str] = []  # a file with several slices, or the slices of a folder
     stacks: dict[str, None] = {}
     for file in files:
@@ -91,17 +91,17 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
             except SkipFile as reason:
                 skipped.append((its, str(reason)))
                 continue
-            looks.append(look_of(hu, SliceInfo(name, frame, frames, "", "", 0)))
+            signs.append(unit_signs(hu, SliceInfo(name, frame, frames, "", "", 0)))
             groups.append(name if frames > 1 or file == path else file.parent.name)
-            if looks[-1].is_turned:
+            if signs[-1].is_turned:
                 stacks[name] = None
             yield InputSlice(hu, its, template, frame, spacing)
     summary = summarise_skipped(str(path), skipped)
-    if not looks:
+    if not signs:
         raise DataError(f"input has no usable slice ({summary}): give CT in DICOM, HU in .npy or 16-bit PNG")
     if skipped:
         warn(summary)
-    if others := doubted(groups, looks):
+    if others := doubted(groups, signs):
         warn(doubt(str(path), others, len(set(groups)), "files or folders"))
     if stacks:
         warn(turned(str(path if path.is_dir() else path.parent), [*stacks]))

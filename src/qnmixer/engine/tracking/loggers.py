@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from qnmixer.engine.config.compose import values_of
+from qnmixer.engine.config.logged import OF_NETWORKS
 from qnmixer.engine.config.options import with_names
 from qnmixer.engine.config.run import Config, effective_batch, to_plain, without_places
 from qnmixer.engine.config.sections import LONGEST_TAG, METRICS_FILE, LoggerConfig, WandbConfig
@@ -168,7 +169,7 @@ KNOWN_UNTIL = Path("wandb", "known_until")  # W&B has all steps before this one,
 _STEP_KEY = "trainer/global_step"  # as Lightning's logger calls it
 
 # Only one kind of network has these. They get a curve, but no column in the table of runs.
-_CURVES_ONLY = ("train/lambda_*", "val/cosine_zs", "val/skipped_pairs")
+_CURVES_ONLY = ("train/lambda_*", *(f"val/{name}" for name in OF_NETWORKS))
 _SECONDS_TO_START = 30
 _SECONDS_TO_DISK = 0.1  # W&B's default is 15. A kill loses these rows, and the resumed run does not repeat them
 

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
 from qnmixer.engine.batch import Batch, to_hu
+from qnmixer.engine.config.logged import ITERATES, best_name
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import CallbackConfig, Count, MetricConfig, modes_of
 from qnmixer.engine.data.dataset import EpochSampler
@@ -355,13 +356,17 @@ class IteratePictures(Callback):
         """Run the slices again, one by one, and draw them. All processes do the same, as fsdp requires."""
         assert isinstance(pl_module, RunModule)
         loader: Any = trainer.val_dataloaders
-        rows = []
+        config, rows = pl_module.config, []
+        taken = {*modes_of(config.metrics), f"val/{ITERATES}", best_name(config.monitor)}
         for n in range(min(self.n_slices, loader.sampler.length)):
             batch = trainer.strategy.batch_to_device(loader.collate_fn([loader.dataset[n]]))
             with trainer.precision_plugin.forward_context():
                 row, health = _iterates(pl_module, batch)
             rows.append(row)
             for name, value in health.items() if n == 0 else ():
+                if f"val/{name}" in taken:
+                    who = type(pl_module.network).__name__
+                    raise PluginError(f"{who}.diagnostics gives {name}, which a run logs itself: give it another name")
                 pl_module.log(f"val/{name}", value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
         if not trainer.is_global_zero:
             return
@@ -369,7 +374,7 @@ class IteratePictures(Callback):
         draw_slices(path, rows)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_image("val/iterates", [str(path)], trainer.global_step)
+                logger.log_image(f"val/{ITERATES}", [str(path)], trainer.global_step)
 
 
 def _iterates(module: RunModule, batch: Batch) -> tuple[SliceImages, dict[str, Tensor]]:

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.engine.checkpoints import load
+from qnmixer.engine.config.logged import best_name
 from qnmixer.engine.lightning_private import number_rows
 from qnmixer.engine.processes.process import defer_stop, rank, stop_requested
 from qnmixer.engine.tracking.run import Run
@@ -92,7 +93,8 @@ class Checkpointing(Checkpoint):
         score = self._score(trainer)
         best = score if self._is_best(score) else self.best
         assert best is not None
-        pl_module.log(f"{self.monitor}_best", best, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+        name = best_name(self.monitor)
+        pl_module.log(name, best, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write best.ckpt, if it is the best, and last.ckpt."""

@@ -20,6 +20,7 @@ from torch.profiler import schedule
 
 from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.checkpoints import find_checkpoint, load_weights, resumable, split_of, steps_of
+from qnmixer.engine.config import logged
 from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig, modes_of
 from qnmixer.engine.data.datamodule import SliceDataModule
@@ -333,10 +334,10 @@ def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModul
     evaluation = evaluate(trained, data, "test", config.evaluation, device)
     if not trainer.is_global_zero:
         return
-    evaluation.n_trained = data.split.trained("test", data.split.record)
+    evaluation.trained = data.trained("test", data.split.record)
     run.record["test"] = evaluation.means()
     picture = write_evaluation(run.folder / "evaluation", evaluation, run.console)
-    run.record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained)}
+    run.record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained, evaluation)}
     samples = samples_until(trainer, trainer.global_step)
     log_evaluation(trainer.loggers, evaluation, picture.parent, trainer.global_step, samples)
 
@@ -348,7 +349,7 @@ def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Pa
         logger.log_metrics(means, step)
         if isinstance(logger, WandbLogger):
             _log_table(logger, evaluation, step)
-            logger.log_image("test/picture", [str(folder / PICTURE)], step)
+            logger.log_image(f"test/{logged.PICTURE}", [str(folder / PICTURE)], step)
             for path in filter(Path.exists, (folder / PICTURE, folder / PAGE)):  # the page is an extra
                 logger.experiment.save(str(path), base_path=str(folder.parent), policy="now")
         logger.save()  # Lightning will not call them again, and some loggers write at intervals only
@@ -360,6 +361,7 @@ def _log_table(logger: WandbLogger, evaluation: Evaluation, step: int) -> None:
 
     headings, rows = evaluation.numbers()
     table = wandb.Table(columns=[*headings], data=rows)
-    table.bind_to_run(logger.experiment, "test/table", step)
-    logged: dict[str, Any] = {"test/table": table}
-    logger.log_metrics(logged, step)
+    name = f"test/{logged.TABLE}"
+    table.bind_to_run(logger.experiment, name, step)
+    values: dict[str, Any] = {name: table}
+    logger.log_metrics(values, step)

@@ -4,8 +4,6 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-import torch
-
 from qnmixer.engine.config.commands import CompareConfig
 from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.engine.evaluation.run import on_test
@@ -32,14 +30,14 @@ def compare(config: CompareConfig, sweeps: list[Path], overrides: list[str]) -> 
         if not method.measured:
             for number in evaluation.pictured:
                 of = evaluation.slices[number]
-                its = found.slices.setdefault(number, SliceImages(of.name, of.truth, []))
-                if torch.equal(its.truth, of.truth):  # another method may have other slices
-                    its.methods.append(replace(of.methods[-1], name=method.name))
-        method.measured[job.config.seed, job.config.data.seed] = evaluation.of(module.network.title)
+                its = found.slices.setdefault((evaluation.test, number), SliceImages(of.name, of.truth, []))
+                its.methods.append(replace(of.methods[-1], name=method.name))
+        job.scores, job.test, job.title = evaluation.of(module.network.title), evaluation.test, evaluation.title
         method.n_parameters = sum(p.numel() for p in module.network.parameters())
         if record and method.n_parameters:  # TV and FBP learn nothing
-            found.n_trained = max(found.n_trained, data.split.trained(config.split, record))
-        found.title, found.titles = evaluation.title, found.titles | evaluation.titles
+            method.trained = max(method.trained, data.trained(config.split, record))
+        found.titles |= evaluation.titles
+    found.methods = [part for method in found.methods for part in method.by_conditions()]
     found.methods.sort(key=lambda method: -psnr.mean if (psnr := method.spread("psnr")) else inf)
     places = [method.name for method in reversed(found.methods)]  # in pictures the best one stands last
     for of in found.slices.values():

@@ -1,14 +1,16 @@
 """The methods of a comparison: jobs of a sweep, grouped if they differ only in their seed."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from qnmixer.engine.checkpoints import built_from, find_checkpoint, read_checkpoint
 from qnmixer.engine.config.compose import of_hydra
 from qnmixer.engine.config.run import Config, checked
-from qnmixer.engine.evaluation.scores import ImageScore, by_patient
+from qnmixer.engine.data.slices import few
+from qnmixer.engine.data.splits import Overlap
+from qnmixer.engine.evaluation.scores import Conditions, ImageScore, by_patient
 from qnmixer.engine.plugins import check_trusted
 from qnmixer.engine.reconstructor import method_name
 from qnmixer.engine.reports.pictures import SliceImages
@@ -23,25 +25,49 @@ _OF_NO_METHOD = ("seed", "data.seed", "tags", "test_after_training")
 
 @dataclass
 class ComparedJob:
-    """One job of a sweep that is done."""
+    """One job of a sweep that is done, and what its evaluation gave. `title`: of its test."""
 
     folder: Path
     results: dict[str, Any]
     config: Config
+    scores: list[ImageScore] = field(default_factory=list)
+    test: Conditions | None = None
+    title: str = ""
+
+    @property
+    def seeds(self) -> Seeds:
+        """Those of the weights and of the data."""
+        return self.config.seed, self.config.data.seed
 
 
 @dataclass
 class ComparedMethod:
-    """Jobs that differ only in their seed.
-
-    `jobs`: those that are done, of `n_jobs`. `measured`: the scores by the seeds of a job.
-    """
+    """Jobs that differ only in their seed. `jobs`: those that are done, of `n_jobs`."""
 
     name: str
     jobs: list[ComparedJob]
     n_jobs: int
-    measured: dict[Seeds, list[ImageScore]] = field(default_factory=dict)
     n_parameters: int = 0
+    trained: Overlap = field(default_factory=Overlap)
+
+    @property
+    def measured(self) -> dict[Seeds, list[ImageScore]]:
+        """The scores by the seeds of a job."""
+        return {job.seeds: job.scores for job in self.jobs if job.scores}
+
+    @property
+    def tests(self) -> frozenset[Conditions | None]:
+        """The tests of its jobs. Several, where the slices of a test follow the seed."""
+        return frozenset(job.test for job in self.jobs)
+
+    def by_conditions(self) -> "list[ComparedMethod]":
+        """The method, or several if its jobs had another scan, noise or noise seed: no mean is over such jobs."""
+        groups: dict[Any, list[ComparedJob]] = {}
+        for job in self.jobs:
+            groups.setdefault(job.test and job.test[1:], []).append(job)
+        if len(groups) < 2:
+            return [self]
+        return [replace(self, jobs=jobs, n_jobs=len(jobs)) for jobs in groups.values()]
 
     def spread(self, metric: str) -> Statistic | None:
         """One metric; None if nothing was measured."""
@@ -61,15 +87,39 @@ class ComparedMethod:
 class Comparison:
     """The result of `compare`. Methods are sorted by PSNR; those without a score come last.
 
-    `title`: what was measured. `titles`: headings of all metrics by name. `slices`: by all methods, to look at.
+    `titles`: headings of all metrics by name. `slices`: by test and number, by all methods, to look at.
     """
 
     sweeps: list[Path]
     methods: list[ComparedMethod]
-    title: str = ""
     titles: dict[str, str] = field(default_factory=dict)
-    slices: dict[int, SliceImages] = field(default_factory=dict)
-    n_trained: int = 0
+    slices: dict[tuple[Conditions | None, int], SliceImages] = field(default_factory=dict)
+
+    @property
+    def tables(self) -> list[list[ComparedMethod]]:
+        """The methods of each table: those with equal tests. Methods without a score are in the first one."""
+        groups: dict[frozenset[Conditions | None], list[ComparedMethod]] = {}
+        for method in self.methods:
+            tests = method.tests or next(iter(groups), frozenset())
+            groups.setdefault(tests, []).append(method)
+        return [*groups.values()]
+
+    @property
+    def warning(self) -> str:
+        """A line that says which jobs had other tests, and in what these differ; empty if all are equal."""
+        if len(self.tables) < 2:
+            return ""
+        fields = Conditions.differing({test for method in self.methods for test in method.tests if test})
+        jobs = "; ".join(f"test {n}: {_listed(table)}" for n, table in enumerate(self.tables, 1))
+        return (
+            f"Jobs had other tests, which differ in {' and '.join(fields)}, so each has its own table. Jobs of {jobs}"
+        )
+
+
+def _listed(methods: Sequence[ComparedMethod]) -> str:
+    """The jobs of some methods, with the name of their sweep."""
+    names = [f"{job.folder.parent.name}/{job.folder.name}" for method in methods for job in method.jobs]
+    return few(names)
 
 
 def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collection[str] = ()) -> list[ComparedMethod]:

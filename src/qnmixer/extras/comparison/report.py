@@ -1,31 +1,51 @@
 """The report of a comparison: tables (terminal, CSV, Markdown), a picture, and one HTML page."""
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from itertools import combinations, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 
-from qnmixer.engine.evaluation.scores import IN_WINDOW, used_in_training
+from qnmixer.engine.config.logged import COLUMNS_OF_COMPARISON, IN_WINDOW
+from qnmixer.engine.data.slices import few
+from qnmixer.engine.data.splits import Overlap
+from qnmixer.engine.evaluation.scores import Conditions, used_in_training
 from qnmixer.engine.reports.pictures import draw_slices
-from qnmixer.engine.reports.terminal import NOTHING, Table, csv_table, in_digits, markdown_table, terminal_table
+from qnmixer.engine.reports.terminal import (
+    NOTHING,
+    Console,
+    Table,
+    csv_table,
+    in_digits,
+    markdown_table,
+    terminal_table,
+)
 from qnmixer.engine.tracking.loggers import without_folders
 from qnmixer.engine.tracking.records import duration
-from qnmixer.extras.comparison.methods import Comparison
+from qnmixer.extras.comparison.methods import ComparedMethod, Comparison
 from qnmixer.extras.page.page import write_page
 from qnmixer.files import write_text
 
+_COLUMNS_OF_STATISTICS = (
+    "method", "metric", "mean", "std_over_seeds", "std_over_patients", "seeds", "patients", "test",
+)  # fmt: skip
 _MOST_PAIRED = 8  # a table of pairs has room for so many methods
 
 
 def write_comparison(folder: Path, comparison: Comparison, console: Console) -> None:
     """Print the tables and write comparison.{csv,md,png,html} and images.csv into a folder."""
-    tables = [table for table in (_methods(comparison), _pairs(comparison)) if table.rows]
+    groups, several = comparison.tables, comparison.warning
+    tables = []
+    for number, methods in enumerate(groups, 1):
+        of_test = f" of test {number}" if several else ""
+        tables += [_methods(comparison, methods, of_test), _pairs(comparison, methods, of_test)]
+    tables = [table for table in tables if table.rows]
     title = f"Comparison of {', '.join(sweep.name for sweep in comparison.sweeps)}"
-    parts = [f"# {title}"]
+    parts = [f"# {title}", *[f"**{several}**"] * bool(several)]
+    if several:
+        console.warn(several, style="bold red")
     for table in tables:
         parts += [f"## {table.title}", markdown_table(table.headings, table.rows), table.note]
         console.print(terminal_table(table.headings, table.rows, title=table.title, box=SIMPLE_HEAD))
@@ -33,16 +53,25 @@ def write_comparison(folder: Path, comparison: Comparison, console: Console) -> 
     write_text(folder / "comparison.csv", csv_table(_statistics(comparison)))
     write_text(folder / "images.csv", csv_table(_image_lines(comparison)))
     write_text(folder / "comparison.md", without_folders("\n\n".join(parts)) + "\n")
-    slices = [*comparison.slices.values()]
+    slices = [
+        replace(its, name=f"{its.name}{_place(groups, test)}" if several else its.name)
+        for (test, _), its in comparison.slices.items()
+    ]
     draw_slices(folder / "comparison.png", slices)
-    write_page(folder / "comparison.html", title, tables, slices, subtitle=comparison.title)
+    write_page(folder / "comparison.html", title, tables, slices, subtitle=several or tables[0].title)
     written = "comparison.html, comparison.md, comparison.csv, comparison.png, images.csv"
     console.print(f"comparison: {folder} ({written})", soft_wrap=True, highlight=False)
 
 
-def _methods(comparison: Comparison) -> Table:
+def _place(groups: list[list[ComparedMethod]], test: Conditions | None) -> str:
+    """Which test a slice belongs to."""
+    number = next(n for n, methods in enumerate(groups, 1) if test in methods[0].tests)
+    return f", test {number}"
+
+
+def _methods(comparison: Comparison, methods: list[ComparedMethod], of_test: str) -> Table:
     rows = []
-    for method in comparison.methods:
+    for method in methods:
         results = [job.results for job in method.jobs]
         steps = {f"{its['steps']:,}" for its in results if its.get("steps")}
         seconds = [its["seconds"] for its in results if "seconds" in its]
@@ -57,22 +86,31 @@ def _methods(comparison: Comparison) -> Table:
             duration(mean(seconds)) if seconds else NOTHING,
             f"{max(memory):,.0f}" if memory else NOTHING,
         ])  # fmt: skip
-    warning = f"\nWarning: {used_in_training(comparison.n_trained)}." if comparison.n_trained else ""
-    n_patients = max(its.n_patients for method in comparison.methods if (its := method.spread("psnr")))
+    trained = Overlap(*map(max, zip(*(method.trained for method in methods), strict=True)))
+    warnings = [f"\nWarning: {line}." for line in used_in_training(trained)]
+    if len(tests := methods[0].tests) > 1:
+        jobs = [[job.folder.name for it in methods for job in it.jobs if job.test == test] for test in tests]
+        each = "; ".join(sorted(few(names) for names in jobs))
+        warnings.append(
+            f"\nWarning: the test slices of jobs {each} differ, as they follow data.seed, so ± has both. With "
+            "data.seed=1 in the sweep all are tested on the same."
+        )
+    n_patients = max(its.n_patients for method in methods if (its := method.spread("psnr")))
+    title = next(job.title for method in methods for job in method.jobs)
     return Table(
-        f"{comparison.title}: {n_patients} patients",
+        f"{title}{of_test and ' –' + of_test.removeprefix(' of')}: {n_patients} patients",
         ["method", "seeds", *_in_full(comparison).values(), "parameters", "steps", "training", "step, MiB"],
         rows,
         "Mean over seeds of the mean over patients, each the mean of its slices, ± standard deviation over seeds. A "
         "slice whose patient is not known, as a phantom, counts as a patient. The data range is 1; on LoDoPaB-CT and "
         "2DeteCT it is that of each reference. Training: a whole job, mean over seeds. Step: the most bytes in the "
-        "tensors of an optimizer step, the highest of the seeds." + warning,
+        "tensors of an optimizer step, the highest of the seeds." + "".join(warnings),
     )
 
 
-def _pairs(comparison: Comparison) -> Table:
+def _pairs(comparison: Comparison, methods: list[ComparedMethod], of_test: str) -> Table:
     shown, rows = _in_full(comparison), []
-    best = [method for method in comparison.methods if method.measured][:_MOST_PAIRED]
+    best = [method for method in methods if method.measured][:_MOST_PAIRED]
     for one, other in combinations(best, 2):  # the better first
         if (psnr := one.minus(other, "psnr")) is None:
             continue  # they have no patient in common
@@ -86,7 +124,7 @@ def _pairs(comparison: Comparison) -> Table:
                 row += [in_digits(found.mean, found.over_patients, size), in_digits(found.over_seeds, of=size)]
         rows.append([*row, f"{psnr.n_patients}, {psnr.n_seeds}"])
     return Table(
-        "Differences",
+        f"Differences{of_test}",
         ["method", "minus", *(it for title in shown.values() for it in (title, "± seeds")), "patients, seeds"],
         rows,
         "Mean difference on the same patients, ± half of its 95 % interval for other patients (each averaged over "
@@ -103,17 +141,19 @@ def _in_full(comparison: Comparison) -> dict[str, str]:
 
 def _statistics(comparison: Comparison) -> list[list[Any]]:
     """The lines of comparison.csv, one for each method and metric."""
-    lines: list[list[Any]] = [["method", "metric", "mean", "std_over_seeds", "std_over_patients", "seeds", "patients"]]
-    for method, metric in product(comparison.methods, comparison.titles):
-        if found := method.spread(metric):
-            lines.append([method.name, metric, *astuple(found)])
+    lines: list[list[Any]] = [[*_COLUMNS_OF_STATISTICS]]
+    for number, methods in enumerate(comparison.tables, 1):
+        for method, metric in product(methods, comparison.titles):
+            if found := method.spread(metric):
+                lines.append([method.name, metric, *astuple(found), number])
     return lines
 
 
 def _image_lines(comparison: Comparison) -> list[list[Any]]:
-    lines: list[list[Any]] = [["method", "seed", "data_seed", "number", "slice", "patient", *comparison.titles]]
-    for method in comparison.methods:
-        for seeds, scores in method.measured.items():
-            which = [method.name, *seeds]
-            lines += [[*which, s.number, s.slice, s.patient, *map(s.values.get, comparison.titles)] for s in scores]
+    lines: list[list[Any]] = [[*COLUMNS_OF_COMPARISON, *comparison.titles]]
+    for number, methods in enumerate(comparison.tables, 1):
+        for method in methods:
+            for seeds, scores in method.measured.items():
+                which = [method.name, *seeds, number]
+                lines += [[*which, s.number, s.slice, s.patient, *map(s.values.get, comparison.titles)] for s in scores]
     return lines
