@@ -14,7 +14,7 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import AsTrained, MixedData, check_data
 from qnmixer.engine.config.run import parse, section, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.evaluation.evaluate import kind_of
+from qnmixer.engine.evaluation.evaluate import evaluated_source
 from qnmixer.engine.evaluation.run import as_trained
 from qnmixer.errors import CheckpointError, ConfigError, DataError, PluginError
 
@@ -99,7 +99,7 @@ def test_a_source_without_a_share_may_be_for_validation_alone(root: Path) -> Non
     shares = {"slices": {"share": 0.0}, "phantoms": {"share": 1.0, "n_val": 3}, "more": {"share": 0}}
     data = mixed(root, shares)
     assert {source_of(batch["name"][0]) for batch in data.val_dataloader()} == {"a"}
-    assert kind_of(data.config) == "numpy"
+    assert evaluated_source(data.config).name == "numpy"
     assert {source_of(data.dataset("train").source.name(k)) for k in range(4)} == {"phantoms"}
 
 

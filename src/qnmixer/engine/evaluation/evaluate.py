@@ -44,13 +44,13 @@ def what_was_evaluated(module: Reconstructor, evaluation: Evaluation) -> dict[st
     """
     return {
         "weights": digest_of_weights(module.state_dict()),
-        "data": tested_source(module.config.data).name,
+        "data": evaluated_source(module.config.data).name,
         "noise": keys_of(module.config.noise),
         "test": evaluation.test and evaluation.test._asdict(),
     }
 
 
-def tested_source(data: DataConfig) -> DataConfig:
+def evaluated_source(data: DataConfig) -> DataConfig:
     """The source of validation and test slices."""
     return data.by_section()[f"data.sources.{data.evaluate_on}"] if isinstance(data, MixedData) else data
 
@@ -83,7 +83,7 @@ def title_of(test: Config, module: SliceDataModule, split: str) -> str:
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
     noise = "measured" if module.measured else f"noise {test.noise.name}"
-    return f"{slices} of {tested_source(data).name}{disc}, {test.geometry.n_views} views{finer}, {noise}"
+    return f"{slices} of {evaluated_source(data).name}{disc}, {test.geometry.n_views} views{finer}, {noise}"
 
 
 def evaluate(

@@ -12,7 +12,7 @@ from qnmixer.engine.config.rules import one_scale
 from qnmixer.engine.config.run import Config, targets_of
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
-from qnmixer.engine.evaluation.evaluate import PAGE, evaluate, tested_source, what_was_evaluated, write_evaluation
+from qnmixer.engine.evaluation.evaluate import PAGE, evaluate, evaluated_source, what_was_evaluated, write_evaluation
 from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.plugins import check_trusted, module_of
@@ -64,7 +64,7 @@ def on_test(
     else:
         data, own = other_slices(config.data, test, overrides)
     if seed is not None:
-        data = replace(data, seed=seed) if isinstance(tested_source(data), PhantomData) else data
+        data = replace(data, seed=seed) if isinstance(evaluated_source(data), PhantomData) else data
         test.seed = seed
     test.data, test.noise = data, config.noise or test.noise
     one_scale(test)
