@@ -204,7 +204,7 @@ def _doubts(config: FolderData, cache: SliceCache, patients: list[str]) -> Itera
     """What a user should know about the slices of a folder."""
     root = str(config.root)
     if cache.skipped:
-        yield summarise_skipped(root, cache.skipped, f"{config.section}.derived")
+        yield summarise_skipped(root, cache.skipped, config.section)
     if others := doubted(patients, cache.looks):
         yield doubt(root, others, len(set(patients)), "patients")
     if stacks := [info.path for info, look in zip(cache.infos, cache.looks, strict=True) if look.is_turned]:
