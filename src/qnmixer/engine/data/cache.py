@@ -257,7 +257,7 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     with FileLock(folder / "lock"):
         index = _read_index(pixels, image_size)
         if index is None:
-            index = _build_cache(reader, root, chosen, pixels, image_size, field_of_view, f"{config.section}.derived")
+            index = _build_cache(reader, root, chosen, pixels, image_size, field_of_view, config.section)
         return SliceCache(pixels, image_size, index)
 
 
@@ -282,14 +282,14 @@ def _build_cache(
     pixels: Path,
     size: int,
     field_of_view: float | None,
-    derived: str,
+    section: str,
 ) -> dict[str, Any]:
     """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
     # A killed process may have left these. The caller holds the lock, so nobody else writes here.
     for stale in filter(is_temporary, pixels.parent.iterdir()):
         stale.unlink()
     with atomic_file(pixels) as stream:
-        index = _decode_all(reader, root, files, stream, size, field_of_view, derived)
+        index = _decode_all(reader, root, files, stream, size, field_of_view, section)
     write_text(pixels.with_suffix(".json"), json.dumps(index | {"digest": digest(index)}))
     # The version before this one stays for a folder that changes back. A run keeps what it has opened anyway.
     for older in sorted(pixels.parent.glob("*.f32"), key=lambda it: it.stat().st_mtime)[:-2]:
@@ -305,7 +305,7 @@ def _decode_all(
     stream: IO[bytes],
     size: int,
     field_of_view: float | None,
-    derived: str,
+    section: str,
 ) -> dict[str, Any]:
     """Decode the files one by one into the stream. Returns their index, sorted by patient, series and position."""
     infos: list[SliceInfo] = []
@@ -337,7 +337,7 @@ def _decode_all(
         except SkipFile as reason:
             skipped += reason.frames or [(file, str(reason))]
     if not infos:
-        what = summarise_skipped(str(root), skipped, derived)
+        what = summarise_skipped(str(root), skipped, section)
         raise DataError(f"data.root has no usable slice ({what}): give a folder with {reader.wanted}")
     # Pixels stay in the order of decoding: sorting them would need all of them in memory. `rows` has the order.
     rows = sorted(range(len(infos)), key=lambda row: infos[row].order)

@@ -238,17 +238,20 @@ def turned(root: str, files: Sequence[str]) -> str:
     )
 
 
-def summarise_skipped(root: str, skipped: Sequence[tuple[str, str]], key: str | None = None) -> str:
+def summarise_skipped(root: str, skipped: Sequence[tuple[str, str]], section: str | None = None) -> str:
     """One line: how many files were skipped, why, and the first names.
 
     Args:
         root: folder of the files.
         skipped: (name, reason) of each.
-        key: of the config, that takes derived images; None if there is none.
+        section: of the config, whose key `derived` takes derived images; None if there is none.
     """
     reasons = "; ".join(f"{count} {reason}" for reason, count in Counter(r for _, r in skipped).most_common())
     names = ", ".join(name for name, _ in skipped[:3]) + ", …" * (len(skipped) > 3)
     line = f"{root}: skipped {len(skipped)} of its files or frames ({reasons}): {names}"
     if not any(reason.startswith(DERIVED) for _, reason in skipped):
         return line
-    return line + (f"; {key}=true takes derived images" if key else "; to take derived images, save them as .npy in HU")
+    if section is None:
+        return f"{line}; to take derived images, save them as .npy in HU"
+    key = f"{'' if section == 'data' else '++'}{section}.derived"  # a source of a mix has only some keys written out
+    return f"{line}; {key}=true takes derived images"

@@ -205,7 +205,7 @@ def _doubts(config: FolderData, cache: SliceCache, patients: list[str]) -> Itera
     """What a user should know about the slices of a folder."""
     root = str(config.root)
     if cache.skipped:
-        yield summarise_skipped(root, cache.skipped, f"{config.section}.derived")
+        yield summarise_skipped(root, cache.skipped, config.section)
     if others := doubted(patients, cache.signs):
         yield doubt(root, others, len(set(patients)), "patients")
     if stacks := [info.path for info, sign in zip(cache.infos, cache.signs, strict=True) if sign.is_turned]:
