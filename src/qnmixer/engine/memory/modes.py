@@ -1,8 +1,10 @@
 """Memory modes: the graph of the T iterations is stored, recomputed, or moved to the host until the backward pass.
 
-All three give the same loss and the same gradients. They trade device memory for time.
+All three give the same loss and the same gradients. They trade device memory for time. A network without a mode stores
+what autograd stores: `keep`.
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -32,18 +34,31 @@ def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig, host:
             pass
         case "recompute":
             network.loop = _recomputing_loop
-            if network.n_iterations == 1:  # the loop has nothing to recompute then
-                for block in network.blocks():
-                    block.forward = MethodType(_recomputed_forward, block)
+            # Also inside an iteration, because the one that is computed again stores its graph. A network of one
+            # iteration has nothing else to recompute.
+            parts = network.large_parts()
+            _recompute_forward(parts + (network.blocks() if network.n_iterations == 1 else []))
         case "offload":
             network.loop = partial(_offloading_loop, host=host)
+            _recompute_forward(network.large_parts())  # quicker than copies
         case name:
             raise ConfigError(f"memory={name} is not known: {suggest(name, ['keep', 'recompute', 'offload'])}")
 
 
-def _recomputed_forward(block: nn.Module, *inputs: Tensor) -> Tensor:
-    """The output of `block`. All blocks share this function, so torch.compile makes one graph."""
-    return checkpoint(type(block).forward, block, *inputs, use_reentrant=False)
+def _recompute_forward(modules: list[nn.Module]) -> None:
+    """Make each of these modules a checkpoint, in place."""
+    for module in modules:
+        module.forward = MethodType(_recomputed_forward, module)
+
+
+def _recomputed_forward(module: nn.Module, *inputs: Tensor) -> Any:
+    """The output of `module`. All modules share this function, so torch.compile makes one graph."""
+    return _recomputed(type(module).forward, module, *inputs)
+
+
+def _recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
+    """function(*inputs), whose inner tensors the backward pass computes again instead of storing them."""
+    return checkpoint(function, *inputs, use_reentrant=False) if torch.is_grad_enabled() else function(*inputs)
 
 
 def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S) -> S:
@@ -52,10 +67,8 @@ def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor,
     The last iteration of the network stores its graph, because the backward pass starts there.
     """
     for t in iterations:
-        if t == network.n_iterations - 1 or not torch.is_grad_enabled():
-            state = network.step(t, y, state)
-        else:
-            state = checkpoint(network.step, t, y, state, use_reentrant=False)
+        last = t == network.n_iterations - 1
+        state = network.step(t, y, state) if last else _recomputed(network.step, t, y, state)
     return state
 
 
