@@ -5,7 +5,7 @@ kernels of convolutions are flattened to matrices, and all weights are in one op
 schedule, and one step for the GradScaler to skip.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -47,7 +47,8 @@ class Muon(Optimizer):
         for group in self.param_groups:
             if group["lr"] is None:
                 group["lr"] = lr if group["orthogonal"] or adamw_lr is None else adamw_lr
-        self._adamw = AdamW(self.param_groups, betas=betas)  # the same groups: it adds its own options to them
+        # The same groups: it adds its own options to them. Fused: one operator for all weights of a group.
+        self._adamw = AdamW(self.param_groups, betas=betas, fused=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -66,42 +67,51 @@ class Muon(Optimizer):
         return loss
 
     def _step_orthogonally(self, group: dict[str, Any]) -> None:
+        """Change weights of one shape together, one shape after the other."""
+        shapes: dict[torch.Size, list[tuple[Tensor, Tensor, Tensor]]] = {}
         for p in group["params"]:
-            if p.grad is None:
-                continue
-            state = self.state[p]
-            if not state:
-                state["momentum"] = torch.zeros_like(p)
-            momentum = state["momentum"].lerp_(p.grad, 1 - group["momentum"])
-            step = orthogonal_step(p.grad.lerp(momentum, group["momentum"]))
-            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(step, alpha=-group["lr"])
+            if p.grad is not None:
+                if not self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+                shapes.setdefault(p.shape, []).append((p, p.grad, self.state[p]["momentum"]))
+        for of_one_shape in shapes.values():
+            parameters, gradients, momenta = zip(*of_one_shape, strict=True)
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            steps = orthogonal_steps(torch._foreach_lerp(gradients, momenta, group["momentum"]))
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(parameters, steps, alpha=-group["lr"])
 
 
-def orthogonal_step(direction: Tensor) -> Tensor:
-    """A direction [out, …] as a matrix of equal singular values, about as long as a step of AdamW (Moonshot's factor).
+def orthogonal_steps(directions: Sequence[Tensor]) -> list[Tensor]:
+    """Directions of one shape [out, …] as matrices of equal singular values, about as long as steps of AdamW.
 
-    The direction may be in shards of fsdp. Then each device computes the whole and keeps its part.
+    The factor of the length is Moonshot's. Directions may be in shards of fsdp. Then each device computes the whole and
+    keeps its part.
     """
-    whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
-    matrix = whole.flatten(1)
-    step = (0.2 * max(matrix.shape) ** 0.5 * orthogonalized(matrix)).view_as(whole)
-    if isinstance(direction, DTensor):
-        mesh = direction.device_mesh
-        return DTensor.from_local(step, mesh, [Replicate()] * mesh.ndim).redistribute(placements=direction.placements)
-    return step
+    wholes = torch.stack([d.full_tensor() if isinstance(d, DTensor) else d for d in directions])
+    matrices = wholes.flatten(2)
+    steps = orthogonalized(matrices).mul_(0.2 * max(matrices.shape[1:]) ** 0.5).view_as(wholes).unbind()
+    return [_in_shards_of(d, step) for d, step in zip(directions, steps, strict=True)]
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """About U Vᵀ of a matrix U S Vᵀ, by Newton–Schulz: its larger singular values become 0.7 to 1.2.
+def _in_shards_of(direction: Tensor, step: Tensor) -> Tensor:
+    if not isinstance(direction, DTensor):
+        return step
+    mesh = direction.device_mesh
+    return DTensor.from_local(step, mesh, [Replicate()] * mesh.ndim).redistribute(placements=direction.placements)
+
+
+def orthogonalized(matrices: Tensor) -> Tensor:
+    """About U Vᵀ of each matrix U S Vᵀ of [n, rows, columns], by Newton–Schulz: its larger values become 0.7 to 1.2.
 
     In the precision of the weights. bfloat16, which others use, is slow on a CPU. Its rounding would also make several
     devices differ from one.
     """
-    is_tall = len(matrix) > matrix.shape[1]
-    x = matrix.T if is_tall else matrix  # the smaller Gram matrix
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices  # the smaller Gram matrix
     with torch.autocast(x.device.type, enabled=False):
-        x = x / x.norm().clamp_min(_TINY)
+        x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_min(_TINY)
         for _ in range(_N_STEPS):
-            gram = x @ x.T
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
-    return x.T if is_tall else x
+            gram = torch.bmm(x, x.mT)
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.mT if is_tall else x

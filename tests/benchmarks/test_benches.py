@@ -12,6 +12,7 @@ from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 sys.path.insert(0, str(Path(__file__).parent))
 import bench_memory  # beside this file, where the benches run
 import bench_step
+from count_operators import counts_of_a_step
 from measuring import Row, markdown
 from operators import OPERATORS, lacking, stand_in_for_torchvision
 
@@ -20,6 +21,13 @@ Figures = dict[tuple[str, str], float | str]
 
 def figures(rows: Iterable[Row]) -> Figures:
     return {(row.line, row.column): row.value for row in rows}
+
+
+def test_the_operators_of_a_training_step() -> None:
+    """Of the full network, with T = 14. Up to a batch of about ten their number sets the time of a step on a GPU."""
+    counts = counts_of_a_step("optimizer=muon")
+    assert counts["forward"] + counts["backward"] <= 7500
+    assert counts["optimizer"] <= 500
 
 
 @pytest.mark.slow

@@ -149,8 +149,9 @@ def test_recomputing_takes_the_iterations_out_of_the_peak() -> None:
     projector.safe_step_size()
     seven, fourteen = (peak_of_a_step(projector, "memory=recompute", f"model.n_iterations={T}") for T in (7, 14))
     assert fourteen < 130 < peak_of_a_step(projector, "model.n_iterations=3")
-    # What an iteration leaves: x, r, s and z, 0.25 MiB each; in backward, the gradients of s and z too.
-    assert fourteen - seven < 7 * 1.6
+    # What an iteration leaves: x, r, s and z, 0.25 MiB each; in backward, the gradients of s and z too. H adds
+    # copies of all s and z for a moment.
+    assert fourteen - seven < 7 * 1.8
 
 
 def test_a_name_without_a_mode_is_refused(projector: FanBeamProjector) -> None:

@@ -4,9 +4,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import relu
-
-from qnmixer.models.unrolled import recomputed
 
 # Found by experiment. Training diverged with Powell's usual 0.2, and with skipping alone. The network is not convex, so
 # zᵀs may be near 0 or negative, and ρ = 1/(zᵀs) would make a step of any size.
@@ -17,7 +14,10 @@ _SMALLEST, _LARGEST = 2.0**-100, 2.0**40
 
 
 class Pair(NamedTuple):
-    """A step and the change of the gradient code along it, damped; ρ = 1/(zᵀs), or 0 for a pair that H skips."""
+    """A step and the change of the gradient code along it, damped; ρ = 1/(zᵀs).
+
+    `z` is divided by zᵀs, so sᵀz = 1. For a pair that H skips, `z` and ρ are 0.
+    """
 
     s: Tensor  # [B, L]
     z: Tensor  # [B, L]
@@ -32,9 +32,9 @@ def split_scale(s: Tensor) -> tuple[Tensor, Tensor]:
     vector is 0 where s is 0 or not finite. Then H skips the pair.
     """
     scale = s.detach().abs().amax(1, keepdim=True)
-    usable = (scale > _SMALLEST) & scale.isfinite()
-    scale = torch.where(usable, scale, 1.0)  # before the division: its gradient must be finite where it is not used
-    return torch.where(usable, s / scale, 0.0), scale
+    unusable = ~((scale > _SMALLEST) & (scale < torch.inf))  # true for NaN too
+    scale = scale.masked_fill(unusable, 1)  # before the division: its gradient must be finite where it is not used
+    return (s / scale).masked_fill(unusable, 0), scale
 
 
 def make_pair(s: Tensor, z: Tensor) -> Pair:
@@ -44,35 +44,33 @@ def make_pair(s: Tensor, z: Tensor) -> Pair:
     zᵀs ≤ MIN_COSINE · ‖z‖‖s‖ (ours, after Powell 1978: the paper draws no safeguard). Good pairs are not changed. No
     input, finite or not, makes H or its gradient NaN.
     """
-    z = z.nan_to_num(0.0).clamp(-_LARGEST, _LARGEST)
+    z = z.masked_fill(z.isnan(), 0).clamp(-_LARGEST, _LARGEST)
     ss, sz = _inner(s, s).clamp_min(0.5), _inner(s, z)  # sᵀs is at least 1, or 0
     cosine = sz.detach() / (ss * _inner(z, z)).detach().sqrt().clamp_min(1e-30)
-    theta = 1 / (1 + relu((DAMPING - sz / ss) / (1 - DAMPING)))  # 1 where zᵀs is large enough already
-    z = theta * z + (1 - theta) * s
+    theta = (1 + torch.relu((DAMPING - sz / ss) / (1 - DAMPING))).reciprocal()  # 1 where zᵀs is large enough already
+    z = torch.lerp(s, z, theta)
     sz = _inner(s, z)
-    good = sz > MIN_COSINE * (ss * _inner(z, z)).sqrt()  # damping bounds zᵀs, but z may still be long and oblique
-    return Pair(s, z, torch.where(good, 1 / torch.where(good, sz, 1.0), 0.0), cosine)
+    # Damping bounds zᵀs, but z may still be long and oblique.
+    skipped = ~(sz > MIN_COSINE * (ss * _inner(z, z)).sqrt())
+    rho = sz.masked_fill(skipped, torch.inf).reciprocal()
+    return Pair(s, rho * z, rho, cosine)
 
 
 def apply_inverse_hessian(r: Tensor, pairs: tuple[Pair, ...]) -> Tensor:
     """H r [B, L], for the H of all pairs, from the oldest to the newest.
 
-    With H₀ = I, the dense recursion of the paper, H_{t+1} = (I − ρ s zᵀ) H_t (I − ρ z sᵀ) + ρ s sᵀ, is exactly these
-    two loops over the pairs (Nocedal and Wright, algorithm 7.4). The compact form with matrices [t, L] has a third
-    fewer operators. It takes as long on a CPU, and twice the memory for each iteration: so it is not used here.
+    With H₀ = I, the dense recursion of the paper, H_{t+1} = (I − ρ s zᵀ) H_t (I − ρ z sᵀ) + ρ s sᵀ, is exactly its
+    compact form (Byrd, Nocedal and Schnabel 1994, eq. 2.6). With the s of all pairs as rows of S, and the z, divided by
+    zᵀs, as rows of Z, R is the upper triangle of S Zᵀ. Its diagonal is 1. Then H r = q + Sᵀ R⁻ᵀ (ρ w − Z q), where
+    w = R⁻¹ S r and q = r − Zᵀ w. The two loops over pairs of the textbooks give the same with many more operators.
     """
-    return recomputed(_two_loops, r, *(vector for pair in pairs for vector in (pair.s, pair.z, pair.rho)))
-
-
-def _two_loops(r: Tensor, *vectors: Tensor) -> Tensor:
-    pairs = [vectors[k : k + 3] for k in range(0, len(vectors), 3)]
-    alphas = []
-    for s, z, rho in reversed(pairs):  # (I − ρ z sᵀ) of each; ρ = 0 leaves r as it is
-        alphas.append(rho * _inner(s, r))
-        r = r - alphas[-1] * z
-    for (s, z, rho), alpha in zip(pairs, reversed(alphas), strict=True):  # (I − ρ s zᵀ), and + ρ s sᵀ
-        r = r + (alpha - rho * _inner(z, r)) * s
-    return r
+    S, Z, rho = (torch.stack([pair[k] for pair in pairs], dim=1) for k in range(3))  # [B, t, L], and ρ [B, t, 1]
+    r = r.unsqueeze(2)
+    R = torch.bmm(S, Z.mT)  # what is below its diagonal is not read, nor the diagonal, which is 0 for a skipped pair
+    w = torch.linalg.solve_triangular(R, torch.bmm(S, r), upper=True, unitriangular=True)
+    q = torch.baddbmm(r, Z.mT, w, alpha=-1)
+    c = torch.linalg.solve_triangular(R.mT, rho * w - torch.bmm(Z, q), upper=False, unitriangular=True)
+    return torch.baddbmm(q, S.mT, c).squeeze(2)
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.models.bfgs import Pair, apply_inverse_hessian, make_pair, split_scale
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 from qnmixer.models.data_term import data_gradient, nonnegative, safe_step_size
-from qnmixer.models.incept_mixer import DetailConvolutions, InceptMixer
+from qnmixer.models.incept_mixer import DetailConvolutions, InceptMixer, MixerLayer
 from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork, check_choice
 
 
@@ -204,11 +204,16 @@ class QNMixer(UnrolledNetwork[QNState]):
         u = x
         for step_size in self.step_sizes[t % len(self.step_sizes)]:
             u = u - step_size * data_gradient(self.projector, self.data_term, u, y)
+        descent = x - u
         # At x_t too, as the formula has it: not at u. With details it gives features of x, from which they make G(x).
         G = self.regularizers[t % len(self.regularizers)](x)
         if self.details:
-            G = self.details[t](torch.cat([x, x - u], 1) if self.detail_data_step else x, G)
-        return G + (x - u)
+            G = self.details[t](torch.cat([x, descent], 1) if self.detail_data_step else x, G)
+        return G + descent
+
+    def large_parts(self) -> list[nn.Module]:
+        """The layers of the mixer. Their inner features are about half of what an iteration stores."""
+        return [module for module in self.modules() if isinstance(module, MixerLayer)]
 
     def step_scalars(self) -> list[nn.Parameter]:
         """λ_t, β_t and τ_t."""

@@ -4,10 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeAlias, TypeVar
 
-import torch
 from annotated_types import Ge, Le
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from qnmixer.errors import ConfigError
 
@@ -83,6 +81,14 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """
         return [block for part in self.children() if isinstance(part, nn.ModuleList) for block in part]
 
+    def large_parts(self) -> list[nn.Module]:
+        """The parts inside an iteration whose inner features are large and quick to compute, each called as a whole.
+
+        With `memory=recompute` and `memory=offload` the backward pass computes these features again, part by part. By
+        default there are none.
+        """
+        return []
+
     def step_scalars(self) -> list[nn.Parameter]:
         """The few scalars that size a step. They have a learning rate of their own, a multiple of the weights'."""
         return [*self.step_sizes]
@@ -132,16 +138,6 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         An image may be max(0, x_t), as QN-Mixer's. x_t itself is in `states`.
         """
         return self.trajectory(y)[1]
-
-
-def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """function(*inputs), whose inner tensors backward computes again instead of storing them.
-
-    For features that are large and cheap. `function` must draw no random numbers.
-    """
-    if not torch.is_grad_enabled():
-        return function(*inputs)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def check_choice(argument: str, value: str, choices: Collection[str]) -> None:

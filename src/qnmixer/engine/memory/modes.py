@@ -1,6 +1,7 @@
 """Memory modes: the graph of the T iterations is stored, recomputed, or moved to the host until the backward pass.
 
-All three give the same loss and the same gradients. They trade device memory for time.
+All three give the same loss and the same gradients. They trade device memory for time. A network without a mode stores
+what autograd stores: `keep`.
 """
 
 from functools import partial
@@ -33,22 +34,25 @@ def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig, host:
         case "recompute":
             recomputation = Recomputation(network)
             network.loop = partial(_recomputing_loop, recomputation=recomputation)
-            if network.n_iterations == 1:  # the loop has nothing to recompute then
-                _recompute_forward(network.blocks(), recomputation)
+            # Also inside an iteration, because the one that is computed again stores its graph. A network of one
+            # iteration has nothing else to recompute.
+            parts = network.large_parts()
+            _recompute_forward(parts + (network.blocks() if network.n_iterations == 1 else []), recomputation)
         case "offload":
             network.loop = partial(_offloading_loop, host=host)
+            _recompute_forward(network.large_parts(), Recomputation(network))  # quicker than copies
         case name:
             raise ConfigError(f"memory={name} is not known: {suggest(name, ['keep', 'recompute', 'offload'])}")
 
 
-def _recompute_forward(blocks: list[nn.Module], recomputation: Recomputation) -> None:
-    """Make each of these modules a checkpoint."""
+def _recompute_forward(modules: list[nn.Module], recomputation: Recomputation) -> None:
+    """Make each of these modules a checkpoint, in place."""
 
-    def forward(block: nn.Module, *inputs: Tensor) -> Any:  # one function for all, so torch.compile makes one graph
-        return recomputation.run(type(block).forward, block, *inputs)
+    def forward(module: nn.Module, *inputs: Tensor) -> Any:  # one function for all, so torch.compile makes one graph
+        return recomputation.run(type(module).forward, module, *inputs)
 
-    for block in blocks:
-        block.forward = MethodType(forward, block)
+    for module in modules:
+        module.forward = MethodType(forward, module)
 
 
 def _recomputing_loop(
