@@ -30,6 +30,7 @@ from qnmixer.engine.config.compose import (
     compose,
     compose_as_given,
     compose_sweep,
+    fault_of_file,
     fitted,
     is_override,
     key_of,
@@ -221,6 +222,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
 def _explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, UserError):
         return str(error)
+    if fault := fault_of_file(error):  # as --cfg job prints a config that nothing has composed before
+        return fault
     if isinstance(error, OSError | RuntimeError) and (line := _explain_system(error)):
         return line
     if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: importing torch takes seconds
