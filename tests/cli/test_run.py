@@ -242,6 +242,12 @@ def test_interruption_has_its_exit_code(start: Start, stop: KeyboardInterrupt, c
     assert (outcome.code, outcome.stderr) == (code, "interrupted\n")
 
 
+def test_a_search_is_for_training_only(start: Start) -> None:
+    """`start` gives no sweep, as plan and doctor do."""
+    line = start("train", "-m", "hydra/sweeper=search", "seed=1,2").line
+    assert line.startswith("a search needs the score of a training")
+
+
 def test_a_sweep_of_another_command_runs_every_job_and_fails_when_one_did(start: Start) -> None:
     seen: list[str] = []
 

@@ -79,7 +79,7 @@ def run(task: Task, check: Task, config_name: str, sweep: Sweep | None = None, c
         # Weights are made to be given away. Everything else may show patients.
         files = nullcontext() if config_name == "export" else private_files()
         with _raising_exceptions(), warnings_in_one_line(), files:
-            _compose_and_run(task, check, config_name, sweep or (lambda *_: nullcontext(_SWEEP_MODE)), complete)
+            _compose_and_run(task, check, config_name, sweep or _plain_sweep, complete)
     except KeyboardInterrupt as stop:
         print(str(stop) or "interrupted", file=sys.stderr)
         sys.exit(stop.code if isinstance(stop, Stopped) else 130)
@@ -141,6 +141,13 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
     if unknown:
         raise ConfigError(f"{unknown[0]} is not an option: write {unknown[0].lstrip('-')}=…")
     return arguments
+
+
+def _plain_sweep(_: list[str], config: DictConfig) -> AbstractContextManager[str]:
+    """The sweep of a command that returns no score. Raises ConfigError for a search, which needs one."""
+    if "n_trials" in config.hydra.sweeper:
+        raise ConfigError("a search needs the score of a training: leave out hydra/sweeper=, or search with train")
+    return nullcontext(_SWEEP_MODE)
 
 
 def _is_sweep(arguments: list[str]) -> bool:

@@ -232,7 +232,10 @@ def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
 
     parsed = OverridesParser.create().parse_overrides(overrides)
     # A glob only finds names that exist.
-    values = [list(_values(override)) for override in parsed if override.value_type != ValueType.GLOB_CHOICE_SWEEP]
+    given = [override for override in parsed if override.value_type != ValueType.GLOB_CHOICE_SWEEP]
+    values = [list(_values(override)) for override in given]
+    if empty := next((it.input_line for it, its in zip(given, values, strict=True) if not its), None):
+        raise ConfigError(f"{empty} has no value: give at least one")
     first = [its[0] for its in values]
     for i, its in enumerate(values):
         for value in its[1:]:
