@@ -242,6 +242,25 @@ def test_interruption_has_its_exit_code(start: Start, stop: KeyboardInterrupt, c
     assert (outcome.code, outcome.stderr) == (code, "interrupted\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--info --cfg job", "--cfg and --info do not go together"),
+        ("-sc instal=bash", "--shell-completion needs one of install=bash"),
+        ("-sc install=tcsh", "--shell-completion needs one of install=bash"),
+        ("--shell-completion", "--shell-completion needs one of install=bash"),
+        ("-sc query=bash", "query=bash is asked by the shell only"),
+        ("--resolve", "--resolve works with --cfg only"),
+        ("--conf x", "--conf is not an option"),
+    ],
+)
+def test_flags_of_hydra_that_do_not_fit_are_one_line(
+    start: Start, monkeypatch: pytest.MonkeyPatch, words: str, part: str
+) -> None:
+    monkeypatch.delenv("COMP_LINE", raising=False)
+    assert part in start("train", *words.split()).line
+
+
 def test_a_search_is_for_training_only(start: Start) -> None:
     """`start` gives no sweep, as plan and doctor do."""
     line = start("train", "-m", "hydra/sweeper=search", "seed=1,2").line

@@ -133,14 +133,30 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
     # Hydra wants these flags first, and takes no override after another flag.
     arguments = sorted(arguments, key=lambda word: (word not in _SWEEP_FLAGS, not is_override(word)))
     parser = get_args_parser()
-    parser.exit_on_error = False
+    parser.exit_on_error = parser.allow_abbrev = False  # an ambiguous abbreviation would print lines, and exit
     try:
-        _, unknown = parser.parse_known_args(arguments)
+        flags, unknown = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}: --hydra-help lists these flags") from error
     if unknown:
         raise ConfigError(f"{unknown[0]} is not an option: write {unknown[0].lstrip('-')}=…")
+    _check_flags(flags)
     return arguments
+
+
+def _check_flags(flags: argparse.Namespace) -> None:
+    """Raise ConfigError for flags of Hydra that Hydra itself answers with a traceback."""
+    given = {"--run": flags.run, "--cfg": flags.cfg, "--info": flags.info, "--shell-completion": flags.shell_completion}
+    if len(together := [flag for flag, value in given.items() if value]) > 1:
+        raise ConfigError(f"{' and '.join(together)} do not go together: give one of them")
+    if flags.resolve and not (flags.cfg or flags.help):
+        raise ConfigError("--resolve works with --cfg only: add --cfg job")
+    if flags.shell_completion:
+        asked = [word for word in flags.overrides if re.fullmatch(r"(un)?install=\w+|query=\w+", word)]
+        if len(asked) != 1 or asked[0].partition("=")[2] not in ("bash", "fish", "zsh"):
+            raise ConfigError('--shell-completion needs one of install=bash, fish or zsh: eval "$(… -sc install=bash)"')
+        if asked[0].startswith("query=") and "COMP_LINE" not in os.environ:
+            raise ConfigError(f'{asked[0]} is asked by the shell only: type eval "$(… -sc install=bash)" once')
 
 
 def _plain_sweep(_: list[str], config: DictConfig) -> AbstractContextManager[str]:
