@@ -131,6 +131,7 @@ def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, m
         ("noise=null", "noise=null cannot be read"),
         ("data=${oc.select:seed}", "give a group the name of one of its options, as in data=dicom"),
         ("data=${.}", "an option cannot be read ("),
+        ("hydra=odd", "hydra cannot be chosen here: name keys, as in hydra.KEY=…"),
         ("noise=null --cfg job", "a group has no option of that name: give it the name of one"),
         (f"tags={'[' * 400}{']' * 400}", "a value cannot be read (maximum recursion depth"),
         (f"seed={'{a:' * 100}1{'}' * 100}", "a value cannot be read (maximum recursion depth"),

@@ -336,6 +336,8 @@ def _explain_key(key: str, config_name: str) -> str:
     if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
         way = f", or choose another option of {group}" if group in known else ""
         return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
+    if key == "hydra" or key in groups:  # hydra=odd; a file's defaults that override another group, or their own
+        return f"{key} cannot be chosen here: name keys, as in {key}.KEY=…, and choose options on the command line"
     line = str(unknown_key(key, {*groups, *known}))
     targets = (it for it in owners() if it.endswith(f".{TARGET}"))
     takes_more = group in ("trainer", *(it.partition(".")[0] for it in targets))
