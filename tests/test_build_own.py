@@ -21,6 +21,8 @@ from qnmixer.physics import KeyedNoise
 def scalar(image, truth):
     return (image - truth).abs().mean()
 
+def detached(image, truth):
+    return (image.detach() - truth).square().mean((1, 2, 3))
 def scaled(image, truth, factor):
     return factor * (image - truth).abs().mean((1, 2, 3))
 
@@ -103,6 +105,11 @@ def test_a_loss_that_takes_no_two_images_is_one_line(tiny_config: TinyConfig, ta
     with pytest.raises(PluginError, match=rf"^loss\._target_={target} {message}") as error:
         build_module(config)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_loss_without_gradient_is_one_line(tiny_config: TinyConfig) -> None:
+    with pytest.raises(PluginError, match="detached gives no gradient: compute it from the image with torch"):
+        build_module(tiny_config(*chosen("loss", "options_of_mine.detached")))
 
 
 def test_results_that_do_not_fit(tiny_config: TinyConfig) -> None:

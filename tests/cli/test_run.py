@@ -136,6 +136,7 @@ def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, m
         ("noise=null", "noise=null cannot be read"),
         ("data=${oc.select:seed}", "give a group the name of one of its options, as in data=dicom"),
         ("data=${.}", "an option cannot be read ("),
+        ("hydra=odd", "hydra cannot be chosen here: name keys, as in hydra.KEY=…"),
         ("noise=null --cfg job", "a group has no option of that name: give it the name of one"),
         (f"tags={'[' * 400}{']' * 400}", "a value cannot be read (maximum recursion depth"),
         (f"seed={'{a:' * 100}1{'}' * 100}", "a value cannot be read (maximum recursion depth"),
@@ -160,6 +161,46 @@ def test_an_experiment_of_ones_own_whose_option_does_not_exist(start: Start, tmp
     mine.write_text("# @package _global_\ndefaults:\n  - override /model: learnn\n", encoding="utf-8")
     line = start("train", "--config-dir=conf", "experiment=mine").line
     assert line == "model=learnn does not exist: did you mean learn?"
+
+
+BROKEN_FILES = {
+    "a: 1\nb: *x\n": "odd.yaml cannot be read (line 2: found undefined alias 'x')",
+    "a: 1\n---\nb: 2\n": "(line 2: expected a single document in the stream, but found another document)",
+    "a: !!python/object/apply:os.system [ls]\n": "(line 1: could not determine a constructor for the tag",
+    "a:\n\tb: 1\n": "(line 2: while scanning for the next token, found character '\\t'",
+    "a: 1\nb: [1,\n": "(line 3: while parsing a flow node, expected the node content",
+    "a: 1\na: 2\n": "found duplicate key a)",
+    "a: 1\nb: \0\n": "(line 2: special characters are not allowed)",
+    b"a: 1\nb: \xe9\n": "(line 2: invalid continuation byte)",
+    "a: \xe9\n".encode("utf-16"): "(line 1: invalid start byte)",
+    "3\n": "odd.yaml cannot be read (Invalid loaded object type: int)",
+    "null: 2\n": "odd.yaml cannot be read (Incompatible key type 'NoneType')",
+    "a: &a [*a]\n": "odd.yaml cannot be read (maximum recursion depth exceeded",
+    "defaults: [odd]\n": "the defaults of noise/odd.yaml name itself, or a file that names it",
+    "defaults: [/noise/odd]\n": "the defaults of noise/odd.yaml name itself, or a file that names it",
+    "defaults: [3]\n": "the defaults of noise/odd.yaml cannot be read (Unsupported type in defaults : int)",
+    "- 1\n- 2\n": "noise=[1, 2] is not a group of keys: choose one of its options by name",
+    "hello\n": "noise has no _target_",
+    "# @package a.b\nx: 1\n": "the config has no noise: choose one with noise=…",
+}
+"""The text of a group file of one's own, and a part of its line."""
+
+
+@pytest.mark.parametrize(("text", "part"), BROKEN_FILES.items(), ids=lambda text: ascii(text)[:30])
+def test_a_group_file_of_ones_own_that_cannot_be_read_is_named(
+    start: Start, tmp_path: Path, text: str | bytes, part: str
+) -> None:
+    """With an experiment, which composes more than once; by an experiment of one's own; and for another command."""
+    for folder in ("conf/noise", "conf/experiment"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "conf/noise/odd.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    mine = "# @package _global_\ndefaults: [{override /noise: odd}]\n"
+    (tmp_path / "conf/experiment/mine.yaml").write_text(mine, encoding="utf-8")
+    for words in ("train experiment=demo noise=odd", "evaluate run=a noise=odd", "train experiment=mine"):
+        assert part in start(*words.split(), "--config-dir=conf").line
+    if "read" in part or "line" in part or "name itself" in part:  # a config is shown, not checked
+        for flags in (["--cfg", "job"], ["--help"]):
+            assert part in start("train", "noise=odd", "--config-dir=conf", *flags).line
 
 
 def test_out_of_memory_names_what_the_command_takes() -> None:
@@ -205,6 +246,31 @@ def test_interruption_has_its_exit_code(start: Start, stop: KeyboardInterrupt, c
 
     outcome = start.train(task=task)
     assert (outcome.code, outcome.stderr) == (code, "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--info --cfg job", "--cfg and --info do not go together"),
+        ("-sc instal=bash", "--shell-completion needs one of install=bash"),
+        ("-sc install=tcsh", "--shell-completion needs one of install=bash"),
+        ("--shell-completion", "--shell-completion needs one of install=bash"),
+        ("-sc query=bash", "query=bash is asked by the shell only"),
+        ("--resolve", "--resolve works with --cfg only"),
+        ("--conf x", "--conf is not an option"),
+    ],
+)
+def test_flags_of_hydra_that_do_not_fit_are_one_line(
+    start: Start, monkeypatch: pytest.MonkeyPatch, words: str, part: str
+) -> None:
+    monkeypatch.delenv("COMP_LINE", raising=False)
+    assert part in start("train", *words.split()).line
+
+
+def test_a_search_is_for_training_only(start: Start) -> None:
+    """`start` gives no sweep, as plan and doctor do."""
+    line = start("train", "-m", "hydra/sweeper=search", "seed=1,2").line
+    assert line.startswith("a search needs the score of a training")
 
 
 def test_a_sweep_of_another_command_runs_every_job_and_fails_when_one_did(start: Start) -> None:

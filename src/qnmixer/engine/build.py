@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,6 +27,8 @@ def build_module(config: Config, projector: FanBeamProjector | None = None) -> R
     """
     measurement, loss = Measurement(config, projector), build_loss(config.loss)
     try_loss(config.loss.said, loss, config.data.image_size)
+    if config.model.has_weights:
+        check_gradient(config.loss, loss, config.data.image_size)
     module: RunModule = config.module.build(
         network=build_network(config, measurement.projector),
         loss=loss,
@@ -62,6 +65,15 @@ def build_loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
         return one_for_each(config.said, value, image)
 
     return of_each
+
+
+def check_gradient(config: LossConfig, loss: Callable[[Tensor, Tensor], Tensor], size: int) -> None:
+    """Raise PluginError for a loss without a gradient with respect to the image, which nothing can learn from."""
+    image = torch.linspace(0, 1, 2 * size**2, device="cpu").reshape(2, 1, size, size)
+    with torch.enable_grad():
+        value = loss(image.requires_grad_(), image.detach().sqrt())
+    if not value.requires_grad:
+        raise PluginError(f"{config.said} gives no gradient: compute it from the image with torch, without detach()")
 
 
 def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> Optimizer:

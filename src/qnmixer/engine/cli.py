@@ -30,6 +30,7 @@ from qnmixer.engine.config.compose import (
     compose,
     compose_as_given,
     compose_sweep,
+    fault_of_file,
     fitted,
     is_override,
     key_of,
@@ -79,7 +80,7 @@ def run(task: Task, check: Task, config_name: str, sweep: Sweep | None = None, c
         # Weights are made to be given away. Everything else may show patients.
         files = nullcontext() if config_name == "export" else private_files()
         with _raising_exceptions(), warnings_in_one_line(), files:
-            _compose_and_run(task, check, config_name, sweep or (lambda *_: nullcontext(_SWEEP_MODE)), complete)
+            _compose_and_run(task, check, config_name, sweep or _plain_sweep, complete)
     except KeyboardInterrupt as stop:
         print(str(stop) or "interrupted", file=sys.stderr)
         sys.exit(stop.code if isinstance(stop, Stopped) else 130)
@@ -133,14 +134,37 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
     # Hydra wants these flags first, and takes no override after another flag.
     arguments = sorted(arguments, key=lambda word: (word not in _SWEEP_FLAGS, not is_override(word)))
     parser = get_args_parser()
-    parser.exit_on_error = False
+    parser.exit_on_error = parser.allow_abbrev = False  # an ambiguous abbreviation would print lines, and exit
     try:
-        _, unknown = parser.parse_known_args(arguments)
+        flags, unknown = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}: --hydra-help lists these flags") from error
     if unknown:
         raise ConfigError(f"{unknown[0]} is not an option: write {unknown[0].lstrip('-')}=…")
+    _check_flags(flags)
     return arguments
+
+
+def _check_flags(flags: argparse.Namespace) -> None:
+    """Raise ConfigError for flags of Hydra that Hydra itself answers with a traceback."""
+    given = {"--run": flags.run, "--cfg": flags.cfg, "--info": flags.info, "--shell-completion": flags.shell_completion}
+    if len(together := [flag for flag, value in given.items() if value]) > 1:
+        raise ConfigError(f"{' and '.join(together)} do not go together: give one of them")
+    if flags.resolve and not (flags.cfg or flags.help):
+        raise ConfigError("--resolve works with --cfg only: add --cfg job")
+    if flags.shell_completion:
+        asked = [word for word in flags.overrides if re.fullmatch(r"(un)?install=\w+|query=\w+", word)]
+        if len(asked) != 1 or asked[0].partition("=")[2] not in ("bash", "fish", "zsh"):
+            raise ConfigError('--shell-completion needs one of install=bash, fish or zsh: eval "$(… -sc install=bash)"')
+        if asked[0].startswith("query=") and "COMP_LINE" not in os.environ:
+            raise ConfigError(f'{asked[0]} is asked by the shell only: type eval "$(… -sc install=bash)" once')
+
+
+def _plain_sweep(_: list[str], config: DictConfig) -> AbstractContextManager[str]:
+    """The sweep of a command that returns no score. Raises ConfigError for a search, which needs one."""
+    if "n_trials" in config.hydra.sweeper:
+        raise ConfigError("a search needs the score of a training: leave out hydra/sweeper=, or search with train")
+    return nullcontext(_SWEEP_MODE)
 
 
 def _is_sweep(arguments: list[str]) -> bool:
@@ -222,6 +246,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
 def _explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, UserError):
         return str(error)
+    if fault := fault_of_file(error):  # as --cfg job prints a config that nothing has composed before
+        return fault
     if isinstance(error, OSError | RuntimeError) and (line := _explain_system(error)):
         return line
     if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: importing torch takes seconds
@@ -313,6 +339,8 @@ def _explain_key(key: str, config_name: str) -> str:
     if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
         way = f", or choose another option of {group}" if group in known else ""
         return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
+    if key == "hydra" or key in groups:  # hydra=odd; a file's defaults that override another group, or their own
+        return f"{key} cannot be chosen here: name keys, as in {key}.KEY=…, and choose options on the command line"
     line = str(unknown_key(key, {*groups, *known}))
     targets = (it for it in owners() if it.endswith(f".{TARGET}"))
     takes_more = group in ("trainer", *(it.partition(".")[0] for it in targets))

@@ -106,6 +106,27 @@ def _check_sweep(overrides: list[str], config: DictConfig) -> None:
     wanted = f"{modes.get(config.monitor, 'max')}imize"
     if "direction" in sweeper and getattr(sweeper.direction, "name", sweeper.direction) != wanted:
         raise ConfigError(f"monitor={config.monitor} must be {wanted}d: set hydra.sweeper.direction={wanted}")
+    if "n_trials" in sweeper:
+        _check_search(overrides, sweeper)
+
+
+def _check_search(overrides: list[str], sweeper: DictConfig) -> None:
+    """Raise ConfigError for what Optuna would refuse after the sweep has begun, or never end."""
+    from hydra_plugins.hydra_optuna_sweeper._impl import create_params_from_overrides
+
+    for key in ("n_trials", "n_jobs"):
+        if sweeper[key] < 1:
+            raise ConfigError(f"hydra.sweeper.{key}={sweeper[key]} should be greater than or equal to 1")
+    for override in [*(f"{key}={value}" for key, value in (sweeper.params or {}).items()), *overrides]:
+        try:
+            distributions, _ = create_params_from_overrides([override])
+            if not all(
+                math.isfinite(getattr(drawn, "high", 0) - getattr(drawn, "low", 0)) for drawn in distributions.values()
+            ):
+                raise ValueError("its bounds must be finite")
+        except (ValueError, AssertionError, OverflowError, NotImplementedError) as error:
+            way = "give interval(LOW,HIGH) with LOW below HIGH (above 0 with log), or values as in KEY=A,B"
+            raise ConfigError(f"{override} cannot be searched ({first_line(error)}): {way}") from error
 
 
 def _varying_keys(overrides: list[str], config: DictConfig) -> list[str]:

@@ -132,7 +132,10 @@ def parse_compare(cfg: DictConfig) -> CompareConfig:
 def _parsed_measuring(schema: type[_Measuring], cfg: DictConfig) -> _Measuring:
     values = plain_values(cfg)
     require_sections(values, (*_OF_RUN, "evaluation"))
-    data, noise = (None if values[key].get(TARGET, "") is None else schema_of(key, values[key]) for key in _OF_RUN)
+    data, noise = (
+        None if isinstance(values[key], dict) and values[key].get(TARGET, "") is None else schema_of(key, values[key])
+        for key in _OF_RUN
+    )
     config = _parsed(
         schema,
         values,

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -201,6 +202,8 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
     for section in sections:
         if its_choices[section] == given[section]:
             continue
+        if not all(isinstance(values.get(section), dict) for values in (together, alone)):
+            continue  # a file of the user's that gives the section no keys: the checks say it
         own, shared = alone[section], _FOR_EVERY_OPTION.get(section, alone[section])
         for key, value in together[section].items():
             if any(f"{it}.".startswith(f"{section}.{key}.") for it in given):
@@ -226,13 +229,52 @@ def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = 
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         try:
             return hydra.compose(config_name, without_null(overrides), return_hydra_config=with_hydra)
-        except (ValueError, TypeError, AssertionError, RecursionError) as error:
+        except Exception as error:
+            if fault := fault_of_file(error):
+                raise ConfigError(fault) from error
             # Of Hydra: data=null, trainer=3, data=${oc.select:seed}, a number of 5,000 digits, or hundreds of brackets
+            if not isinstance(error, ValueError | TypeError | AssertionError | RecursionError):
+                raise
             groups = " ".join(o for o in overrides if (CONF / o.partition("=")[0]).is_dir())
             group = "give a group the name of one of its options, as in data=dicom"
             raise ConfigError(
                 f"{groups or 'a value'} cannot be read ({first_line(error)}): {group if groups else 'check the values'}"
             ) from error
+
+
+def fault_of_file(error: BaseException) -> str | None:
+    """The line for an error that Hydra met in a config file: file, line and fault. None: in no file.
+
+    Hydra's errors name no file. The frames in which they were raised know it.
+    """
+    from hydra.errors import HydraException
+
+    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
+        function, variables = frame.f_code.co_qualname, frame.f_locals
+        if function == "FileConfigSource.load_config":
+            path, line = Path(variables["full_path"]), _line_of(error, Path(variables["full_path"]))
+            parts = [getattr(error, name, None) for name in ("context", "problem", "reason")]  # of YAML, of encodings
+            fault = ", ".join(filter(None, parts)) or first_line(error.__cause__ or error)
+            return f"{path} cannot be read ({f'line {line}: ' if line else ''}{fault}): mend the file"
+        if function == "ConfigRepository.load_config" and not isinstance(error, RecursionError | HydraException):
+            return (
+                f"the defaults of {variables['config_path']}.yaml cannot be read ({first_line(error)}): mend the file"
+            )
+        if function == "_create_defaults_tree_impl" and isinstance(error, RecursionError) and "path" in variables:
+            return f"the defaults of {variables['path']}.yaml name itself, or a file that names it: take that name out"
+    return None
+
+
+def _line_of(error: BaseException, path: Path) -> int | None:
+    """The line of a file, from 1, in which an error of YAML or of the encoding lies."""
+    if mark := getattr(error, "problem_mark", None):
+        return int(mark.line) + 1
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as fault:
+        return fault.object.count(b"\n", 0, fault.start) + 1
+    position = getattr(error, "position", None)
+    return None if position is None else text.count("\n", 0, position) + 1
 
 
 def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
@@ -245,7 +287,10 @@ def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
 
     parsed = OverridesParser.create().parse_overrides(overrides)
     # A glob only finds names that exist.
-    values = [list(_values(override)) for override in parsed if override.value_type != ValueType.GLOB_CHOICE_SWEEP]
+    given = [override for override in parsed if override.value_type != ValueType.GLOB_CHOICE_SWEEP]
+    values = [list(_values(override)) for override in given]
+    if empty := next((it.input_line for it, its in zip(given, values, strict=True) if not its), None):
+        raise ConfigError(f"{empty} has no value: give at least one")
     first = [its[0] for its in values]
     for i, its in enumerate(values):
         for value in its[1:]:
