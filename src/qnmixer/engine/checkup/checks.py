@@ -4,7 +4,6 @@ import logging
 import math
 import platform
 import shutil
-import tempfile
 import time
 import warnings
 from collections import Counter
@@ -25,6 +24,7 @@ from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_repl
 from qnmixer.engine.config.sections import MemoryConfig, SingleConfig
 from qnmixer.engine.memory.usage import MIB
 from qnmixer.engine.parallel.devices import check_precision, choose_device, resolve_devices
+from qnmixer.engine.processes.folders import temporary_folder
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import RankFailed, UserError
@@ -136,8 +136,7 @@ def check_run(config: Config) -> Iterator[Check]:
     fix = "python -m qnmixer.train with these settings prints where it fails"
     if n > 1:
         fix += "; if this checkup passes with strategy=single, the fault is between the processes"
-    with tempfile.TemporaryDirectory(prefix="qnmixer-doctor-") as temporary, _silence():
-        folder = Path(temporary)
+    with temporary_folder("doctor") as folder, _silence():
         try:
             if config.strategy.name == "single":
                 examine(config, Run(folder))

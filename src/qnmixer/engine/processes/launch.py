@@ -6,7 +6,6 @@ The process that the user started does not train. It watches the ranks. If one f
 import logging
 import signal
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable
 from types import FrameType
@@ -16,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from qnmixer.engine.processes.folders import temporary_folder
 from qnmixer.engine.processes.process import SIGNALS, Echo, handle_signals
 from qnmixer.errors import RankFailed, Stopped
 
@@ -46,7 +46,7 @@ def launch(
     """
     _quieten_agent()
     stop = _AskToStop(ask_to_stop)
-    with tempfile.TemporaryDirectory(prefix="qnmixer-ranks-") as log_dir, handle_signals(SIGNALS, stop):
+    with temporary_folder("ranks") as log_dir, handle_signals(SIGNALS, stop):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -56,7 +56,7 @@ def launch(
             local_addr="localhost",
             max_restarts=0,
             run_id=uuid.uuid4().hex,
-            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+            logs_specs=DefaultLogsSpecs(log_dir=str(log_dir)),
         )
         config.signals_to_handle = ""  # the agent handles none; torch before 2.9 has no such field
         try:

@@ -16,6 +16,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from qnmixer.engine.config.compose import CONF, LENGTH, SEARCH_PATH, compose, key_of, of_hydra, quoted, values_of
+from qnmixer.engine.processes.folders import remove_left_folders
 from qnmixer.engine.processes.process import rank
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.tracking.records import (
@@ -133,6 +134,7 @@ class Run:
             yield
             return
         with run_lock(self.folder):
+            remove_left_folders()
             for left in filter(is_temporary, self.folder.rglob(".*")):
                 left.unlink(missing_ok=True)
             if not is_run(self.folder):

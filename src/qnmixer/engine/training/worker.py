@@ -10,13 +10,13 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import warnings
 from contextlib import suppress
 from pathlib import Path
 
 from qnmixer.engine.cli import explain, lasting_output, warnings_in_one_line
 from qnmixer.engine.config.run import Config, parse, to_plain
+from qnmixer.engine.processes.folders import temporary_folder
 from qnmixer.engine.processes.process import (
     by_srun,
     end_after_sigterm,
@@ -76,7 +76,7 @@ def fit_in_processes(config: Config, run: Run, fit: str) -> float:
     assert n_devices is not None
     try:
         _check_inputs(config, run)
-        with tempfile.TemporaryDirectory(prefix="qnmixer-job-") as temporary:
+        with temporary_folder("job") as temporary:
             job = {
                 "fit": fit,
                 "config": to_plain(config),
@@ -84,7 +84,7 @@ def fit_in_processes(config: Config, run: Run, fit: str) -> float:
                 "overrides": run.overrides,
                 "launcher": os.getpid(),
             }
-            path = Path(temporary, "job.json")
+            path = temporary / "job.json"
             path.write_text(json.dumps(job), encoding="utf-8")
             launch(
                 ["-m", "qnmixer.engine.training.worker", str(path)],
