@@ -47,8 +47,9 @@ class Muon(Optimizer):
         for group in self.param_groups:
             if group["lr"] is None:
                 group["lr"] = lr if group["orthogonal"] or adamw_lr is None else adamw_lr
-        # The same groups: it adds its own options to them. Fused: one operator for all weights of a group.
-        self._adamw = AdamW(self.param_groups, betas=betas, fused=True)
+        # Fused: one operator for all weights of a group. Elsewhere torch chooses.
+        fused = all(p.device.type in ("cpu", "cuda") for group in self.param_groups for p in group["params"]) or None
+        self._adamw = AdamW(self.param_groups, betas=betas, fused=fused)  # the same groups: it adds its own options
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
