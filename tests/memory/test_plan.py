@@ -137,7 +137,8 @@ def test_a_finer_grid_counts_where_a_device_simulates_from_it(planner: Planner, 
 def test_growth_is_what_an_iteration_more_adds(planner: Planner) -> None:
     config = config_of("model.n_iterations=4")
     longer = planner.estimate(override(config, "model.n_iterations=5")).peak
-    assert planner.growth(config) == pytest.approx(longer - planner.estimate(config).peak, rel=0.01)
+    # Not by the same bytes each: H has one pair more in each iteration.
+    assert planner.growth(config) == pytest.approx(longer - planner.estimate(config).peak, rel=0.02)
     assert planner.growth(override(config, "model.n_iterations=1")) is None
     regformer = config_of("model=regformer model.channels=18 model.n_iterations=5")  # its blocks alternate
     longer = planner.estimate(override(regformer, "model.n_iterations=7")).peak

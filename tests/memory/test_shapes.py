@@ -91,11 +91,14 @@ def test_random_states_stay() -> None:
 
 
 def test_torch_is_asked_once_for_each_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another mode of memory, or iterations more, have hardly a new one. So a plan of many settings takes seconds."""
+    """Another mode of memory, or iterations more, have few new ones. So a plan of many settings takes seconds.
+
+    Those of H are new in each iteration, because it has a pair more.
+    """
     monkeypatch.setattr(_Shapes, "_known", {})
     planner = Planner(config := parse(compose("train", [*SMALL, "model.n_iterations=4"])))
     planner.estimate(config)
     known = len(_Shapes._known)
     planner.estimate(override(config, "model.n_iterations=6"))
     planner.estimate(override(config, "memory=recompute"))
-    assert known < len(_Shapes._known) < 1.2 * known
+    assert known < len(_Shapes._known) < 1.3 * known

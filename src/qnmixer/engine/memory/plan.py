@@ -60,9 +60,9 @@ class Planner:
         T = config.model.T
         if isinstance(config.strategy, PipelineConfig) or T < 2:
             return None
-        fewer = max(1, 2 * (T // 4))  # an even number: two kinds of block may alternate
-        shorter = with_iterations(config, T - fewer)
-        return (self.estimate(config).peak - self.estimate(shorter).peak) / fewer
+        more = 2  # an even number: two kinds of block may alternate
+        longer = with_iterations(config, T + more)
+        return (self.estimate(longer).peak - self.estimate(config).peak) / more
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
         """The plan of each device that works on one batch, first stage first. Only a pipeline has several."""
