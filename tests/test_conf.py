@@ -5,8 +5,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer import models
-from qnmixer.engine.config.compose import CONF, compose
-from qnmixer.engine.config.options import options, values_of_option
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.files import CONF, options, values_of_option
 from qnmixer.engine.config.run import parse
 
 FILES = sorted(CONF.rglob("*.yaml"))

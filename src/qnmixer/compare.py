@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from qnmixer.engine import cli
 from qnmixer.engine.config.commands import CompareConfig, check_slices, parse_compare
 from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.config.groups import NoiseConfig
+from qnmixer.engine.config.targets import NoiseConfig
 from qnmixer.engine.sweeps import find_sweep
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_no_links, check_unused, path_of

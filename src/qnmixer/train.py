@@ -20,8 +20,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.compose import CONF, compose_as_given, search_path_in
+from qnmixer.engine.config.compose import compose_as_given, search_path_in
 from qnmixer.engine.config.data import check_data
+from qnmixer.engine.config.files import CONF
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.processes.process import is_rank, loading
 from qnmixer.engine.sweeps import Job, run_jobs, sweep

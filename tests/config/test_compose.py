@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.config.compose import CONF, compose, compose_as_given, compose_sweep, fitted, with_search_path
+from qnmixer.engine.config.compose import compose, compose_as_given, compose_sweep, fitted, with_search_path
+from qnmixer.engine.config.files import CONF
 from qnmixer.engine.config.run import parse
 from qnmixer.errors import ConfigError
 

@@ -24,8 +24,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from qnmixer.engine.config.checking import answer, as_typed, unknown_key
 from qnmixer.engine.config.compose import (
-    CONF,
     OF_A_RUN,
     compose,
     compose_as_given,
@@ -35,15 +35,7 @@ from qnmixer.engine.config.compose import (
     key_of,
     with_search_path,
 )
-from qnmixer.engine.config.options import (
-    TARGET,
-    answer,
-    as_typed,
-    files_of,
-    flat_keys,
-    owners,
-    unknown_key,
-)
+from qnmixer.engine.config.files import CONF, TARGET, files_of, flat_keys, owners
 from qnmixer.engine.config.sections import PassedOn
 from qnmixer.engine.processes.process import is_rank, rank, world_size
 from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, suggest, visible

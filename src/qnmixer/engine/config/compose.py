@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from qnmixer.engine.config.files import CONF
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-CONF = (Path(__file__).parents[2] / "conf").resolve()
-"""In a clone, a link to conf/ of the repository; in a wheel, a copy of the files."""
 OF_A_RUN = ("train", "plan", "doctor")
 """Commands with the full config of a run; the others read it from a run folder."""
 LENGTH = ("trainer.max_steps", "trainer.max_epochs")

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.checkpoints import digest_of_weights
 from qnmixer.engine.config.data import DataConfig, FolderData, MixedData
-from qnmixer.engine.config.options import keys_of
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import EvaluationConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
@@ -37,7 +36,7 @@ _N_WORST = 9
 def what_was_evaluated(module: Reconstructor) -> dict[str, Any]:
     """The entry of results.json that says what a table measures: a digest of the weights, the slices, the noise."""
     weights = digest_of_weights(module.state_dict())
-    return {"weights": weights, "data": kind_of(module.config.data), "noise": keys_of(module.config.noise)}
+    return {"weights": weights, "data": kind_of(module.config.data), "noise": module.config.noise.plain()}
 
 
 def kind_of(data: DataConfig) -> str:

@@ -6,7 +6,7 @@ from math import inf, isfinite, isnan, nan
 from statistics import mean, stdev
 from typing import Any
 
-from qnmixer.engine.config.sections import MetricConfig, default_metrics
+from qnmixer.engine.config.targets import MetricConfig, default_metrics
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.reports.terminal import in_digits
 
