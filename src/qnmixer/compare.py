@@ -20,9 +20,9 @@ from qnmixer.errors import ConfigError
 from qnmixer.files import check_no_links, check_unused, path_of
 
 
-def compare(cfg: DictConfig) -> None:
+def compare(config: CompareConfig) -> None:
     """Print the tables of a comparison and write its results into a folder."""
-    config, overrides = parse_compare(cfg), list(HydraConfig.get().overrides.task)
+    overrides = list(HydraConfig.get().overrides.task)
     sweeps = [find_sweep(sweep) for sweep in config.sweep]
     print(f"comparing the jobs of {', '.join(map(str, sweeps))} (loading PyTorch …)", flush=True)
     from qnmixer.engine.reports.terminal import Console

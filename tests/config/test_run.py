@@ -8,7 +8,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
-from qnmixer.engine.config.compose import compose, fitted
+from qnmixer.engine.config.compose import compose, with_one_limit
 from qnmixer.engine.config.data import AsTrained, FolderData, PhantomData
 from qnmixer.engine.config.files import CONF
 from qnmixer.engine.config.run import (
@@ -205,8 +205,8 @@ def test_files_of_other_versions() -> None:
 def test_epochs_given_alone_are_the_only_limit(overrides: list[str], length: tuple[int, int | None]) -> None:
     trainer = train(*overrides).trainer
     assert (trainer.max_steps, trainer.max_epochs) == length
-    once = fitted("train", ["--cfg", "job", *overrides])
-    assert fitted("train", once) == once
+    once = with_one_limit(["--cfg", "job", *overrides])
+    assert with_one_limit(once) == once
 
 
 def test_evaluate_as_trained_and_otherwise() -> None:

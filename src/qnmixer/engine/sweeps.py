@@ -23,7 +23,6 @@ from typing import IO, Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.cli import TRACEBACK
 from qnmixer.engine.config.checking import validated
 from qnmixer.engine.config.compose import quoted
 from qnmixer.engine.config.run import Config
@@ -303,7 +302,7 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
     job.folder.mkdir(parents=True, exist_ok=True)
     if read_results(job.folder):  # a resumed job must not show the end of its first part
         amend(job.folder, job.overrides, status="running", error=None)
-    environment = {name: value for name, value in os.environ.items() if name != TRACEBACK}  # set by cli
+    environment = {**os.environ}
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if n_threads is not None:

@@ -1,6 +1,7 @@
 """Check values by pydantic, and say in one line what is wrong: the key as typed, why, and what then works."""
 
 import difflib
+import re
 from collections.abc import Collection, Mapping
 from math import isfinite
 from typing import Any
@@ -143,14 +144,17 @@ def has_no_value(key: str) -> ConfigError:
     return ConfigError(f"{key} has no value: give one with {key}=…")
 
 
-def unknown_key(key: str, known: Collection[str] = ()) -> ConfigError:
+def unknown_key(key: str, known: Collection[str] = (), only: Collection[str] | None = None) -> ConfigError:
     """The error for a key that does not exist: the options that have it, or the nearest key.
 
-    known: keys beside those of the options in conf/.
+    Args:
+        key: as typed.
+        known: keys beside those of the options in conf/.
+        only: the keys of a command that has no others; None: all of a run.
     """
     section, _, name = key.partition(".")
     parent, _, leaf = key.rpartition(".")
-    if way := answer(key):
+    if way := answer(key, only):
         return ConfigError(way)
     if name == "name":
         return ConfigError(f"{key} is no key: choose an option by its name, as in {section}={options(section)[0]}")
@@ -167,7 +171,12 @@ def unknown_key(key: str, known: Collection[str] = ()) -> ConfigError:
     return ConfigError(f"unknown key {key}: --cfg job prints all keys, --cfg hydra those of Hydra")
 
 
-def answer(word: str) -> str | None:
-    """The message for a key, or an option as GROUP=OPTION, that people know from elsewhere; None for another word."""
-    ways = (way for known, way in answers().items() if f"{word}.".startswith(f"{known}."))
-    return next((f"{word} is not known here: {way}" for way in ways), None)
+def answer(word: str, only: Collection[str] | None = None) -> str | None:
+    """The message for a key, or an option as GROUP=OPTION, that people know from elsewhere; None for another word.
+
+    only: the keys of a command that has no others. Ways that name others are no ways there.
+    """
+    ways = [way for known, several in answers().items() if f"{word}.".startswith(f"{known}.") for way in several]
+    if only is not None:
+        ways = [way for way in ways if {*re.findall(r"\b([a-z][\w.]*)=", way)} <= {*only}]
+    return f"{word} is not known here: {ways[0]}" if ways else None

@@ -91,8 +91,8 @@ def owners() -> dict[str, list[str]]:
 
 
 @cache
-def answers() -> dict[str, str]:
-    """What to write instead of keys and options that people know from elsewhere."""
+def answers() -> dict[str, list[str]]:
+    """What to write instead of keys and options that people know from elsewhere: ways, of which a command has one."""
     values = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("answers.yaml")))
     assert isinstance(values, dict)
-    return {str(key): str(way) for key, way in values.items()}
+    return {str(key): ways if isinstance(ways, list) else [str(ways)] for key, ways in values.items()}

@@ -67,7 +67,7 @@ class Target(Section):
     n_positional: ClassVar[int] = 0
     supplied: ClassVar[tuple[str, ...]] = ()
 
-    target: str = Field(alias="_target_")
+    target: str = Field(alias="_target_", strict=True)
     _place: str = PrivateAttr("")
 
     @model_validator(mode="after")

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qnmixer.engine.config.sections import MemoryConfig
-from qnmixer.errors import ConfigError, suggest
 from qnmixer.models.unrolled import S, UnrolledNetwork
 
 # Copying smaller tensors to the host and back costs more than it frees.
@@ -24,8 +23,6 @@ def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig, host:
 
     Args:
         host: where offloading moves tensors. The plan has another place for their shapes.
-
-    Raises ConfigError for a name without a mode.
     """
     match config.name:
         case "keep":  # autograd stores the graph by itself
@@ -37,8 +34,6 @@ def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig, host:
                     block.forward = MethodType(_recomputed_forward, block)
         case "offload":
             network.loop = partial(_offloading_loop, host=host)
-        case name:
-            raise ConfigError(f"memory={name} is not known: {suggest(name, ['keep', 'recompute', 'offload'])}")
 
 
 def _recomputed_forward(block: nn.Module, *inputs: Tensor) -> Tensor:
