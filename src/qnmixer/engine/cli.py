@@ -36,7 +36,7 @@ from qnmixer.engine.config.compose import (
     with_one_limit,
     with_search_path,
 )
-from qnmixer.engine.config.files import CONF, TARGET, files_of, flat_keys, is_group, owners
+from qnmixer.engine.config.files import CONF, TARGET, files_of, flat_keys, is_group, option_of, owners
 from qnmixer.engine.config.sections import PassedOn
 from qnmixer.engine.config.texts import with_texts
 from qnmixer.engine.processes.process import is_rank, rank, world_size
@@ -241,7 +241,7 @@ def explain(error: BaseException, config_name: str, words: list[str] | None = No
 
 def _explain(error: BaseException, config_name: str, words: list[str]) -> str | None:
     if isinstance(error, UserError):
-        return str(error)
+        return _explain_untyped(str(error), words)
     if isinstance(error, OSError | RuntimeError) and (line := _explain_system(error)):
         return line
     if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: importing torch takes seconds
@@ -250,7 +250,8 @@ def _explain(error: BaseException, config_name: str, words: list[str]) -> str | 
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
     if type(error).__module__.startswith("wandb."):
-        return f"W&B: {first_line(error)}: run `wandb login` once, or leave logger.wandb.mode=offline"
+        login = "run `wandb login` once, or " * bool(re.search(r"(?i)api.?key|log.?in|40[13]|permission", str(error)))
+        return f"W&B: {first_line(error)}: {login}leave logger.wandb.mode=offline"
     if type(error).__name__ == "MisconfigurationException":  # of Lightning, for callbacks that do not fit the run
         return f"Lightning refuses this run: {first_line(error)}"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
@@ -289,6 +290,20 @@ def _explain_system(error: OSError | RuntimeError) -> str | None:
     else:
         return None
     return f"{what}: choose another place (hydra.run.dir=…, output=…)"
+
+
+def _explain_untyped(line: str, words: list[str]) -> str:
+    """The line for a key that another option has, if a file set it and not the command line."""
+    key, stands, owning = line.partition(" works with ")
+    typed = {key_of(word): word.partition("=")[2] for word in words}
+    if not stands or key in typed or not typed:
+        return line
+    group = key.partition(".")[0]
+    if target := typed.get(f"{group}.{TARGET}"):
+        option = option_of(group, target)
+        choice = f"{group}=custom {group}.{TARGET}={target}" if option == target else f"{group}={option}"
+        return f"{key} belongs to the option of {group} before {group}.{TARGET}={target}: write {choice}"
+    return f"{key}, which a config file sets, works with {owning.partition(' only')[0]} only: ~{key} leaves it out"
 
 
 _PATHS = {"train": ("resume", "data.root"), "compare": ("sweep",), "evaluate": ("run",), "export": ("run", "output")}

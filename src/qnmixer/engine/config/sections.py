@@ -206,3 +206,9 @@ class WandbConfig(Section):
     run_name: str | None  # None: in a sweep the overrides of this job only, else setting and run folder
     group: str | None  # None: the sweep
     notes: str | None = None
+
+    @model_validator(mode="after")
+    def _project_of_wandb(self) -> Self:
+        if bad := next((letter for letter in self.project if letter in "/\\#?%:"), None):
+            raise ValueError(f"project={self.project} has a {bad}, which W&B refuses: give logger.wandb.project=NAME")
+        return self

@@ -211,9 +211,6 @@ class Target(Section):
 def _no_argument(section: Target, name: str, own: Collection[str]) -> ConfigError:
     """The error for an argument that a target does not have."""
     key, target = f"{section.section}.{name}", section.target
-    if owners().get(key) and option_of(section.group, target) == target:  # of the option before `_target_` was given
-        choice = f"{section.group}={_CUSTOM} {section.as_typed}"
-        return PluginError(f"{target} has no argument {name}, which {section.group}=… sets: write {choice}")
     if answer(key) or key in owners():
         return unknown_key(key)
     if near := difflib.get_close_matches(name, own, n=1):
