@@ -28,7 +28,7 @@ class Section(BaseModel):
     A rule between its keys is a validator that raises ValueError. Its message begins with the key.
     """
 
-    model_config = VALUES | ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = VALUES | ConfigDict(extra="forbid", protected_namespaces=(), defer_build=True)
 
     def plain(self) -> dict[str, Any]:
         """Its keys as on a command line, as numbers, texts, lists and dicts."""

@@ -281,7 +281,7 @@ def _kind_of_source(values: Any) -> str:
         return "phantoms"
     if "sources" in values:
         return "mixed"
-    if "patient_from" in values:
+    if {"patient_from", "val_fraction"} & values.keys():
         return "folder"
     return "pairs" if "root" in values and is_trusted(target, ()) else "other"
 
