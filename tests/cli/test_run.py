@@ -156,6 +156,8 @@ def test_a_wrong_word_is_one_short_line(start: Start, words: str, line: str) -> 
         ("train --experiment demo", "--experiment is not an option: write experiment=…"),
         ("train --gpus 1", "--gpus is not an option: gpus is not known here: use trainer.devices=…"),
         ("train --max_epochs 3", "--max_epochs is not an option: unknown key max_epochs: did you mean trainer.max_ep"),
+        ("train --config-name=mine", "--config-name has no use here: leave it out"),
+        ("train --experimental-rerun=a.pickle", "--experimental-rerun has no use here: leave it out"),
         ("train logger=null", "logger=null is not known here: use logger=csv"),
         ("train optimizer=adamw ~optimizer", "the config has no optimizer: choose one with optimizer=…"),
         ("train runs/x", "runs/x is not KEY=VALUE: write resume=runs/x or data.root=runs/x"),

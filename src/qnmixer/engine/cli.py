@@ -48,6 +48,8 @@ from qnmixer.machine import wait_briefly
 
 TRACEBACK = "HYDRA_FULL_ERROR"
 _SWEEP_FLAGS = {"-m", "--multirun"}
+_RUN_FLAGS = {"-r", "--run"}
+_SHOW_FLAGS = {"-c", "--cfg", "-i", "--info", "-sc", "--shell-completion", "--hydra-help"}
 _SWEEP_MODE = "hydra.mode=MULTIRUN"
 Check = Callable[[DictConfig], Any]
 Task = Callable[[Any], object]
@@ -86,17 +88,19 @@ def run(
                 return
             words = completed(words, config_name, complete)
             overrides = [word for word in words if not word.startswith("-")]
-            flags = {word for word in words if word.startswith("-")}
+            flags = {word.partition("=")[0] for word in words if word.startswith("-")} - _RUN_FLAGS
             if flags & {"--help", "-h"}:
                 print(usage(compose(config_name, overrides, with_hydra=True), config_name))
             elif _is_sweep(words):
                 if further := sorted(flags - _SWEEP_FLAGS):
                     raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(further)}")
                 _run_jobs(job or (lambda cfg: task(check(cfg))), config_name, overrides, sweep)
-            elif flags:
+            elif flags & _SHOW_FLAGS:
                 if flags & {"--cfg", "-c"}:
                     compose(config_name, [*filter(is_override, words)])  # for its line about what is wrong
                 _show(config_name, words)
+            elif flags:
+                raise ConfigError(f"{min(flags)} has no use here: leave it out (--config-dir FOLDER adds your options)")
             else:
                 run_once(task, check, config_name, overrides)
     except KeyboardInterrupt as stop:
@@ -127,8 +131,8 @@ def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -
 def _run_jobs(job: Task, config_name: str, overrides: list[str], sweep: Sweep | None) -> None:
     """Run the jobs of a sweep. Raises the error of the first that failed, after the last."""
     failures: list[Exception] = []
-    around = sweep(overrides, compose_sweep(config_name, overrides)) if sweep else nullcontext(_SWEEP_MODE)
-    with around as one_more, _hydra(config_name) as app:
+    first = compose_sweep(config_name, overrides)
+    with sweep(overrides, first) if sweep else nullcontext(_SWEEP_MODE) as one_more, _hydra(config_name) as app:
         words = dict.fromkeys([*overrides, _SWEEP_MODE, one_more])
         app.multirun(config_name, _storing_errors(job, failures), [*words], with_log_configuration=False)
     if failures:
