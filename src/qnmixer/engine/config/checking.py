@@ -160,7 +160,9 @@ def unknown_key(key: str, known: Collection[str] = (), only: Collection[str] | N
         return ConfigError(f"{key} is no key: choose an option by its name, as in {section}={options(section)[0]}")
     if having := owners().get(key):
         return ConfigError(f"{key} works with {section}={' or '.join(having)} only: choose that, or leave {key} out")
-    others = sorted(other for other in {*known, *owners()} if not other.endswith(TARGET))
+    groups = None if only is None else {other.partition(".")[0] for other in only}
+    all_keys = sorted(other for other in {*known, *owners()} if not other.endswith(TARGET))
+    others = [other for other in all_keys if groups is None or other.partition(".")[0] in groups]
     same = [other for other in others if other.endswith(f".{leaf}")]
     beside = {other.rpartition(".")[2]: other for other in others if other.rpartition(".")[0] == parent}
     near = [beside[word] for word in difflib.get_close_matches(leaf, beside, n=1)]
@@ -178,5 +180,5 @@ def answer(word: str, only: Collection[str] | None = None) -> str | None:
     """
     ways = [way for known, several in answers().items() if f"{word}.".startswith(f"{known}.") for way in several]
     if only is not None:
-        ways = [way for way in ways if {*re.findall(r"\b([a-z][\w.]*)=", way)} <= {*only}]
+        ways = [way for way in ways if {*re.findall(r"(?:^|\buse )([a-z][\w.]*)=", way)} <= {*only}]
     return f"{word} is not known here: {ways[0]}" if ways else None
