@@ -178,7 +178,9 @@ def answer(word: str, only: Collection[str] | None = None) -> str | None:
 
     only: the keys of a command that has no others. Ways that name others are no ways there.
     """
-    ways = [way for known, several in answers().items() if f"{word}.".startswith(f"{known}.") for way in several]
-    if only is not None:
-        ways = [way for way in ways if {*re.findall(r"(?:^|\buse )([a-z][\w.]*)=", way)} <= {*only}]
-    return f"{word} is not known here: {ways[0]}" if ways else None
+    known_ways = [way for known, ways in answers().items() if f"{word}.".startswith(f"{known}.") for way in ways]
+    if not known_ways:
+        return None
+    named = {way: {*re.findall(r"(?:^|\buse )([a-z][\w.]*)=", way)} for way in known_ways}
+    ways = [way for way, keys in named.items() if only is None or keys <= {*only}]
+    return f"{word} is not known here: {ways[0] if ways else 'a run has it from its training'}"
