@@ -41,7 +41,7 @@ def test_a_class_of_somebody_is_imported_only_if_trusted(
     (tmp_path / "somebodys.py").write_text("")
     path = tmp_path / "theirs.safetensors"
     config = other_config("model=learn")
-    config.model._target_ = "somebodys.Network"
+    config.model.target = "somebodys.Network"
     path.write_bytes(encode(config, {"weight": torch.zeros(1)}))
     with pytest.raises(PluginError, match=r"add trust=somebodys$"):
         qnmixer.load_pretrained(str(path))

@@ -14,15 +14,15 @@ from omegaconf import DictConfig
 from qnmixer.engine import cli
 from qnmixer.engine.config.commands import CompareConfig, check_slices, parse_compare
 from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.config.groups import NoiseConfig
+from qnmixer.engine.config.targets import NoiseConfig
 from qnmixer.engine.sweeps import find_sweep
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_no_links, check_unused, path_of
 
 
-def compare(cfg: DictConfig) -> None:
+def compare(config: CompareConfig) -> None:
     """Print the tables of a comparison and write its results into a folder."""
-    config, overrides = parse_compare(cfg), list(HydraConfig.get().overrides.task)
+    overrides = list(HydraConfig.get().overrides.task)
     sweeps = [find_sweep(sweep) for sweep in config.sweep]
     print(f"comparing the jobs of {', '.join(map(str, sweeps))} (loading PyTorch …)", flush=True)
     from qnmixer.engine.reports.terminal import Console

@@ -12,17 +12,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.commands import parse_doctor
+from qnmixer.engine.config.commands import DoctorConfig, parse_doctor
 
 
-def doctor(cfg: DictConfig) -> None:
+def doctor(config: DoctorConfig) -> None:
     """Run all checks, print each one when it is done, and exit with 1 if one failed."""
     from qnmixer.engine.checkup.checks import checkup
 
-    config = parse_doctor(cfg)
     checks = []
     for check in checkup(config.run, Path(HydraConfig.get().runtime.output_dir)):
         checks.append(check)

@@ -16,16 +16,16 @@ from qnmixer.files import check_unused
 from qnmixer.weights import check_weights
 
 
-def evaluate(cfg: DictConfig) -> None:
+def evaluate(config: EvaluateConfig) -> None:
     """Print the table of one evaluation, and write table, picture and scores per image into a folder."""
-    print(f"evaluating {cfg.run} (loading PyTorch …)", flush=True)
+    print(f"evaluating {config.run} (loading PyTorch …)", flush=True)
     from qnmixer.engine.evaluation.run import evaluate_run
 
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)
     with run_lock(folder):
         check_unused("hydra.run.dir", folder)  # two evaluations that start in the same second get the same folder
-        evaluate_run(parse_evaluate(cfg), folder, list(hydra_config.overrides.task))
+        evaluate_run(config, folder, list(hydra_config.overrides.task))
 
 
 def check(cfg: DictConfig) -> EvaluateConfig:

@@ -18,11 +18,11 @@ from qnmixer.files import check_there
 from qnmixer.weights import PRETRAINED, SUFFIX
 
 
-def export(cfg: DictConfig) -> None:
+def export(config: ExportConfig) -> None:
     """Write the weights and the card."""
     from qnmixer.extras.export_run import export_run
 
-    export_run(parse_export(cfg))
+    export_run(config)
 
 
 def check(cfg: DictConfig) -> ExportConfig:

@@ -5,17 +5,15 @@ python -m qnmixer.plan experiment=paper_aapm device=V100-32   # takes all overri
 python -m qnmixer.plan memory=recompute format=json           # one object, for programs
 """
 
-from omegaconf import DictConfig
-
 from qnmixer.engine import cli
-from qnmixer.engine.config.commands import parse_plan
+from qnmixer.engine.config.commands import PlanConfig, parse_plan
 
 
-def plan(cfg: DictConfig) -> None:
+def plan(config: PlanConfig) -> None:
     """Print the plan of one run."""
     from qnmixer.engine.memory.report import print_plan
 
-    print_plan(parse_plan(cfg))
+    print_plan(config)
 
 
 def main() -> None:

@@ -15,12 +15,11 @@ from qnmixer.files import check_no_nifti, check_there, check_unused
 from qnmixer.weights import check_weights
 
 
-def reconstruct(cfg: DictConfig) -> None:
+def reconstruct(config: ReconstructConfig) -> None:
     """Write the reconstruction of every slice or sinogram of `input` into `output`."""
-    print(f"reconstructing {cfg.input} by {cfg.run} (loading PyTorch …)", flush=True)
+    print(f"reconstructing {config.input} by {config.run} (loading PyTorch …)", flush=True)
     from qnmixer.engine.inference.reconstruct import reconstruct_input
 
-    config = check(cfg)  # checked here as well: a sweep does not check its jobs
     Path(config.output).mkdir(parents=True, exist_ok=True)  # one that cannot be made is reported before the work
     reconstruct_input(config)
 

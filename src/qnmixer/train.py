@@ -11,16 +11,12 @@ From a program: `from qnmixer.train import train`, and `train("experiment=demo")
 from dataclasses import dataclass
 from pathlib import Path
 
-import hydra
-from hydra.conf import HydraConf
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.compose import CONF, compose_as_given, search_path_in
+from qnmixer.engine.config.compose import search_path_in
 from qnmixer.engine.config.data import check_data
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.processes.process import is_rank, loading
@@ -67,33 +63,22 @@ def train(*overrides: str) -> Trained:
     try:
         with private_files():
             words = cli.completed([*overrides], "train", resume_overrides)
-        check(compose_as_given("train", words))
+            trained: Trained = cli.run_once(run, check, "train", words)
     except HydraException as error:  # an unknown key
-        raise ConfigError(cli.explain(error, "train")) from error
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name="train"), private_files():
-        hydra_of_conf = GlobalHydra.instance().hydra
-        assert hydra_of_conf is not None
-        done = hydra_of_conf.run("train", run, words, with_log_configuration=False)
-    trained: Trained = done.return_value  # raises the error of the run
+        raise ConfigError(cli.explain(error, "train", [*overrides])) from error
     return trained
 
 
-def run(cfg: DictConfig) -> Trained | float | None:
-    """Train one run: the task that Hydra calls. Returns the best monitored value for a sweep; None after a failure."""
-    hydra_config = HydraConfig.get()
-    folder = Path(hydra_config.runtime.output_dir)
-    # The record of a run has the user's own config folders too.
-    overrides = [*search_path_in([*hydra_config.overrides.hydra]), *hydra_config.overrides.task]
-    if hydra_config.mode == RunMode.MULTIRUN:  # a job of another launcher than ours, such as submitit
-        return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
-    record = Run(folder, overrides, cfg.resume)
+def run(config: Config) -> Trained:
+    """Train one run: the task that Hydra calls."""
+    record = Run(*_place(), config.resume)
     with record.lock():
-        print_begin(record, hydra_config)
+        print_begin(record, config)
         with loading():  # torch takes seconds
             from qnmixer.engine.checkpoints import find_checkpoint
             from qnmixer.engine.parallel.devices import resolve_devices
 
-        config = resolve_devices(check(cfg))
+        config = resolve_devices(config)
         check_processes(config)
         if is_rank():
             best = fit_as_rank(config, record, FIT)
@@ -103,14 +88,28 @@ def run(cfg: DictConfig) -> Trained | float | None:
             with loading():  # Lightning takes more seconds; the process that only watches ranks does not load it
                 from qnmixer.fit import fit
             best = fit(config, record)
-    return Trained(folder, find_checkpoint(folder), config.monitor, best)
+    return Trained(record.folder, find_checkpoint(record.folder), config.monitor, best)
 
 
-def print_begin(run: Run, hydra_config: HydraConf) -> None:
+def job(cfg: DictConfig) -> float | None:
+    """Train one job of a sweep under another launcher than ours, such as submitit.
+
+    Returns the best monitored value; None after a failure.
+    """
+    return run_jobs([Job(*_place(), cfg)], check, at_once=1)[0]
+
+
+def _place() -> tuple[Path, list[str]]:
+    """The folder that Hydra made, and the overrides. The record of a run has the user's own config folders too."""
+    of_hydra = HydraConfig.get()
+    return Path(of_hydra.runtime.output_dir), [*search_path_in([*of_hydra.overrides.hydra]), *of_hydra.overrides.task]
+
+
+def print_begin(run: Run, config: Config) -> None:
     """Print the first line of a run, before PyTorch is loaded: its folder and its settings."""
     what = "starting a run" if run.resume is None else "resuming the run"
-    choices = hydra_config.runtime.choices
-    chosen = ", ".join(f"{group}={choices[group]}" for group in ("experiment", "model", "data") if choices.get(group))
+    experiment = HydraConfig.get().runtime.choices.get("experiment")
+    chosen = f"experiment={experiment}, " * bool(experiment) + f"model={config.model.name}, data={config.data.name}"
     run.console.print(f"{what} in {run.folder}: {chosen} (loading PyTorch …)", highlight=False, soft_wrap=True)
 
 
@@ -127,7 +126,7 @@ def check(cfg: DictConfig) -> Config:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-train`, so that a shell can complete its keys."""
-    cli.run(run, check, "train", sweep, resume_overrides)
+    cli.run(run, check, "train", sweep, resume_overrides, job)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
 import copy
-import dataclasses
 import pickle
 import random
 import zipfile
@@ -62,7 +61,7 @@ def test_a_run_comes_back_as_it_was(tiny_module: Build, tmp_path: Path) -> None:
     save(module, tmp_path)
     assert set(torch.load(find_checkpoint(tmp_path), weights_only=True)["state_dict"]) == set(module.state_dict())
     again = load_run(tmp_path)
-    assert again.config == dataclasses.replace(module.config, callbacks={}, logger={})
+    assert again.config == module.config.changed(callbacks={}, logger={})
     y = module.projector(torch.rand(2, 1, 16, 16))
     assert torch.equal(again(y), module(y))
 
@@ -114,7 +113,7 @@ def test_a_folder_may_move_before_a_run_is_resumed(tiny_module: Build, tmp_path:
     checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": to_plain(config)}
     torch.save(checkpoint, tmp_path / "a.ckpt")
     for change, refused in (({"root": "/new", "num_workers": 1}, False), ({"split": "all"}, True)):
-        now = dataclasses.replace(config, data=dataclasses.replace(config.data, **change))
+        now = config.changed(data=config.data.changed(**change))
         with pytest.raises(CheckpointError, match="split=random, not all") if refused else nullcontext():
             resumable(now, tmp_path / "a.ckpt")
 

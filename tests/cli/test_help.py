@@ -2,7 +2,7 @@ import pytest
 
 from qnmixer.engine.cli import usage
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.options import flat_keys
+from qnmixer.engine.config.files import flat_keys
 
 COMMANDS = {
     "train": [],

@@ -1,4 +1,5 @@
 import errno
+import inspect
 import os
 import signal
 import sys
@@ -6,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,8 +15,10 @@ from omegaconf import DictConfig
 
 from qnmixer.engine import cli
 from qnmixer.engine.cli import explain
+from qnmixer.engine.config.checking import answer
 from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.engine.config.run import parse
+from qnmixer.engine.config.sections import TrainerConfig
 from qnmixer.errors import ConfigError, DataError, Stopped
 
 CHECKS = {"train": parse, "evaluate": parse_evaluate, "reconstruct": parse_reconstruct}
@@ -133,11 +137,13 @@ def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, m
         (f"data={'d' * 5000}", "dddddddddd"),
         ("x" * 5000, "xxxx"),
         (f"monitor={'v' * 5000}", "monitor=vvvv"),
-        ("noise=null", "noise=null cannot be read"),
-        ("data=${oc.select:seed}", "give a group the name of one of its options, as in data=dicom"),
+        ("noise=null", "noise=null is not known here: use noise=none"),
+        ("logger=null", "logger=null is not known here: use logger=csv"),
+        ("memory=null", "give memory the name of one of its options: keep, offload, recompute"),
+        ("data=${oc.select:seed}", "give data the name of one of its options: deeplesion, dicom"),
         ("data=${.}", "an option cannot be read ("),
         ("hydra=odd", "hydra cannot be chosen here: name keys, as in hydra.KEY=…"),
-        ("noise=null --cfg job", "a group has no option of that name: give it the name of one"),
+        ("memory=null --cfg job", "give memory the name of one of its options: keep, offload, recompute"),
         (f"tags={'[' * 400}{']' * 400}", "a value cannot be read (maximum recursion depth"),
         (f"seed={'{a:' * 100}1{'}' * 100}", "a value cannot be read (maximum recursion depth"),
     ],
@@ -148,6 +154,69 @@ def test_a_wrong_word_is_one_short_line(start: Start, words: str, line: str) -> 
     assert line in found
     assert "as_trained" not in found
     assert len(found) < 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("train --experiment demo", "--experiment is not an option: write experiment=…"),
+        ("train --gpus 1", "--gpus is not an option: gpus is not known here: use trainer.devices=…"),
+        ("train --max_epochs 3", "--max_epochs is not an option: unknown key max_epochs: did you mean trainer.max_ep"),
+        ("train --config-name=mine", "--config-name has no use here: leave it out"),
+        ("train --experimental-rerun=a.pickle", "--experimental-rerun has no use here: leave it out"),
+        ("train logger=null", "logger=null is not known here: use logger=csv"),
+        ("train optimizer=adamw ~optimizer", "the config has no optimizer: choose one with optimizer=…"),
+        ("train runs/x", "runs/x is not KEY=VALUE: write resume=runs/x or data.root=runs/x"),
+        ("evaluate runs/x", "runs/x is not KEY=VALUE: write run=runs/x"),
+        ("evaluate ckpt_path=a.ckpt", "ckpt_path is not known here: use run=RUN_FOLDER, or run=FILE.ckpt"),
+        ("reconstruct ckpt_path=a.ckpt", "ckpt_path is not known here: use run=RUN_FOLDER, or run=FILE.ckpt"),
+        ("evaluate resume=runs/x", "resume is not known here: use run=RUN_FOLDER"),
+        ("evaluate gpus=1", "gpus is not known here: use accelerator=gpu"),
+        (
+            "train experiment=demo optimizer._target_=torch.optim.NAdam",
+            "optimizer.adamw_lr belongs to the option of optimizer before optimizer._target_=torch.optim.NAdam: write "
+            "optimizer=custom optimizer._target_=torch.optim.NAdam",
+        ),
+        (
+            "train experiment=demo model._target_=qnmixer.models.LEARN",
+            "model.patch_size belongs to the option of model before model._target_=qnmixer.models.LEARN: write model=",
+        ),
+        (
+            "train experiment=second_order model=tv data.sources.slices.root=.",
+            "only: ~model.channels leaves it out",
+        ),
+        (
+            "train experiment=mine",
+            "my_conf/experiment/mine.yaml is not in a config folder of this command: add --con",
+        ),
+        ("train strategy.name=dpp", "strategy.name=dpp is not known: choose one of ddp, fsdp, pipeline, single"),
+    ],
+)
+def test_habits_get_a_line_with_what_works(start: Start, tmp_path: Path, words: str, line: str) -> None:
+    (tmp_path / "my_conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "my_conf" / "experiment" / "mine.yaml").touch()
+    assert line in start(*words.split()).line
+
+
+def test_what_these_lines_say_works(start: Start) -> None:
+    custom = ["experiment=demo", "optimizer=custom", "optimizer._target_=torch.optim.NAdam"]
+    for words in (
+        custom,
+        ["logger=csv", "~logger"],
+        ["callbacks=ema", "~callbacks"],
+        ["experiment=demo", "model=learn"],
+    ):
+        assert start.train(*words).ran
+
+
+def test_a_project_that_wandb_refuses_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "my/proj")
+    assert start("train").line.startswith("logger.wandb.project=my/proj has a /, which W&B refuses")
+
+
+def test_every_argument_of_lightning_has_an_answer() -> None:
+    for name in {*inspect.signature(L.Trainer).parameters} - {*TrainerConfig.model_fields}:
+        assert (answer(f"trainer.{name}") or "").startswith(f"trainer.{name} is not known here: ")
 
 
 @pytest.mark.parametrize("words", ["foo.bar=1", "memory.recompute=true", "hydra.run.dirr=a", "model.batch_size=2"])
@@ -221,10 +290,10 @@ def test_home_is_the_users(start: Start, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_flags_and_overrides_stand_in_any_order(start: Start) -> None:
     given = ["experiment=demo", "--cfg", "job", "model=regformer", "trainer.max_epochs=2"]
-    own = ["model.n_iterations=12", "model.channels=96", "trainer.max_steps=-1"]
+    own = ["model=regformer", "trainer.max_steps=-1"]
     completed = cli.completed(given, "train")
     assert completed[-2:] == ["--cfg", "job"]
-    assert {*completed[:-2]} == {given[0], *given[3:], *own}
+    assert {*completed[:-2]} == {given[0], given[4], *own}
     outcome = start("train", "--cfg", "job")
     assert (outcome.code, outcome.ran) == (0, False)
 

@@ -11,7 +11,8 @@ from PIL import Image
 
 from qnmixer.compare import check, compare
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config.compose import CONF, compose
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.files import CONF
 from qnmixer.engine.config.run import parse, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.phantoms import phantom

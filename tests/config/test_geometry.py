@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qnmixer.engine.config.compose import CONF, compose
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.files import CONF
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.reconstructor import build_geometry
 

@@ -8,8 +8,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
-from qnmixer.engine.config.compose import CONF, compose, fitted
+from qnmixer.engine.config.compose import compose, with_one_limit
 from qnmixer.engine.config.data import AsTrained, FolderData, PhantomData
+from qnmixer.engine.config.files import CONF
 from qnmixer.engine.config.run import (
     Config,
     batch_of_replica,
@@ -61,7 +62,7 @@ def test_values_are_typed_and_the_plain_form_is_read_back() -> None:
     assert (config.seed, config.data.seed, config.trainer.precision) == (7, 7, "32")
     assert type(config.optimizer.lr) is type(config.trainer.gradient_clip_val) is float
     assert config.optimizer.betas == [0.9, 0.999]
-    assert config.trainer.extra == {"max_time": "00:00:01:00", "limit_train_batches": 3}
+    assert config.trainer.passed_on == {"max_time": "00:00:01:00", "limit_train_batches": 3}
     files = train("data=dicom", "data.root=/ct", "data.split=explicit", "data.val_patients=[P1,2]", "noise=physical")
     assert (type(files.data), files.data.val_patients) == (FolderData, ["P1", "2"])
     for it in (config, files):
@@ -125,7 +126,6 @@ def test_bounds(option: str) -> None:
         ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is not a function (image, truth), nor a"),
         ("geometry.name=[1]", "geometry.name=[1] should be a valid string"),
         ("trainer.limit_train_batches=1.5", "trainer.limit_train_batches=1.5 should be less than or equal to 1"),
-        ("trainer.extra=a", "trainer.extra=a should be a valid dictionary"),
         ("trainer.limit_train_batch=3", "unknown key trainer.limit_train_batch: did you mean trainer.limit_train_b"),
         ("callbacks.mine._target_=my_fil.Mine", "callbacks.mine._target_=my_fil.Mine, but there is no module my_fil"),
         ("metrics.loss._target_=a.b", "metrics.loss: there is a column loss already"),
@@ -154,7 +154,7 @@ PIPELINE = ["strategy=pipeline", "trainer.devices=4"]
             "data.image_size=24 is not divisible by 16, as model.depth=4 needs",
         ),
         (["data=dicom", "data.val_fraction=0.6", "data.test_fraction=0.6"], "data.val_fraction + test_fraction leave"),
-        (["data=dicom", "data.val_patients=[a]"], "lists of patients are used only with data.split=explicit"),
+        (["data=dicom", "data.val_patients=[a]"], "data.split=random uses no lists of patients"),
         (["data=lodopab"], "geometry.beam=fan_flat is not that of data=lodopab, parallel: take geometry=lodopab"),
         (["data=lodopab", "geometry=lodopab", "data.hu_max=2000"], "data.hu_max=2000.0 is not that of data=lodopab"),
         (["data=two_detect", "geometry=two_detect", "data.augment=true"], "data.augment=True changes images"),
@@ -211,8 +211,8 @@ def test_files_of_other_versions() -> None:
 def test_epochs_given_alone_are_the_only_limit(overrides: list[str], length: tuple[int, int | None]) -> None:
     trainer = train(*overrides).trainer
     assert (trainer.max_steps, trainer.max_epochs) == length
-    once = fitted("train", ["--cfg", "job", *overrides])
-    assert fitted("train", once) == once
+    once = with_one_limit(["--cfg", "job", *overrides])
+    assert with_one_limit(once) == once
 
 
 def test_evaluate_as_trained_and_otherwise() -> None:

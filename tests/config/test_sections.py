@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from qnmixer.engine.config import compose as composing
-from qnmixer.engine.config.compose import CONF, compose
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.files import CONF
 from qnmixer.engine.config.run import parse, parse_file, to_plain, without_places
-from qnmixer.engine.config.sections import CallbackConfig, LoggerConfig, MetricConfig, modes_of
+from qnmixer.engine.config.targets import CallbackConfig, LoggerConfig, MetricConfig, modes_of
 
 METRIC, CALLBACK = "+metrics.mine._target_=collections.Counter", "+callbacks.mine._target_=collections.Counter"
 LOGGER = ["logger._target_=collections.Counter", "+logger.key=3"]
@@ -40,9 +41,9 @@ def test_arguments_stand_beside_our_keys() -> None:
     config = parse(compose("train", [*of_metric, "monitor=val/mine", CALLBACK, "+callbacks.mine.every=5",
                                      "logger=custom", *LOGGER]))  # fmt: skip
     counter = "collections.Counter"
-    assert config.metrics["mine"] == MetricConfig(_target_=counter, mode="min", in_hu=True, arguments={"width": 5})
-    assert config.callbacks["mine"] == CallbackConfig(_target_=counter, arguments={"every": 5})
-    assert config.logger == {"custom": LoggerConfig(_target_=counter, arguments={"key": 3})}
+    assert config.metrics["mine"] == MetricConfig(_target_=counter, mode="min", in_hu=True, width=5).at("metrics.mine")
+    assert config.callbacks["mine"] == CallbackConfig(_target_=counter, every=5).at("callbacks.mine")
+    assert config.logger == {"custom": LoggerConfig(_target_=counter, key=3).at("logger")}
     assert modes_of(config.metrics) == {"val/psnr": "max", "val/ssim": "max", "val/mine": "min", "val/loss": "min"}
     shared = parse_file(to_plain(without_places(config)))  # needs nothing of the user's own
     assert ([*shared.metrics], shared.callbacks, shared.logger) == (["psnr", "ssim"], {}, {})

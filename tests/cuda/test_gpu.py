@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -172,8 +171,9 @@ class _OneStep(Callback):
 def trained(config: Config, device: torch.device, folder: Path, *callbacks: Callback) -> L.Trainer:
     """Trains as `fit` does, without validation and loggers."""
     accelerator = "cuda" if device.type == "cuda" else "cpu"
-    t = replace(config.trainer, accelerator=accelerator, devices=1, val_every_n_steps=None, limit_val_batches=0)
-    config = replace(config, trainer=t)
+    no_validation = {"val_every_n_steps": None, "limit_val_batches": 0}
+    t = config.trainer.model_copy(update={"accelerator": accelerator, "devices": 1} | no_validation)
+    config = config.changed(trainer=t)
     L.seed_everything(0, verbose=False)
     module = build_module(config)
     apply_memory_mode(module.network, config.memory)

@@ -3,7 +3,6 @@ import re
 import signal
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,7 @@ def test_all_slices_for_test_and_nothing_to_train_on(body_hu: Any, tmp_path: Pat
     with pytest.raises(DataError, match=r"no slices for train with data\.split=all below .*: choose another split"):
         module.train_dataloader()
     record: SplitRecord = {part: {key: torch.tensor([1]) for key in ("patients", "slices")} for part in PARTS}
-    module = SliceDataModule(replace(module.config, split="random"), split=RunSplit(record))
+    module = SliceDataModule(module.config.changed(split="random"), split=RunSplit(record))
     message = rf"no slices for train .*below {tmp_path}: .*give the folder with the run's slices \(evaluate"
     with pytest.warns(UserWarning, match="came after the run began"), pytest.raises(DataError, match=message):
         module.train_dataloader()
@@ -238,7 +237,7 @@ def test_fine_slices_of_a_folder(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", rng.uniform(-1000, 1500, (3, 64, 64)).astype(np.float32))
     data = folder("numpy", tmp_path, split="all", scaling="minmax", simulation_factor=4)
     (batch, _) = SliceDataModule(data.config, first=2).test_dataloader()
-    (plain, _) = SliceDataModule(replace(data.config, simulation_factor=1), first=2).test_dataloader()
+    (plain, _) = SliceDataModule(data.config.changed(simulation_factor=1), first=2).test_dataloader()
     assert torch.equal(plain["image"], batch["image"])
     x = (np.load(tmp_path / "a.npy")[0] - float(batch["hu_offset"])) / float(batch["hu_scale"])
     np.testing.assert_allclose(batch["fine"][0, 0], np.clip(x, 0, 1), atol=1e-5)

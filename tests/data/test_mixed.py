@@ -1,7 +1,6 @@
 """Several sources in one training: shares, order, splits, and the same samples whatever runs them."""
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,7 @@ def test_an_own_source_is_found_and_trusted_by_its_key(root: Path, tmp_path: Pat
         as_trained(str(tmp_path), changed, data)
     assert as_trained(str(tmp_path), changed, data, ["collections"]) == data
     with pytest.raises(CheckpointError, match=r"data.root=/a is for a run on one folder, but .* with data=mixed"):
-        as_trained(str(tmp_path), replace(changed, root="/a"), data, ["collections"])
+        as_trained(str(tmp_path), changed.changed(root="/a"), data, ["collections"])
 
 
 def test_weights_files_name_no_folder_or_patient(root: Path, tmp_path: Path) -> None:

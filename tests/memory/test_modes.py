@@ -13,7 +13,6 @@ from qnmixer.engine.memory import modes as memory
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.memory.tracker import PeakTracker
-from qnmixer.errors import ConfigError
 from qnmixer.models import LEARN, QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
@@ -152,8 +151,3 @@ def test_recomputing_takes_the_iterations_out_of_the_peak() -> None:
     # What an iteration leaves: x, r, s and z, 0.25 MiB each; in backward, the gradients of s and z too. H adds
     # copies of all s and z for a moment.
     assert fourteen - seven < 7 * 1.8
-
-
-def test_a_name_without_a_mode_is_refused(projector: FanBeamProjector) -> None:
-    with pytest.raises(ConfigError, match=r"^memory=ofload is not known: did you mean offload\?$"):
-        apply_memory_mode(QNMixer(projector, n_iterations=2, channels=8), MemoryConfig(name="ofload"))

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from wandb.sdk.launch.sweeps.utils import DEFAULT_SWEEP_COMMAND, create_sweep_command, create_sweep_command_args
 
-from qnmixer.engine.config.compose import CONF
+from qnmixer.engine.config.files import CONF
 from qnmixer.engine.tracking.records import read_metrics, read_results
 
 from ..conftest import PHANTOMS, environment

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from qnmixer.engine.checkpoints import read_checkpoint
+from qnmixer.engine.config.checking import validated
 from qnmixer.engine.config.run import Config
-from qnmixer.engine.config.sections import parse_callbacks
+from qnmixer.engine.config.targets import CallbackConfig, Callbacks
 from qnmixer.engine.tracking.records import read_results
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks
@@ -73,7 +74,7 @@ def test_a_callback_in_a_file_of_this_folder_is_not_read_from_a_checkpoint(here:
 )
 def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError) as error:
-        build_callbacks(parse_callbacks({"mine": given}))
+        build_callbacks(validated(Callbacks, {"mine": given}, "callbacks"))
     assert "callbacks.mine" in str(error.value)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
@@ -82,7 +83,7 @@ def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: 
 @pytest.mark.parametrize("name", ["BatchSizeFinder", "GradientAccumulationScheduler", "LearningRateFinder"])
 def test_a_callback_that_changes_what_the_config_fixes_is_refused(name: str) -> None:
     with pytest.raises(PluginError, match=r"would change the run while it trains: set data\.batch_size, "):
-        build_callbacks(parse_callbacks({"mine": {"_target_": f"lightning.pytorch.callbacks.{name}"}}))
+        build_callbacks({"mine": CallbackConfig(_target_=f"lightning.pytorch.callbacks.{name}")})
 
 
 def test_early_stopping_ends_a_run_in_order(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qnmixer.engine.config.groups import LossConfig, OptimizerConfig, ScheduleConfig
 from qnmixer.engine.config.run import Config, to_plain
+from qnmixer.engine.config.targets import LossConfig, OptimizerConfig, ScheduleConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.metrics import build_metrics, one_for_each, try_loss
 from qnmixer.engine.reconstructor import Measurement, build_geometry, build_network, sample_measurement
@@ -26,7 +26,7 @@ def build_module(config: Config, projector: FanBeamProjector | None = None) -> R
     Raises PluginError for a part that does not fit, such as a loss that fails for two images.
     """
     measurement, loss = Measurement(config, projector), build_loss(config.loss)
-    try_loss(config.loss.said, loss, config.data.image_size)
+    try_loss(config.loss.as_typed, loss, config.data.image_size)
     if config.model.has_weights:
         check_gradient(config.loss, loss, config.data.image_size)
     module: RunModule = config.module.build(
@@ -62,7 +62,7 @@ def build_loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
     def of_each(image: Tensor, truth: Tensor) -> Tensor:
         value = (loss.to(image.device) if isinstance(loss, nn.Module) else loss)(image, truth)
-        return one_for_each(config.said, value, image)
+        return one_for_each(config.as_typed, value, image)
 
     return of_each
 
@@ -73,7 +73,7 @@ def check_gradient(config: LossConfig, loss: Callable[[Tensor, Tensor], Tensor],
     with torch.enable_grad():
         value = loss(image.requires_grad_(), image.detach().sqrt())
     if not value.requires_grad:
-        raise PluginError(f"{config.said} gives no gradient: compute it from the image with torch, without detach()")
+        raise PluginError(f"{config.as_typed} gives no gradient: compute it from the image by torch, without detach()")
 
 
 def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> Optimizer:
@@ -120,7 +120,7 @@ def learning_rate_factor(config: ScheduleConfig, n_steps: int) -> Callable[[int]
     Raises PluginError for a schedule that does not fit.
     """
     n_warmup = warm_up_steps(config, n_steps)
-    schedule = config.bound(offered={"n_warmup": n_warmup})
+    schedule = config.bound({"n_warmup": n_warmup})
 
     def factor(step: int) -> float:  # no object: LambdaLR writes an object's attributes into checkpoints
         if step < n_warmup:
@@ -129,9 +129,9 @@ def learning_rate_factor(config: ScheduleConfig, n_steps: int) -> Callable[[int]
             number = float(schedule(step, n_steps))
         except (TypeError, ValueError) as error:
             why = f"fails at step {step} ({first_line(error)})"
-            raise PluginError(f"{config.said} {why}: it must take (step, n_steps) and give a number") from error
+            raise PluginError(f"{config.as_typed} {why}: it must take (step, n_steps) and give a number") from error
         if not math.isfinite(number):
-            raise PluginError(f"{config.said} gives {number} at step {step}: it must give a finite number")
+            raise PluginError(f"{config.as_typed} gives {number} at step {step}: it must give a finite number")
         return number
 
     factor(n_warmup)  # so that a function that does not fit ends the run before its first step

@@ -8,7 +8,6 @@ import json
 import pickle
 import warnings
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.config.groups import Group
-from qnmixer.engine.config.options import TARGET, keys_of
+from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import Config, checked, effective_batch, parse_file, targets_of, to_plain, without_places
+from qnmixer.engine.config.targets import Target
 from qnmixer.engine.data.splits import SplitRecord, is_split_record
 from qnmixer.engine.parallel.shards import load_checked
 from qnmixer.engine.plugins import check_trusted, is_trusted
@@ -264,11 +263,11 @@ def _settings(section: Any, now: Any) -> dict[str, Any]:
     Args:
         now: the same section of a checked config. Only its target is imported.
     """
-    keys = keys_of(section)
+    keys = section.plain()
     if isinstance(section, DataConfig):
         keys = _without_keys(keys, _FREE_KEYS)
-    is_same = isinstance(now, Group) and section._target_ == now._target_
-    return (replace(now, arguments={}).settings() if is_same else {}) | keys
+    is_same = isinstance(now, Target) and section.target == now.target
+    return (now.defaults() if is_same else {}) | keys
 
 
 def _without_keys(keys: dict[str, Any], some: Collection[str]) -> dict[str, Any]:

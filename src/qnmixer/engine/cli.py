@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -19,34 +19,28 @@ from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from qnmixer.engine.config.checking import answer, as_typed, unknown_key
 from qnmixer.engine.config.compose import (
-    CONF,
     OF_A_RUN,
     compose,
-    compose_as_given,
     compose_sweep,
     fault_of_file,
-    fitted,
     is_override,
     key_of,
+    with_one_limit,
     with_search_path,
     without_null,
 )
-from qnmixer.engine.config.options import (
-    TARGET,
-    answer,
-    as_typed,
-    files_of,
-    flat_keys,
-    owners,
-    unknown_key,
-)
+from qnmixer.engine.config.files import CONF, TARGET, files_of, flat_keys, is_group, option_of, owners
 from qnmixer.engine.config.sections import PassedOn
+from qnmixer.engine.config.texts import with_texts
 from qnmixer.engine.processes.process import is_rank, rank, world_size
 from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, suggest, visible
 from qnmixer.files import naming, private_files
@@ -56,36 +50,66 @@ from qnmixer.machine import wait_briefly
 
 TRACEBACK = "HYDRA_FULL_ERROR"
 _SWEEP_FLAGS = {"-m", "--multirun"}
+_RUN_FLAGS = {"-r", "--run"}
+_SHOW_FLAGS = {"-c", "--cfg", "-i", "--info", "-sc", "--shell-completion", "--hydra-help"}
 _SWEEP_MODE = "hydra.mode=MULTIRUN"
-Task = Callable[[DictConfig], object]
+Check = Callable[[DictConfig], Any]
+Task = Callable[[Any], object]
 Complete = Callable[[list[str]], list[str]]
 Sweep = Callable[[list[str], DictConfig], AbstractContextManager[str]]
 
 
-def run(task: Task, check: Task, config_name: str, sweep: Sweep | None = None, complete: Complete = list) -> None:
-    """Run a command: compose its config, `check` it before any folder is made, then call `task`.
+def run(
+    task: Task,
+    check: Check,
+    config_name: str,
+    sweep: Sweep | None = None,
+    complete: Complete = list,
+    job: Callable[[DictConfig], object] | None = None,
+) -> None:
+    """Run a command: compose its config, `check` it before any folder is made, then call `task` with what it returns.
 
     Args:
         task: the command.
-        check: raises UserError for a config that the task would refuse.
+        check: parses the config. It raises UserError for one that the task would refuse.
         config_name: the command's file in `conf/`.
         sweep: a context around the jobs of a sweep (`-m`). It gets the overrides and the first config, and yields one
             more override. None: nothing surrounds the jobs.
         complete: maps the given arguments to those that the command runs with.
+        job: the task of each job of a sweep. None: as for one run.
     """
     wait_briefly()
     lasting_output()
-    asked_for_traceback = os.environ.get(TRACEBACK) == "1"
+    words = sys.argv[1:]
     try:
         # Weights are made to be given away. Everything else may show patients.
         files = nullcontext() if config_name == "export" else private_files()
-        with _raising_exceptions(), warnings_in_one_line(), files:
-            _compose_and_run(task, check, config_name, sweep or _plain_sweep, complete)
+        with warnings_in_one_line(), files:
+            if "--version" in words:
+                print(f"qnmixer {version('qnmixer')}")
+                return
+            words = completed(words, config_name, complete)
+            overrides = [word for word in words if not word.startswith("-")]
+            flags = {word.partition("=")[0] for word in words if word.startswith("-")} - _RUN_FLAGS
+            if flags & {"--help", "-h"}:
+                print(usage(compose(config_name, overrides, with_hydra=True), config_name))
+            elif _is_sweep(words):
+                if further := sorted(flags - _SWEEP_FLAGS):
+                    raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(further)}")
+                _run_jobs(job or (lambda cfg: task(check(cfg))), config_name, overrides, sweep or _plain_sweep)
+            elif flags & _SHOW_FLAGS:
+                if flags & {"--cfg", "-c"}:
+                    compose(config_name, [*filter(is_override, words)])  # for its line about what is wrong
+                _show(config_name, words)
+            elif flags:
+                raise ConfigError(f"{min(flags)} has no use here: leave it out (--config-dir FOLDER adds your options)")
+            else:
+                run_once(task, check, config_name, overrides)
     except KeyboardInterrupt as stop:
         print(str(stop) or "interrupted", file=sys.stderr)
         sys.exit(stop.code if isinstance(stop, Stopped) else 130)
     except Exception as error:
-        line = None if asked_for_traceback else explain(error, config_name)
+        line = None if os.environ.get(TRACEBACK) == "1" else explain(error, config_name, words)
         if line is None:
             raise
         for note in getattr(error, "__notes__", ()):  # for a bug in a rank: its traceback
@@ -94,40 +118,67 @@ def run(task: Task, check: Task, config_name: str, sweep: Sweep | None = None, c
         sys.exit(1)
 
 
-def _compose_and_run(task: Task, check: Task, config_name: str, sweep: Sweep, complete: Complete) -> None:
-    if "--version" in sys.argv[1:]:
-        print(f"qnmixer {version('qnmixer')}")
-        return
-    sys.argv[1:] = completed(sys.argv[1:], config_name, complete)
-    is_sweep = _is_sweep(sys.argv[1:])
-    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-    flags = {argument for argument in sys.argv[1:] if argument.startswith("-")}
-    if flags & {"--help", "-h"}:
-        print(usage(compose_as_given(config_name, overrides, with_hydra=True), config_name))
-        return
+def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -> Any:
+    """Run a command without a sweep. Returns what the task returns."""
+    config = check(compose(config_name, overrides))  # before Hydra makes the run folder
     failures: list[Exception] = []
-    decorate = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)
-    command = decorate(_storing_errors(task, failures))
-    if is_sweep:
-        if further := sorted(flags - _SWEEP_FLAGS):
-            raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(further)}")
-        with sweep(overrides, compose_sweep(config_name, overrides)) as one_more:
-            sys.argv.append(one_more)
-            command()
-    else:
-        # Checked before Hydra runs the task, because Hydra makes the run folder first.
-        if not flags:
-            check(compose_as_given(config_name, overrides))
-        command()
+    with _hydra(config_name) as app:
+        job = _storing_errors(lambda _: task(config), failures)
+        done: JobReturn = app.run(config_name, job, overrides, with_log_configuration=False)
+    if failures:
+        raise failures[0]
+    return done.return_value
+
+
+def _run_jobs(job: Task, config_name: str, overrides: list[str], sweep: Sweep) -> None:
+    """Run the jobs of a sweep. Raises the error of the first that failed, after the last."""
+    failures: list[Exception] = []
+    first = compose_sweep(config_name, overrides)
+    with sweep(overrides, first) as one_more, _hydra(config_name) as app:
+        words = dict.fromkeys([*overrides, _SWEEP_MODE, one_more])
+        app.multirun(config_name, _storing_errors(job, failures), [*words], with_log_configuration=False)
     if failures:
         raise failures[0]
 
 
+def _storing_errors(job: Callable[[DictConfig], object], failures: list[Exception]) -> Callable[[DictConfig], object]:
+    """Store the errors of jobs. Hydra would print its own lines, and end a sweep at the first failure."""
+
+    def storing(cfg: DictConfig) -> object:
+        try:
+            with naming(HydraConfig.get().runtime.output_dir):
+                return job(cfg)
+        except Exception as error:
+            failures.append(error)
+            return None
+
+    return storing
+
+
+@contextmanager
+def _hydra(config_name: str) -> Iterator[Any]:
+    """Hydra with conf/. It names jobs, and so folders, after the command."""
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=config_name):
+        yield GlobalHydra.instance().hydra
+
+
+def _show(config_name: str, words: list[str]) -> None:
+    """Let Hydra do what its flags ask for, such as --cfg job."""
+    sys.argv[1:] = words
+    before = os.environ.get(TRACEBACK)
+    os.environ[TRACEBACK] = "1"  # else Hydra prints exceptions and exits
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(lambda cfg: None)()
+    finally:
+        os.environ.pop(TRACEBACK) if before is None else os.environ.update({TRACEBACK: before})
+
+
 def completed(arguments: list[str], config_name: str, complete: Complete = list) -> list[str]:
     """The arguments for Hydra, from those that the user gave. `complete` and the errors are as in `run`."""
-    arguments = with_search_path(_in_hydras_form(arguments))
+    arguments = with_texts(with_search_path(_in_hydras_form(arguments)))
     if config_name in OF_A_RUN and not _is_sweep(arguments):  # in a sweep the launcher does this for each job
-        arguments = fitted(config_name, arguments)
+        arguments = with_one_limit(arguments)
     arguments = without_null(with_search_path(complete(arguments)))  # again: a resumed run may bring its own
     if is_rank():
         arguments = _overrides_of_rank(arguments)
@@ -140,7 +191,11 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}: --hydra-help lists these flags") from error
     if unknown:
-        raise ConfigError(f"{unknown[0]} is not an option: write {unknown[0].lstrip('-')}=…")
+        flag = unknown[0].partition("=")[0]
+        key = flag.lstrip("-")
+        is_known = is_group(key) or key in _known_keys(config_name)
+        way = f"write {key}=…" if is_known else _explain_key(key, config_name)
+        raise ConfigError(f"{flag} is not an option: {way}")
     _check_flags(flags)
     return arguments
 
@@ -177,29 +232,15 @@ def _in_hydras_form(arguments: list[str]) -> list[str]:
     `wandb agent` passes --KEY=VALUE, and None instead of null. ~ is the user's home: Hydra would make a folder `~`.
     """
     flags, by_agent = get_args_parser()._option_string_actions, "WANDB_SWEEP_ID" in os.environ
-    found = []
+    words = []
     for argument in arguments:
         key, equal, value = argument.partition("=")
         if equal and key not in flags and re.fullmatch(r"--[a-z][\w./@]*", key):
             key = key.removeprefix("--")
         if key in ("hydra.run.dir", "hydra.sweep.dir"):
-            value = re.sub(r"""^(["']?)~(?=/)""", lambda it: it[1] + os.path.expanduser("~"), value)
-        found.append(f"{key}=null" if by_agent and value == "None" else f"{key}{equal}{value}")
-    return found
-
-
-@contextmanager
-def _raising_exceptions() -> Iterator[None]:
-    """Make Hydra raise exceptions while the block runs, by Hydra's own variable. Else Hydra prints them and exits."""
-    before = os.environ.get(TRACEBACK)
-    os.environ[TRACEBACK] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[TRACEBACK]
-        else:
-            os.environ[TRACEBACK] = before
+            value = re.sub(r"""^(["']?)~(?=/)""", lambda match: match[1] + os.path.expanduser("~"), value)
+        words.append(f"{key}=null" if by_agent and value == "None" else f"{key}{equal}{value}")
+    return words
 
 
 def _overrides_of_rank(overrides: list[str]) -> list[str]:
@@ -215,37 +256,21 @@ def _overrides_of_rank(overrides: list[str]) -> list[str]:
     return overrides if rank() == 0 else [*overrides, "hydra.output_subdir=null"]
 
 
-def _storing_errors(task: Task, failures: list[Exception]) -> Task:
-    """Store the errors of jobs for `run`. Hydra would print its own lines, and end a sweep at the first failure."""
-
-    def job(cfg: DictConfig) -> object:
-        try:
-            with naming(HydraConfig.get().runtime.output_dir):
-                return task(cfg)
-        except Exception as error:
-            failures.append(error)
-            return None
-
-    # Hydra takes the name of the job, and so of folders, from this module.
-    job.__module__ = task.__module__
-    return job
-
-
 # Errors in one line
 
 _EXTRA_OF = {"optuna": "search", "submitit": "slurm", "ray": "ray"}
 """What to install for a plugin of Hydra."""
 
 
-def explain(error: BaseException, config_name: str) -> str | None:
-    """The line for an error that a user can fix; None for a bug."""
-    line = _explain(error, config_name)
+def explain(error: BaseException, config_name: str, words: list[str] | None = None) -> str | None:
+    """The line for an error that a user can fix; None for a bug. `words`: of the command line."""
+    line = _explain(error, config_name, words or [])
     return None if line is None else in_a_line(line)
 
 
-def _explain(error: BaseException, config_name: str) -> str | None:
+def _explain(error: BaseException, config_name: str, words: list[str]) -> str | None:
     if isinstance(error, UserError):
-        return str(error)
+        return _explain_untyped(str(error), words)
     if fault := fault_of_file(error):  # as --cfg job prints a config that nothing has composed before
         return fault
     if isinstance(error, OSError | RuntimeError) and (line := _explain_system(error)):
@@ -256,7 +281,8 @@ def _explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
     if type(error).__module__.startswith("wandb."):
-        return f"W&B: {first_line(error)}: run `wandb login` once, or leave logger.wandb.mode=offline"
+        login = "run `wandb login` once, or " * bool(re.search(r"(?i)api.?key|log.?in|40[13]|permission", str(error)))
+        return f"W&B: {first_line(error)}: {login}leave logger.wandb.mode=offline"
     if type(error).__name__ == "MisconfigurationException":  # of Lightning, for callbacks that do not fit the run
         return f"Lightning refuses this run: {first_line(error)}"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
@@ -266,9 +292,9 @@ def _explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):  # from Hydra
         return "a group has no option of that name: give it the name of one, as in data=dicom"
     if isinstance(error, OverrideParseException):
-        return _explain_word(str(error.override))
+        return _explain_word(str(error.override), config_name)
     if isinstance(error, HydraException | OmegaConfBaseException):
-        return _explain_composition(error, config_name)
+        return _explain_composition(error, config_name, words)
     return None
 
 
@@ -282,8 +308,8 @@ def _explain_system(error: OSError | RuntimeError) -> str | None:
             "the shared memory of the data workers (/dev/shm) is full: give the container more "
             "(docker run --shm-size=8g), or set data.num_workers=0"
         )
-    if found := re.search(r"DataLoader worker \(pid.*\) (is killed by .*?|exited unexpectedly)(\.|$| with)", text):
-        return f"a data worker {found[1]}: lower data.num_workers, or set it to 0 to see why"
+    if match := re.search(r"DataLoader worker \(pid.*\) (is killed by .*?|exited unexpectedly)(\.|$| with)", text):
+        return f"a data worker {match[1]}: lower data.num_workers, or set it to 0 to see why"
     if isinstance(error, RuntimeError):
         return None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -299,56 +325,79 @@ def _explain_system(error: OSError | RuntimeError) -> str | None:
     return f"{what}: choose another place (hydra.run.dir=…, output=…)"
 
 
-def _explain_word(word: str) -> str:
+def _explain_untyped(line: str, words: list[str]) -> str:
+    """The line for a key that another option has, if a file set it and not the command line."""
+    key, stands, owning = line.partition(" works with ")
+    typed = {key_of(word): word.partition("=")[2] for word in words}
+    if not stands or key in typed or not typed:
+        return line
+    group = key.partition(".")[0]
+    if target := typed.get(f"{group}.{TARGET}"):
+        option = option_of(group, target)
+        choice = f"{group}=custom {group}.{TARGET}={target}" if option == target else f"{group}={option}"
+        return f"{key} belongs to the option of {group} before {group}.{TARGET}={target}: write {choice}"
+    return f"{key}, which a config file sets, works with {owning.partition(' only')[0]} only: ~{key} leaves it out"
+
+
+_PATHS = {"train": ("resume", "data.root"), "compare": ("sweep",), "evaluate": ("run",), "export": ("run", "output")}
+"""The keys of a command that take a path."""
+
+
+def _explain_word(word: str, config_name: str) -> str:
     """The line for a word that Hydra's grammar does not take."""
     if groups := sorted(path.parent.name for path in CONF.glob("*/*.yaml") if path.stem == word):
         return f"{word} is not KEY=VALUE: write {groups[0]}={word}"
+    if "=" not in word and ("/" in word or os.path.exists(word)):
+        keys = _PATHS.get(config_name, ("run", "input", "output") if config_name == "reconstruct" else ("data.root",))
+        return f"{word} is not KEY=VALUE: write {' or '.join(f'{key}={word}' for key in keys)}"
     return (
         f"{word} is not KEY=VALUE: leave out blanks around the =, and put quotes around a value with blanks, brackets, "
         "commas or other letters than a to z: 'key=\"a b\"'"
     )
 
 
-def _explain_composition(error: Exception, config_name: str) -> str:
+def _explain_composition(error: Exception, config_name: str, words: list[str]) -> str:
     """The line for what Hydra cannot compose; Hydra's own text if no user meets it often."""
     text = " ".join(str(error).split())
-    if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
-        return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{_EXTRA_OF[found[2]]}]"'
+    if match := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
+        return f'this {match[1]} is a plugin that is not installed here: pip install -e ".[{_EXTRA_OF[match[2]]}]"'
     if isinstance(error, MissingConfigException) and (
-        found := re.search(r"Could not (?:find|load) '(\w+(?:/\w+)?)/([^']*)'", text)  # "In 'experiment/mine': Could …"
+        match := re.search(r"Could not (?:find|load) '(\w+(?:/\w+)?)/([^']*)'", text)  # "In 'experiment/mine': Could …"
     ):
-        group, name = found.groups()
+        group, name = match.groups()
         left_out = "as_trained" if config_name in OF_A_RUN else ""
-        if known := [it.stem for it in sorted((CONF / group).glob("[!_]*.yaml")) if it.stem != left_out]:
+        if known := [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml")) if path.stem != left_out]:
+            if here := sorted(Path().glob(f"*/{group}/{name}.yaml")) if "/" not in name else []:
+                return f"{here[0]} is not in a config folder of this command: add --config-dir {here[0].parts[0]}"
             does_not_exist = f"{group}={name} does not exist: {suggest(name, known, most=99)}"
             return answer(f"{group}={name}") or does_not_exist
-    if found := re.search(r"Multiple values for (\S+)\. To|An item is already at '([^']+)'", text):
-        key = found[1] or found[2]
+    if match := re.search(r"Multiple values for (\S+)\. To|An item is already at '([^']+)'", text):
+        key = match[1] or match[2]
         return f"{key} exists already: leave out the + before it, as in {key}=…"
-    if found := re.search(r"Could not [a-z. ]+ '([^']+)'", text):
-        return _explain_key(key_of(found[1]).split("@")[0], config_name)
+    if match := re.search(r"Could not [a-z. ]+ '([^']+)'", text):
+        return _explain_key(key_of(match[1]).split("@")[0], config_name, words)
     text, why = text or "an option cannot be read", first_line(error.__cause__ or "")
     return text if why in text else f"{text} ({why})"
 
 
-def _explain_key(key: str, config_name: str) -> str:
-    """The line for a key that the command does not have."""
+def _explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str:
+    """The line for a key that the command does not have. `words`: of the command line."""
     group, _, name = key.partition(".")
     groups, known = {path.name for path in CONF.iterdir() if path.is_dir()}, _known_keys(config_name)
-    as_trained = (CONF / group / "as_trained.yaml").is_file() and group not in map(key_of, sys.argv)
+    as_trained = (CONF / group / "as_trained.yaml").is_file() and group not in map(key_of, words)
     if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
         way = f", or choose another option of {group}" if group in known else ""
         return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
     if key == "hydra" or key in groups:  # hydra=odd; a file's defaults that override another group, or their own
         return f"{key} cannot be chosen here: name keys, as in {key}.KEY=…, and choose options on the command line"
-    line = str(unknown_key(key, {*groups, *known}))
-    targets = (it for it in owners() if it.endswith(f".{TARGET}"))
-    takes_more = group in ("trainer", *(it.partition(".")[0] for it in targets))
+    line = str(unknown_key(key, {*groups, *known}, None if config_name in OF_A_RUN else known))
+    targets = (target for target in owners() if target.endswith(f".{TARGET}"))
+    takes_more = group in ("trainer", *(target.partition(".")[0] for target in targets))
     if not line.startswith("unknown key") or not takes_more or not name:
         return line
-    if group == "trainer" and name in PassedOn.__annotations__:
+    if group == "trainer" and name in PassedOn.model_fields:
         line = f"unknown key {key}"  # what it is like would lead astray
-    elif line.endswith("?") and not any(it.startswith((f"{group}=custom", f"{group}.{TARGET}=")) for it in sys.argv):
+    elif line.endswith("?") and not any(word.startswith((f"{group}=custom", f"{group}.{TARGET}=")) for word in words):
         return line
     return f"{line}{'' if line.endswith('?') else '.'} An argument that is not in conf/ takes a plus: +{key}=…"
 

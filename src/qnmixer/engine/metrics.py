@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 from qnmixer.engine.batch import Batch, to_hu
-from qnmixer.engine.config.sections import MetricConfig
+from qnmixer.engine.config.targets import MetricConfig
 from qnmixer.errors import PluginError, UserError, first_line
 
 SSIM_WINDOW = 7
@@ -64,12 +64,12 @@ def build_metrics(metrics: Mapping[str, MetricConfig], own_range: bool) -> dict[
         metrics: by name.
         own_range: whether the data range of each image is that of its truth. Passed to targets that have this argument.
     """
-    offered, built = {"own_range": own_range}, {}
+    supplied, built = {"own_range": own_range}, {}
     for name, config in metrics.items():
-        function = config.build(offered=offered) if config.is_class else config.bound(offered)
+        function = config.build(supplied=supplied) if config.is_class else config.bound(supplied)
         if isinstance(function, nn.Module):
             function.requires_grad_(False).eval()
-        built[name] = ImageMetric(config.said, function, config.in_hu)
+        built[name] = ImageMetric(config.as_typed, function, config.in_hu)
     return built
 
 

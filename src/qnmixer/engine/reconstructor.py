@@ -4,7 +4,6 @@ Plain torch: training, evaluation, inference and the plan are built on it.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -137,7 +136,7 @@ def fine_size(config: Config) -> int:
 
 def system_matrix_at(config: Config, image_size: int) -> ScanMatrix:
     """Build A of the scan for images of another size, to simulate from."""
-    return system_matrix(build_geometry(replace(config, data=replace(config.data, image_size=image_size))))
+    return system_matrix(build_geometry(config.changed(data=config.data.changed(image_size=image_size))))
 
 
 def build_geometry(config: Config) -> FanBeamGeometry:
@@ -173,9 +172,9 @@ def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwor
     A network with an argument `variance` gets a function from a sinogram to the noise variance of each ray.
     """
     model = config.model
-    network: UnrolledNetwork[Any] = model.build(projector, offered={"variance": partial(_variance, config)})
+    network: UnrolledNetwork[Any] = model.build(projector, supplied={"variance": partial(_variance, config)})
     if model.has_weights and not any(p.requires_grad for p in network.parameters()):
-        raise PluginError(f"model._target_={model._target_} has no weights to train: give it an nn.Parameter")
+        raise PluginError(f"model._target_={model.target} has no weights to train: give it an nn.Parameter")
     return network
 
 
@@ -191,5 +190,5 @@ def method_name(config: Config) -> str:
 
 def build_noise(config: Config) -> KeyedNoise:
     """Build the measurement noise that `noise` names. Raises PluginError for one that does not fit."""
-    noise: KeyedNoise = config.noise.build(offered={"hu_max": config.data.hu_max})
+    noise: KeyedNoise = config.noise.build(supplied={"hu_max": config.data.hu_max})
     return noise

@@ -23,10 +23,10 @@ from typing import IO, Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.cli import TRACEBACK
+from qnmixer.engine.config.checking import validated
 from qnmixer.engine.config.compose import quoted
 from qnmixer.engine.config.run import Config
-from qnmixer.engine.config.sections import modes_of, parse_metrics
+from qnmixer.engine.config.targets import Metrics, modes_of
 from qnmixer.engine.processes.process import SIGNALS, die_with_parent, handle_signals
 from qnmixer.engine.reports.terminal import Console, csv_table, in_digits, markdown_table, terminal_table
 from qnmixer.engine.tracking.records import (
@@ -102,7 +102,7 @@ def _check_sweep(overrides: list[str], config: DictConfig) -> None:
     if any(override.startswith("resume=") for override in overrides):
         raise ConfigError("resume= resumes one run, not a sweep: to resume a sweep, give its own command again")
     sweeper = config.hydra.sweeper
-    modes = modes_of(parse_metrics(OmegaConf.to_container(config.metrics)))
+    modes = modes_of(validated(Metrics, OmegaConf.to_container(config.metrics), "metrics"))
     wanted = f"{modes.get(config.monitor, 'max')}imize"
     if "direction" in sweeper and getattr(sweeper.direction, "name", sweeper.direction) != wanted:
         raise ConfigError(f"monitor={config.monitor} must be {wanted}d: set hydra.sweeper.direction={wanted}")
@@ -323,7 +323,7 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
     job.folder.mkdir(parents=True, exist_ok=True)
     if read_results(job.folder):  # a resumed job must not show the end of its first part
         amend(job.folder, job.overrides, status="running", error=None)
-    environment = {name: value for name, value in os.environ.items() if name != TRACEBACK}  # set by cli
+    environment = {**os.environ}
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if n_threads is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from qnmixer.engine.checkpoints import built_from, digest_of_weights, steps_of
 from qnmixer.engine.config.compose import quoted, values_of
-from qnmixer.engine.config.options import TARGET, keys_of
+from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import Config, without_places
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.reconstructor import Reconstructor, method_name
@@ -90,7 +90,7 @@ def _training(config: Config, checkpoint: Path, record: dict[str, Any]) -> dict[
 
 def _settings(section: Any) -> str:
     """The option of a group, if it has a name, and its keys."""
-    keys = {key: value for key, value in keys_of(section).items() if key not in (TARGET, "name")}
+    keys = {key: value for key, value in section.plain().items() if key not in (TARGET, "name")}
     words = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in keys.items()]
     return ": ".join(filter(None, (getattr(section, "name", ""), ", ".join(words))))
 

@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -64,7 +64,7 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
 
     A check that depends on a failed check is skipped. Raises KeyboardInterrupt on Ctrl-C.
     """
-    this_node = replace(config, trainer=replace(config.trainer, num_nodes=1))
+    this_node = config.changed(trainer=config.trainer.changed(num_nodes=1))
     failed = []
     for check in _machine(this_node, folder):
         yield check
@@ -176,11 +176,11 @@ def check_run(config: Config) -> Iterator[Check]:
 
 def alone(config: Config) -> Config:
     """The same optimizer step in one process, one slice at a time."""
-    trainer = replace(config.trainer, devices=1, accumulate_grad_batches=effective_batch(config))
+    trainer = config.trainer.changed(devices=1, accumulate_grad_batches=effective_batch(config))
     # One device has no room for the graph that a pipeline spreads over several. The gradients are bit-identical.
     memory = MemoryConfig(name="recompute") if trainer.accelerator == "cuda" else config.memory
-    data = replace(config.data, batch_size=1)
-    return replace(config, strategy=SingleConfig(), trainer=trainer, memory=memory, data=data)
+    data = config.data.changed(batch_size=1)
+    return config.changed(strategy=SingleConfig(), trainer=trainer, memory=memory, data=data)
 
 
 def compare_gradients(found: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor], tolerance: float) -> Check:

@@ -4,7 +4,7 @@ import faulthandler
 import gc
 import json
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -151,11 +151,16 @@ def communicate(accelerator: str) -> None:
 
 def train_a_little(report: Report, config: Config, folder: Path, n_steps: int) -> None:
     """Run a few steps of a config as training runs them. Raises its errors."""
-    trainer_config = replace(
-        config.trainer, max_steps=n_steps, max_epochs=None, val_every_n_steps=None, limit_val_batches=0,
-        log_every_n_steps=n_steps,
-    )  # fmt: skip
-    run = replace(config, trainer=trainer_config, logger={}, finetune=None, resume=None)
+    trainer_config = config.trainer.model_copy(
+        update={
+            "max_steps": n_steps,
+            "max_epochs": None,
+            "val_every_n_steps": None,
+            "limit_val_batches": 0,  # not checked: no run of a user is without a validation
+            "log_every_n_steps": n_steps,
+        }
+    )
+    run = config.changed(trainer=trainer_config, logger={}, finetune=None, resume=None)
     note("building the network")
     module, callbacks = untrained(run), [Probe(report), *build_callbacks(run.callbacks, run.metrics)]
     trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))

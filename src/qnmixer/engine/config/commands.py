@@ -1,26 +1,30 @@
 """The configs of the commands beside training: their keys, types and bounds."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from os.path import expanduser
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from qnmixer.engine.config.data import AsTrained, DataConfig, check_data
-from qnmixer.engine.config.groups import NoiseConfig, parse_section
-from qnmixer.engine.config.options import TARGET, plain_values, unknown_key
-from qnmixer.engine.config.run import Config, Seed, check_targets, parse, require_sections, schema_of
-from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, check_window
+from qnmixer.engine.config.checking import Section, plain_values, unknown_key, validated
+from qnmixer.engine.config.data import AsTrained, DataConfig, SourceOrAsTrained, check_data
+from qnmixer.engine.config.files import TARGET
+from qnmixer.engine.config.run import Config, check_targets, parse
+from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, Seed, check_window
+from qnmixer.engine.config.targets import NoiseConfig
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.files import check_there
 from qnmixer.weights import SUFFIX
 
-_T = TypeVar("_T")
 _Measuring = TypeVar("_Measuring", bound="MeasuringConfig")
 Which = Literal["best", "last"]
-_OF_RUN = ("data", "noise")
-"""Sections of an evaluation that may be those of the run: their target is null."""
+Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+"""One text, or several."""
+Trust = Texts
+"""Modules of the user's own that a run may name."""
+File = Annotated[str, AfterValidator(expanduser)]
 
 DEVICES = {
     "V100-16": 16160.0,
@@ -34,59 +38,57 @@ DEVICES = {
 """MiB, as the driver reports it."""
 
 
-@dataclass(kw_only=True)
-class MeasuringConfig:
+def _noise_of_run(section: Any) -> Any:
+    return None if isinstance(section, Mapping) and section.get(TARGET, "") is None else section
+
+
+class MeasuringConfig(Section):
     """What trained networks are measured on."""
 
     checkpoint: Which
     split: Literal["train", "val", "test"]
     accelerator: Accelerator
-    trust: list[str]  # modules of the user's own that a run may name
-    data: DataConfig | AsTrained
-    noise: NoiseConfig | None  # None: the noise of training
+    trust: Trust
+    data: SourceOrAsTrained
+    noise: Annotated[NoiseConfig | None, BeforeValidator(_noise_of_run)]  # None: the noise of training
     evaluation: EvaluationConfig
 
 
-@dataclass(kw_only=True)
 class EvaluateConfig(MeasuringConfig):
     """The checked config of one evaluation."""
 
     run: str
 
 
-@dataclass(kw_only=True)
 class CompareConfig(MeasuringConfig):
     """The checked config of one comparison."""
 
-    sweep: list[str]  # folders; several count as one
+    sweep: Texts  # folders; several count as one
     seed: Seed  # of test phantoms and noise
     output: str | None
 
 
-@dataclass(kw_only=True)
-class PlanConfig:
+class PlanConfig(Section):
     """The checked config of one plan."""
 
     format: Literal["table", "json", "levers"]
-    device: str | None  # None: all known devices
+    device: Annotated[str, BeforeValidator(str)] | None  # None: all known devices
     run: Config
 
 
-@dataclass(kw_only=True)
-class DoctorConfig:
+class DoctorConfig(Section):
     """The checked config of one checkup."""
 
     format: Literal["table", "json"]
     run: Config
 
 
-@dataclass(kw_only=True)
-class ReconstructConfig:
+class ReconstructConfig(Section):
     """The config of `qnmixer.reconstruct`."""
 
     run: str
-    input: str
-    output: str
+    input: File
+    output: File
     kind: Literal["auto", "slices", "sinograms"]
     formats: list[Literal["dicom", "npy", "png"]]
     window: list[float] | None  # HU; None: chosen by the input
@@ -97,23 +99,29 @@ class ReconstructConfig:
     checkpoint: Which
     accelerator: Accelerator
     batch_size: Count | None  # None: chosen by the device
-    trust: list[str]  # modules of the user's own that the run may name
+    trust: Trust
+
+    @model_validator(mode="after")
+    def _useful(self) -> Self:
+        if not self.formats:
+            raise ValueError("formats=[] would write nothing: give some of dicom, npy, png")
+        if self.window is not None:
+            check_window(self.window)
+        return self
 
 
-@dataclass(kw_only=True)
-class ExportConfig:
+class ExportConfig(Section):
     """The config of `qnmixer.export`."""
 
     run: str
     output: str
-    trust: list[str]  # modules of the user's own that the run may name
+    trust: Trust
 
-
-def _parsed(schema: type[_T], values: dict[str, Any], **sections: Any) -> _T:
-    """The config of a command from its values, and from sections that are parsed already. Raises ConfigError."""
-    lists = {key: [values[key]] for key in ("trust", "sweep") if isinstance(values.get(key), str)}  # one of them
-    config: _T = parse_section("", schema, values | lists, **sections)
-    return config
+    @model_validator(mode="after")
+    def _weights_file(self) -> Self:
+        if not self.output.endswith(SUFFIX):
+            raise ValueError(f"output={self.output} does not name a weights file: give a name that ends in {SUFFIX}")
+        return self
 
 
 def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
@@ -130,19 +138,7 @@ def parse_compare(cfg: DictConfig) -> CompareConfig:
 
 
 def _parsed_measuring(schema: type[_Measuring], cfg: DictConfig) -> _Measuring:
-    values = plain_values(cfg)
-    require_sections(values, (*_OF_RUN, "evaluation"))
-    data, noise = (
-        None if isinstance(values[key], dict) and values[key].get(TARGET, "") is None else schema_of(key, values[key])
-        for key in _OF_RUN
-    )
-    config = _parsed(
-        schema,
-        values,
-        data=parse_section("data", data or AsTrained, values["data"]),
-        noise=noise and parse_section("noise", noise, values["noise"]),
-        evaluation=parse_section("evaluation", EvaluationConfig, values["evaluation"]),
-    )
+    config: _Measuring = validated(schema, plain_values(cfg))
     check_targets(config)
     if isinstance(config.data, DataConfig):
         config.data = config.data.checked()
@@ -164,9 +160,7 @@ def parse_plan(cfg: DictConfig) -> PlanConfig:
     for key in OmegaConf.missing_keys(cfg):
         if key.startswith("data.") and key.endswith(".root"):
             OmegaConf.update(cfg, key, ".")
-    values = plain_values(cfg)
-    config = _parsed(PlanConfig, {name: values.pop(name) for name in ("format", "device")}, run=None)
-    config.run = _with_training_step(values)
+    config: PlanConfig = _with_run(PlanConfig, cfg, "format", "device")
     if config.device is not None:
         device_memory(config.device)
     return config
@@ -174,17 +168,18 @@ def parse_plan(cfg: DictConfig) -> PlanConfig:
 
 def parse_doctor(cfg: DictConfig) -> DoctorConfig:
     """Parse and check the config of `qnmixer.doctor`. Raises ConfigError."""
-    values = plain_values(cfg)
-    config = _parsed(DoctorConfig, {"format": values.pop("format")}, run=None)
-    config.run = _with_training_step(values)
+    config: DoctorConfig = _with_run(DoctorConfig, cfg, "format")
     return config
 
 
-def _with_training_step(values: dict[str, Any]) -> Config:
+def _with_run(schema: type[Section], cfg: DictConfig, *own: str) -> Any:
+    """The config of a command with these keys beside those of a run, which has a training step."""
+    values = plain_values(cfg)
+    its = {key: values.pop(key) for key in own}
     run = parse(values)
     if not run.model.has_weights:
         raise ConfigError(f"model={run.model.name} has no weights, so it has no training step: choose another model")
-    return run
+    return validated(schema, its | {"run": run})
 
 
 def device_memory(name: str) -> float:
@@ -202,18 +197,11 @@ def device_memory(name: str) -> float:
 
 def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
     """Parse and check the config of `qnmixer.reconstruct`. Raises ConfigError."""
-    config = _parsed(ReconstructConfig, plain_values(cfg))
-    config.input, config.output = map(expanduser, (config.input, config.output))
-    if not config.formats:
-        raise ConfigError("formats=[] would write nothing: give some of dicom, npy, png")
-    if config.window is not None:
-        check_window("window", config.window)
+    config: ReconstructConfig = validated(ReconstructConfig, plain_values(cfg))
     return config
 
 
 def parse_export(cfg: DictConfig) -> ExportConfig:
     """Parse and check the config of `qnmixer.export`. Raises ConfigError."""
-    config = _parsed(ExportConfig, plain_values(cfg))
-    if not config.output.endswith(SUFFIX):
-        raise ConfigError(f"output={config.output} does not name a weights file: give a name that ends in {SUFFIX}")
+    config: ExportConfig = validated(ExportConfig, plain_values(cfg))
     return config

@@ -9,19 +9,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from qnmixer.engine.config.checking import answer
+from qnmixer.engine.config.files import CONF, is_group, options
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
 
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
-
-CONF = (Path(__file__).parents[2] / "conf").resolve()
-"""In a clone, a link to conf/ of the repository; in a wheel, a copy of the files."""
 OF_A_RUN = ("train", "plan", "doctor")
 """Commands with the full config of a run; the others read it from a run folder."""
 LENGTH = ("trainer.max_steps", "trainer.max_epochs")
@@ -32,8 +29,6 @@ _FILE, _PACKAGE = "file://", "pkg://"
 _NO_EXPERIMENT = "experiment=null"
 _MOST_BYTES, _MOST_VALUES = 2**18, 2000
 """Of a config file. One of ours has 2 kB, and 60 values."""
-_FOR_EVERY_OPTION = {"geometry": ["n_views"], "model": [], "optimizer": []}
-"""Keys of an experiment that fit every option of a group, as a bin's width does not fit every scanner. Others: all."""
 
 
 def quoted(path: Path | str) -> str:
@@ -164,66 +159,24 @@ def _count_of_values(content: bytes) -> float:
         return 0
 
 
+def with_one_limit(words: list[str]) -> list[str]:
+    """max_epochs alone is the only limit of a run: max_steps of a file must not end it. Nothing is added twice."""
+    given = values_of([*filter(is_override, words)])
+    alone = given.get("trainer.max_epochs", "null") not in ("null", "") and "trainer.max_steps" not in given
+    return [*words, "trainer.max_steps=-1"] if alone else words
+
+
 def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
-    """The config of a command, without running anything. `with_hydra`: with Hydra's own part."""
-    if config_name in OF_A_RUN:
-        overrides = fitted(config_name, overrides)
-    return compose_as_given(config_name, overrides, with_hydra)
-
-
-def fitted(config_name: str, overrides: list[str]) -> list[str]:
-    """Add overrides that make config files fit the words of a command. Nothing is added twice.
-
-    max_epochs alone is the only limit of a run: max_steps of a file must not end it.
-
-    `experiment=demo model=tv` is TV in the setting of demo. Keys of an experiment are for the options that it chooses
-    itself. Another option keeps its own values, and takes only those of `_FOR_EVERY_OPTION` from the experiment. Keys
-    that the command names stay.
-
-    Args:
-        overrides: of a command line. Other words, such as flags, stay unchanged.
-    """
-    words, overrides = overrides, [*filter(is_override, overrides)]
-    given = values_of(overrides)
-    if given.get("trainer.max_epochs", "null") not in ("null", "") and "trainer.max_steps" not in given:
-        words = [*words, "trainer.max_steps=-1"]
-    chosen = [it for it in overrides if (CONF / key_of(it)).is_dir() and "/" not in key_of(it) and it[:1] != "~"]
-    sections = [key for key in map(key_of, chosen) if key != "experiment"]
-    experiment = [it for it in without_null(overrides) if key_of(it).partition("/")[0] == "experiment"]
-    if not sections or not experiment:
-        return words
-    search = search_path_in(overrides)
-    its_choices = compose_as_given(config_name, [*search, *experiment], with_hydra=True).hydra.runtime.choices
-    own_choices = [it for it in chosen if it not in experiment]
-    # Not resolved: a key that the user must give, such as data.root, has its own error later.
-    together: Any = OmegaConf.to_container(compose_as_given(config_name, overrides))
-    alone: Any = OmegaConf.to_container(compose_as_given(config_name, [*search, *own_choices]))
-    more = []
-    for section in sections:
-        if its_choices[section] == given[section]:
-            continue
-        if not all(isinstance(values.get(section), dict) for values in (together, alone)):
-            continue  # a file of the user's that gives the section no keys: the checks say it
-        own, shared = alone[section], _FOR_EVERY_OPTION.get(section, alone[section])
-        for key, value in together[section].items():
-            if any(f"{it}.".startswith(f"{section}.{key}.") for it in given):
-                continue
-            if key not in own:
-                more.append(f"~{section}.{key}")
-            elif key not in shared and value != own[key]:
-                more.append(f"{section}.{key}={'null' if own[key] is None else own[key]}")
-    return [*words, *more]
-
-
-def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
-    """Compose as `compose` does, from exactly these overrides and no others. `experiment=null` is the default."""
+    """The config of a command, without running anything. `with_hydra`: with Hydra's own part. Raises ConfigError."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
     if not CONF.is_dir():
         raise ConfigError(f"no configs at {CONF}: in a clone, `git config core.symlinks true` and check it out again")
-    if nameless := next((it for it in overrides if it[:1] in ("+", "~", "=") and not key_of(it).strip("+~")), None):
+    if nameless := next((word for word in overrides if word[:1] in ("+", "~", "=") and not key_of(word)), None):
         raise ConfigError(f"{nameless} has no key: write KEY=VALUE, without blanks around the =")
+    if config_name in OF_A_RUN:
+        overrides = with_one_limit(overrides)
     # Hydra refuses a second initialisation in one process, and a program may compose many configs.
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
@@ -235,11 +188,19 @@ def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = 
             # Of Hydra: data=null, trainer=3, data=${oc.select:seed}, a number of 5,000 digits, or hundreds of brackets
             if not isinstance(error, ValueError | TypeError | AssertionError | RecursionError):
                 raise
-            groups = " ".join(o for o in overrides if (CONF / o.partition("=")[0]).is_dir())
-            group = "give a group the name of one of its options, as in data=dicom"
-            raise ConfigError(
-                f"{groups or 'a value'} cannot be read ({first_line(error)}): {group if groups else 'check the values'}"
-            ) from error
+            raise ConfigError(_unreadable(overrides, first_line(error))) from error
+
+
+def _unreadable(overrides: list[str], why: str) -> str:
+    """The line for values that Hydra cannot read."""
+    groups = {key_of(word): word for word in overrides if is_group(key_of(word))}
+    if way := next(filter(None, map(answer, groups.values())), None):
+        return way
+    if not groups:
+        return f"a value cannot be read ({why}): check the values"
+    group = next((key for key, word in groups.items() if word.endswith("=null")), [*groups][-1])
+    choices = f"give {group} the name of one of its options: {', '.join(options(group))}"
+    return f"{' '.join(groups.values())} cannot be read ({why}): {choices}"
 
 
 def fault_of_file(error: BaseException) -> str | None:
@@ -287,22 +248,22 @@ def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
 
     parsed = OverridesParser.create().parse_overrides(overrides)
     # A glob only finds names that exist.
-    given = [override for override in parsed if override.value_type != ValueType.GLOB_CHOICE_SWEEP]
-    values = [list(_values(override)) for override in given]
-    if empty := next((it.input_line for it, its in zip(given, values, strict=True) if not its), None):
+    listed = [override for override in parsed if override.value_type != ValueType.GLOB_CHOICE_SWEEP]
+    values = [list(_values(override)) for override in listed]
+    if empty := next((its.input_line for its, choices in zip(listed, values, strict=True) if not choices), None):
         raise ConfigError(f"{empty} has no value: give at least one")
-    first = [its[0] for its in values]
-    for i, its in enumerate(values):
-        for value in its[1:]:
+    first = [choices[0] for choices in values]
+    for i, choices in enumerate(values):
+        for value in choices[1:]:
             compose(config_name, [*first[:i], value, *first[i + 1 :]])
     return compose(config_name, first, with_hydra=True)
 
 
-def _values(override: "Override") -> Iterator[str]:
-    """One override for each value that a sweep gives a key. An interval gives its start."""
+def _values(override: Any) -> Iterator[str]:
+    """One override for each value that a sweep gives a key, from Hydra's. An interval gives its start."""
     if override.is_discrete_sweep():
         yield from (f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator())
     elif override.is_interval_sweep():
-        yield f"{override.get_key_element()}={override.value().start}"  # type: ignore[union-attr]  # of an interval
+        yield f"{override.get_key_element()}={override.value().start}"
     else:
         yield override.input_line or ""

@@ -3,30 +3,20 @@
 Keys that only one class has are arguments of that class: its signature has their types and bounds.
 """
 
-import math
-from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from qnmixer.engine.config.groups import Group, parse_section
-from qnmixer.engine.config.options import (
-    TARGET,
-    converted,
-    has_no_value,
-    keys_of,
-    options,
-    unknown_key,
-    values_of_option,
-)
-from qnmixer.engine.plugins import Kind
+from qnmixer.engine.config.checking import Section, has_no_value, unknown_key, validated
+from qnmixer.engine.config.files import TARGET, options, values_of_option
+from qnmixer.engine.config.sections import Seed
+from qnmixer.engine.config.targets import Target
+from qnmixer.engine.plugins import Kind, is_trusted
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.files import check_no_nifti, check_there, path_of
-
-if TYPE_CHECKING:
-    from qnmixer.engine.config.run import Config
 
 LOADING = "batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"
 """Keys of how slices are loaded. They change no slice."""
@@ -37,28 +27,29 @@ _PRIVATE: dict[str, Any] = {
 """Keys that name folders or patients, and what is shared instead."""
 
 
-@dataclass(kw_only=True)
-class DataConfig(Group):
+class DataConfig(Target):
     """The keys of every source. `qnmixer.engine.data.sources` builds a class of slices with `(part, **arguments)`.
 
     conf/data/_common.yaml says what each key is. Simulation and reconstruction use different matrices with a
     simulation_factor above 1, which keeps scores honest. Files with too few pixels for it are upsampled.
+
+    Attributes:
+        own_range: whether PSNR and SSIM take each reference's own range, as skimage does, instead of 1.
+        measured: whether its sinograms were measured by a scanner.
+        attenuation_of_one: attenuation in 1/mm that x = 1 means; None: that of hu_max, which depends on the attenuation
+            of water.
     """
 
     group: ClassVar[str] = "data"
     kind: ClassVar[Kind] = Kind(
         "a class with __len__ and load",
-        lambda it: isinstance(it, type) and hasattr(it, "__len__") and hasattr(it, "load"),
+        lambda its: isinstance(its, type) and hasattr(its, "__len__") and hasattr(its, "load"),
     )
-    n_ours: ClassVar[int] = 1
-    offered: ClassVar[tuple[str, ...]] = ("image_size", "fine", "geometry", "hu_max", "seed")
-    late: ClassVar[bool] = True
+    n_positional: ClassVar[int] = 1
+    supplied: ClassVar[tuple[str, ...]] = ("image_size", "fine", "geometry", "hu_max", "seed")
     own_range: ClassVar[bool] = False
-    """Whether PSNR and SSIM take each reference's own range, as skimage does, instead of 1."""
     measured: ClassVar[bool] = False
-    """Whether its sinograms were measured by a scanner."""
     attenuation_of_one: ClassVar[float | None] = None
-    """Attenuation in 1/mm that x = 1 means; None: that of hu_max, which depends on the attenuation of water."""
 
     image_size: Annotated[int, Ge(8), Le(8192)]
     batch_size: Annotated[int, Ge(1), Le(2**20)]
@@ -71,22 +62,7 @@ class DataConfig(Group):
     simulation_factor: Annotated[int, Ge(1), Le(16)]
     disc: bool
     train_slices: Annotated[int, Ge(1), Le(10**9)] | None
-    seed: Annotated[int, Ge(0), Le(2**32 - 1)]
-
-    @classmethod
-    def schema_of(cls, value: Any) -> type["DataConfig"]:
-        """The schema of a source with this target. A user's own reader of files has the keys of ours, such as root."""
-        super().schema_of(value)
-        if not isinstance(value, Mapping):
-            return cls
-        target = value[TARGET]
-        for schema in (PhantomData, MixedData):
-            if target == schema.target:
-                return schema
-        if target.startswith("qnmixer.extras."):
-            return PairData
-        needed = {f.name for f in fields(FolderData) if f.default is MISSING and f.default_factory is MISSING}
-        return FolderData if target.startswith("qnmixer.engine.data.") or needed <= value.keys() else cls
+    seed: Seed
 
     @property
     def hu_scaling(self) -> tuple[float, float]:
@@ -96,34 +72,40 @@ class DataConfig(Group):
     @property
     def at_true_size(self) -> bool:
         """Whether a source resamples its slices at the size that their files give."""
-        return any(isinstance(it, FolderData) and it.pixel_size == "header" for it in self.by_section().values())
+        return any(isinstance(its, FolderData) and its.pixel_size == "header" for its in self.by_section().values())
 
     def by_section(self) -> dict[str, "DataConfig"]:
         """The sources of the slices, by config section: this source itself, or each source of a mix."""
         return {"data": self}
 
+    def checked(self) -> Self:
+        """The same section. A class of files, or of the user's own, may be large: it is read when it is built."""
+        return self
+
     def without_places(self) -> Self:
         """The same config without private values: folders, people, patients, and arguments of the user's own class."""
-        ours = self.arguments if self._target_.startswith("qnmixer.") else {}
-        keys = {f.name: _PRIVATE[f.name] for f in fields(self) if f.name in _PRIVATE}
-        return replace(self, arguments={key: _PRIVATE.get(key, value) for key, value in ours.items()}, **keys)
+        values = {key: _PRIVATE.get(key, value) for key, value in self.plain().items()}
+        if not is_trusted(self.target, ()):
+            values = {key: value for key, value in values.items() if key not in self.arguments}
+        return type(self).model_validate(values).at(self._place)
 
 
-@dataclass(kw_only=True)
 class PhantomData(DataConfig):
     """Random phantoms: no files needed. `PhantomSource` has their keys."""
 
-    target: ClassVar[str] = "qnmixer.engine.data.phantoms.PhantomSource"
-    late: ClassVar[bool] = False
+    TARGET: ClassVar[str] = "qnmixer.engine.data.phantoms.PhantomSource"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.simulation_factor > 2:  # they are painted at twice the image size
-            factor = self.simulation_factor
-            raise ConfigError(f"data.simulation_factor={factor} is too large: give 2 or less ({self.section})")
+    @model_validator(mode="after")
+    def _twice_as_fine(self) -> Self:
+        if (factor := self.simulation_factor) > 2:  # they are painted at twice the image size
+            raise ValueError(f"simulation_factor={factor} is too large: give 2 or less")
+        return self
+
+    def checked(self) -> Self:
+        """With its arguments checked."""
+        return Target.checked(self)
 
 
-@dataclass(kw_only=True)
 class FolderData(DataConfig):
     """The keys of every source of files. Its reader is built with `(**arguments)`.
 
@@ -132,10 +114,10 @@ class FolderData(DataConfig):
 
     kind: ClassVar[Kind] = Kind(
         "a class with kind, wanted and read, which data=custom does not need",
-        lambda it: isinstance(it, type) and all(hasattr(it, name) for name in ("kind", "wanted", "read")),
+        lambda its: isinstance(its, type) and all(hasattr(its, name) for name in ("kind", "wanted", "read")),
     )
-    n_ours: ClassVar[int] = 0
-    offered: ClassVar[tuple[str, ...]] = ()
+    n_positional: ClassVar[int] = 0
+    supplied: ClassVar[tuple[str, ...]] = ()
 
     root: str | None
     include: str
@@ -149,16 +131,15 @@ class FolderData(DataConfig):
     cache_dir: str | None
     pixel_size: Literal["field_of_view", "header"] = "field_of_view"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @model_validator(mode="after")
+    def _split(self) -> Self:
         if self.split != "explicit" and (self.train_patients or self.val_patients or self.test_patients):
-            key = f"{self.section}.split"
-            raise ConfigError(f"lists of patients are used only with {key}=explicit, not {key}={self.split}")
+            raise ValueError(f"split={self.split} uses no lists of patients: give split=explicit, or leave them out")
         if self.val_fraction + self.test_fraction >= 1:
-            raise ConfigError(f"{self.section}.val_fraction + test_fraction leave nothing to train on: lower them")
+            raise ValueError("val_fraction + test_fraction leave nothing to train on: lower them")
+        return self
 
 
-@dataclass(kw_only=True)
 class MixedData(DataConfig):
     """Several sources, each with its share of the training samples and its own split.
 
@@ -169,26 +150,25 @@ class MixedData(DataConfig):
             source with a share once.
     """
 
-    target: ClassVar[str] = "qnmixer.engine.data.sources.MixedSource"
-
     evaluate_on: str
     sources: dict[str, dict[str, Any]]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @model_validator(mode="after")
+    def _shares(self) -> Self:
         if self.arguments:
             raise unknown_key(f"data.{next(iter(self.arguments))}")
         for name, share in self.shares.items():
-            converted(f"data.sources.{name}.share", share, Annotated[float, Ge(0), Le(1)])
+            validated(Annotated[float, Ge(0), Le(1)], share, f"data.sources.{name}.share")
         if abs(sum(self.shares.values()) - 1) > 1e-6:
             each = ", ".join(f"{name} {share:g}" for name, share in self.shares.items()) or "none"
             raise ConfigError(f"the shares of data.sources ({each}) must add up to 1")
         if self.evaluate_on not in self.sources:
             raise ConfigError(f"data.evaluate_on={self.evaluate_on} is no source: give one of data.sources")
-        sources = self.by_section().values()
-        if pairs := [it.section for it in sources if isinstance(it, PairData)]:
+        sources = self.by_section()
+        if pairs := [section for section, source in sources.items() if isinstance(source, PairData)]:
             raise ConfigError(f"{pairs[0]} has images and sinograms of its own: take it alone, not in data={self.name}")
         self.sources = self._written(sources)
+        return self
 
     @property
     def shares(self) -> dict[str, Any]:
@@ -201,55 +181,51 @@ class MixedData(DataConfig):
 
     def _common(self) -> dict[str, Any]:
         """The keys that all sources share."""
-        ours = {f.name for f in fields(DataConfig)} - {TARGET, "arguments", "section"}
-        return {key: getattr(self, key) for key in ours}
+        return {key: getattr(self, key) for key in DataConfig.model_fields if key != "target"}
 
-    def _source(self, key: str, given: dict[str, Any]) -> DataConfig:
+    def _source(self, section: str, given: dict[str, Any]) -> DataConfig:
         common = self._common()
         if both := next(iter(given.keys() & common.keys()), None):
-            raise ConfigError(f"{key}.{both} is the same for all sources: give it as data.{both}")
-        values = {one: value for one, value in given.items() if one not in ("share", "name")}
+            raise ConfigError(f"{section}.{both} is the same for all sources: give it as data.{both}")
+        values = {key: value for key, value in given.items() if key not in ("share", "name")}
         if TARGET not in given or "name" in given:
-            known = [one for one in (*options("data"), "custom") if one != self.name]
+            known = [option for option in (*options("data"), "custom") if option != self.name]
             if (option := given.get("name")) not in known:
-                raise ConfigError(f"{key}.name={option} is not known: choose {', '.join(known)}")
+                raise ConfigError(f"{section}.name={option} is not known: choose {', '.join(known)}")
             values = values_of_option("data", str(option)) | values
-        if missing := next((one for one, value in values.items() if value == "???"), None):
-            raise has_no_value(f"{key}.{missing}")
-        source: DataConfig = parse_section(key, DataConfig.schema_of(values), values | common)
-        return source
+        if missing := next((key for key, value in values.items() if value == "???"), None):
+            raise has_no_value(f"{section}.{missing}")
+        source: DataConfig = validated(Source, values | common, section)
+        return source.at(section)
 
-    def _written(self, sources: Collection[DataConfig]) -> dict[str, dict[str, Any]]:
+    def _written(self, sources: Mapping[str, DataConfig]) -> dict[str, dict[str, Any]]:
         """Sources in the form of the key `sources`."""
         common = self._common()
         return {
-            name: {"share": share, **{key: it for key, it in keys_of(source).items() if key not in common}}
-            for (name, share), source in zip(self.shares.items(), sources, strict=True)
+            name: {"share": share, **{key: value for key, value in source.plain().items() if key not in common}}
+            for (name, share), source in zip(self.shares.items(), sources.values(), strict=True)
         }
 
     def checked(self) -> Self:
         """With each source checked."""
-        return replace(self, sources=self._written([it.checked() for it in self.by_section().values()]))
+        return self.changed(sources=self._written({key: its.checked() for key, its in self.by_section().items()}))
 
     def targets(self) -> dict[str, str]:
         """The targets of all sources too."""
-        return super().targets() | {source.key: source._target_ for source in self.by_section().values()}
+        return super().targets() | {source.key: source.target for source in self.by_section().values()}
 
     def without_places(self) -> Self:
         """Also without the private values of all sources."""
-        sources = self._written([source.without_places() for source in self.by_section().values()])
-        return replace(super().without_places(), sources=sources)
+        sources = {key: its.without_places() for key, its in self.by_section().items()}
+        return self.changed(sources=self._written(sources))
 
 
-@dataclass(kw_only=True)
 class PairData(DataConfig):
     """A public set of sinograms and reference images. Its class has the other keys, and says what its numbers mean.
 
     Attributes:
         root: folder of the set.
     """
-
-    late: ClassVar[bool] = False
 
     root: str | None
 
@@ -259,7 +235,7 @@ class PairData(DataConfig):
 
     def checked(self) -> Self:
         """As for every target. Then the keys that change images."""
-        section = super().checked()
+        section = Target.checked(self)
         if section.measured:
             check_untouched(section)
         return section
@@ -283,21 +259,42 @@ class PairData(DataConfig):
     @property
     def hu_scaling(self) -> tuple[float, float]:
         """That of the set, if it has one."""
-        found: tuple[float, float] | None = getattr(self.load(), "hu_scaling", None)
-        return found or super().hu_scaling
+        of_set: tuple[float, float] | None = getattr(self.load(), "hu_scaling", None)
+        return of_set or super().hu_scaling
 
-    def check(self, run: "Config") -> None:
-        """Check that the scan is the one that the sinograms were measured with, and the scale of the images."""
-        its_class = self.load()
-        for key, value in its_class.scan.items() if self.measured else ():
-            its = getattr(run.geometry, key)
-            if its != value and not (isinstance(value, float) and math.isclose(its, value, rel_tol=1e-4)):
-                raise ConfigError(
-                    f"geometry.{key}={its} is not that of data={self.name}, {value}: take geometry={self.name}"
-                )
-        for key, value in {"scaling": "attenuation", "hu_max": getattr(its_class, "hu_max", self.hu_max)}.items():
-            if getattr(self, key) != value:
-                raise ConfigError(f"data.{key}={getattr(self, key)} is not that of data={self.name}: give {value}")
+
+class AsTrained(Section):
+    """For an evaluation: the slices of the run itself. Keys that are not None here replace the run's."""
+
+    target: None = Field(alias="_target_")
+    root: str | None
+    simulation_factor: Annotated[int, Ge(1), Le(16)] | None
+    disc: bool | None
+
+
+def _kind_of_source(values: Any) -> str:
+    """Which of the classes above has the keys of a section. A user's own reader of files has the keys of ours."""
+    target = values.get(TARGET) if isinstance(values, Mapping) else ""
+    if not isinstance(target, str):
+        return "as trained"
+    if target == PhantomData.TARGET:
+        return "phantoms"
+    if "sources" in values:
+        return "mixed"
+    if {"patient_from", "val_fraction"} & values.keys():
+        return "folder"
+    return "pairs" if "root" in values and is_trusted(target, ()) else "other"
+
+
+_Source = (
+    Annotated[PhantomData, Tag("phantoms")]
+    | Annotated[MixedData, Tag("mixed")]
+    | Annotated[FolderData, Tag("folder")]
+    | Annotated[PairData, Tag("pairs")]
+    | Annotated[DataConfig, Tag("other")]
+)
+Source = Annotated[_Source, Discriminator(_kind_of_source)]
+SourceOrAsTrained = Annotated[_Source | Annotated[AsTrained, Tag("as trained")], Discriminator(_kind_of_source)]
 
 
 def check_untouched(config: DataConfig) -> None:
@@ -307,16 +304,6 @@ def check_untouched(config: DataConfig) -> None:
             raise ConfigError(
                 f"data.{key}={its} changes images, and a measured sinogram cannot change with its image: leave it out"
             )
-
-
-@dataclass(kw_only=True)
-class AsTrained:
-    """For an evaluation: the slices of the run itself. Keys that are not None here replace the run's."""
-
-    _target_: str | None
-    root: str | None
-    simulation_factor: Annotated[int, Ge(1), Le(16)] | None
-    disc: bool | None
 
 
 def check_data(config: DataConfig) -> None:

@@ -1,64 +1,52 @@
-"""The config of a training run, and all checks before it starts.
+"""The config of a training run: all its sections, and how it is read, checked, changed and stored."""
 
-The values are in `conf/`. The files beside this one have their types, their bounds and the rules between them.
-"""
-
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
-from annotated_types import Ge, Le, Len
+from annotated_types import Len
 from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
 
-from qnmixer.engine.config.compose import CONF
-from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.config.groups import (
+from qnmixer.engine.config import rules
+from qnmixer.engine.config.checking import Section, plain_values, validated
+from qnmixer.engine.config.data import Source
+from qnmixer.engine.config.files import TARGET, is_group, values_of_option
+from qnmixer.engine.config.sections import (
+    LONGEST_TAG,
+    Debug,
+    EvaluationConfig,
+    GeometryConfig,
+    MemoryConfig,
+    Seed,
+    Strategy,
+    TrainerConfig,
+    WandbConfig,
+)
+from qnmixer.engine.config.targets import (
+    Callbacks,
     DataModuleConfig,
-    Group,
+    Loggers,
     LossConfig,
+    Metrics,
     ModelConfig,
     ModuleConfig,
     NoiseConfig,
     OptimizerConfig,
     ScheduleConfig,
-    parse_section,
-)
-from qnmixer.engine.config.options import TARGET, keys_of, options, plain_values, values_of_option
-from qnmixer.engine.config.rules import validate
-from qnmixer.engine.config.sections import (
-    LONGEST_TAG,
-    CallbackConfig,
-    DebugConfig,
-    EvaluationConfig,
-    GeometryConfig,
-    LoggerConfig,
-    MemoryConfig,
-    MetricConfig,
-    StrategyConfig,
-    TrainerConfig,
-    WandbConfig,
+    Target,
     check_monitor,
     default_metrics,
-    parse_callbacks,
-    parse_loggers,
-    parse_metrics,
 )
 from qnmixer.engine.plugins import check_plugin, is_trusted
-from qnmixer.errors import ConfigError
 
 _ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.", "torchmetrics.")
 """Packages that the check of targets does not look for, which would take seconds."""
-_USUAL = {
-    "module": {TARGET: "qnmixer.module.ReconstructionModule"},
-    "datamodule": {TARGET: "qnmixer.engine.data.datamodule.SliceDataModule"},
-}
-"""Sections of a file that lacks them, such as a weights file."""
-Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
+_READ_AT_ONCE = "data", "loss", "model", "noise", "optimizer", "schedule"
+"""Sections whose targets are imported to check a config. Others load Lightning: they are read when they are built."""
 
 
-@dataclass(kw_only=True)
-class Config:
-    """The checked config of one training run."""
+class Config(Section):
+    """The config of one training run. Keys with a default are those that older files lack."""
 
     seed: Seed
     monitor: str
@@ -66,28 +54,28 @@ class Config:
     resume: str | None
     compile: bool
     test_after_training: bool
-    tags: list[Annotated[str, Len(1, LONGEST_TAG)]] = field(default_factory=list)
+    tags: list[Annotated[str, Len(1, LONGEST_TAG)]] = Field(default_factory=list)
+    logger: Loggers = Field(default_factory=dict)
+    metrics: Metrics = Field(default_factory=default_metrics)
+    callbacks: Callbacks = Field(default_factory=dict)
+    data: Source
+    datamodule: DataModuleConfig = Field(default_factory=lambda: section("datamodule", "default"))
+    debug: Debug
+    evaluation: EvaluationConfig
     geometry: GeometryConfig
-    noise: NoiseConfig
-    model: ModelConfig
-    module: ModuleConfig
-    datamodule: DataModuleConfig
-    data: DataConfig
     loss: LossConfig
+    memory: MemoryConfig
+    model: ModelConfig
+    module: ModuleConfig = Field(default_factory=lambda: section("module", "default"))
+    noise: NoiseConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
-    memory: MemoryConfig
-    strategy: StrategyConfig
+    strategy: Strategy
     trainer: TrainerConfig
-    evaluation: EvaluationConfig
-    debug: DebugConfig
-    logger: dict[str, WandbConfig | LoggerConfig] = field(default_factory=dict)  # by name
-    metrics: dict[str, MetricConfig] = field(default_factory=dict)  # by name
-    callbacks: dict[str, CallbackConfig] = field(default_factory=dict)  # by name
 
-
-_NAMED = "callbacks", "logger", "metrics"
-_SECTIONS = sorted(f.name for f in fields(Config) if is_dataclass(f.type))
+    def changed(self, **sections: Any) -> "Config":
+        """The same config with other sections, which are checked already."""
+        return self.model_copy(update=sections)
 
 
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
@@ -101,13 +89,6 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     return checked(config)
 
 
-def require_sections(values: Mapping[str, Any], sections: Iterable[str]) -> None:
-    """Raise ConfigError for the first section that a command line has taken away, as ~model or noise=[] does."""
-    for key in sections:
-        if key not in values:
-            raise ConfigError(f"the config has no {key}: choose one with {key}=…")
-
-
 def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     """Parse the config in a file, such as a checkpoint. It imports nothing that the config names.
 
@@ -115,44 +96,23 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
 
     Raises ConfigError, which names the key and how to fix it.
     """
-    values = _USUAL | plain_values(cfg)
-    require_sections(values, _SECTIONS)
-    named = {
-        "callbacks": parse_callbacks(values.get("callbacks", {})),
-        "metrics": parse_metrics(values["metrics"]) if "metrics" in values else default_metrics(),
-        "logger": parse_loggers(values.get("logger")),
-    }
-    config: Config = parse_section("", Config, values, **dict.fromkeys(_SECTIONS), **named)  # root keys first
-    for key in _SECTIONS:
-        setattr(config, key, parse_section(key, schema_of(key, values[key]), values[key]))
+    config: Config = validated(Config, plain_values(cfg))
     return config
 
 
-def schema_of(section: str, value: Any) -> type:
-    """The dataclass of a config section: its target or name decides. Raises ConfigError for an unknown name."""
-    base = get_type_hints(Config)[section]
-    if issubclass(base, Group):
-        return base.schema_of(value)
-    by_name = {schema.name: schema for schema in base.__subclasses__()}
-    name = str(value.get("name")) if isinstance(value, Mapping) else ""
-    if name and by_name and name not in (*by_name, *options(section)):
-        raise ConfigError(f"{section}.name={name} is not known: choose one of {', '.join(options(section))}")
-    return by_name.get(name, base)
-
-
-def targets_of(config: Any) -> dict[str, str]:
+def targets_of(config: Section) -> dict[str, str]:
     """Classes and functions that a config names, by key."""
     targets: dict[str, str] = {}
-    for key, section in vars(config).items():
-        for name, one in section.items() if key in _NAMED else [("", section)]:
-            if isinstance(one, Group):
-                targets |= one.targets()
-            elif isinstance(one, WandbConfig):
-                targets[f"logger.{name}.{TARGET}"] = one._target_
+    for key, value in config:
+        for name, part in value.items() if isinstance(value, dict) else [("", value)]:
+            if isinstance(part, Target):
+                targets |= part.targets()
+            elif isinstance(part, WandbConfig):
+                targets[f"{key}.{name}.{TARGET}"] = part.target
     return targets
 
 
-def check_targets(config: Any) -> None:
+def check_targets(config: Section) -> None:
     """Raise PluginError for the first target whose module is not found."""
     for key, target in targets_of(config).items():
         if not target.startswith(_ALWAYS_THERE):
@@ -167,12 +127,20 @@ def checked(config: Config, *groups: str) -> Config:
 
     Raises ConfigError or PluginError.
     """
-    config = replace(config)
-    for name, section in vars(config).items():
-        if isinstance(section, Group) and name in (groups or vars(config)):
-            setattr(config, name, section.checked())
+    config = config.changed(**{key: getattr(config, key).checked() for key in groups or _READ_AT_ONCE})
     validate(config)
     return config
+
+
+def validate(config: Config) -> None:
+    """Check the rules between sections. Raises ConfigError for the first that is broken."""
+    rules.scan_of_set(config.data, config.geometry)
+    rules.one_scale(config.data, config.noise)
+    rules.divided_image(config.data, config.model)
+    rules.one_start(config.finetune, config.resume)
+    rules.an_end(config.trainer, config.debug)
+    rules.fitting_strategy(config.strategy, config.trainer, config.model, config.optimizer, config.callbacks)
+    rules.fitting_pipeline(config.strategy, config.trainer, config.model, config.data)
 
 
 def devices_per_replica(config: Config) -> int:
@@ -193,7 +161,7 @@ def effective_batch(config: Config) -> int:
 
 def with_iterations(config: Config, T: int) -> Config:
     """The same config with another T, or unchanged if T is fixed."""
-    return replace(config, model=config.model.changed(n_iterations=T)) if config.model.is_unrolled else config
+    return config.changed(model=config.model.changed(n_iterations=T)) if config.model.is_unrolled else config
 
 
 def override(config: Config, overrides: str | Sequence[str]) -> Config:
@@ -201,19 +169,20 @@ def override(config: Config, overrides: str | Sequence[str]) -> Config:
 
     A text is split at its blanks; give a list if a value has some.
     """
-    values, changed = OmegaConf.create(to_plain(config)), {"model", "noise"}
+    values, touched = OmegaConf.create(to_plain(config)), {"model", "noise"}
     for item in overrides.split() if isinstance(overrides, str) else overrides:
         key, _, value = item.partition("=")
-        changed.add(key.partition(".")[0])
-        if (CONF / key).is_dir():
-            values[key] = _resolved(key, value, config.seed, {})
+        touched.add(key.partition(".")[0])
+        if is_group(key):
+            values[key] = _values(key, value, config.seed, {})
         else:
             values.merge_with_dotlist([item])
     plain = OmegaConf.to_container(values)  # text with ${…} stays text
     assert isinstance(plain, dict)
-    config = parse_file({str(key): section for key, section in plain.items()})
+    config = parse_file({str(key): its for key, its in plain.items()})
     check_targets(config)
-    return checked(config, *changed)  # not the loss of a checkpoint, say, whose code nobody has trusted
+    # Not the loss of a checkpoint, say, whose code nobody has trusted.
+    return checked(config, *touched.intersection(_READ_AT_ONCE))
 
 
 def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
@@ -221,20 +190,17 @@ def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
 
     Raises ConfigError for a value that is out of bounds.
     """
-    values = _resolved(group, option, seed, keys)
-    parsed = parse_section(group, schema_of(group, values), values)
-    return parsed.checked() if isinstance(parsed, Group) else parsed
+    parsed = validated(get_type_hints(Config, include_extras=True)[group], _values(group, option, seed, keys), group)
+    return parsed.checked() if group in _READ_AT_ONCE else parsed
 
 
-def _resolved(group: str, option: str, seed: int, keys: Mapping[str, Any]) -> Any:
-    whole = OmegaConf.create({"seed": seed, group: values_of_option(group, option) | dict(keys)})
-    return plain_values(whole)[group]
+def _values(group: str, option: str, seed: int, keys: Mapping[str, Any]) -> Any:
+    return plain_values(OmegaConf.create({"seed": seed, group: values_of_option(group, option) | dict(keys)}))[group]
 
 
 def to_plain(config: Config) -> dict[str, Any]:
     """The config as numbers, strings, lists and dicts, which a checkpoint can store. `parse` reads it back."""
-    named = {key: {name: keys_of(it) for name, it in getattr(config, key).items()} for key in _NAMED}
-    return {key: keys_of(it) if is_dataclass(it) else it for key, it in (vars(config) | named).items()}
+    return config.plain()
 
 
 def without_places(config: Config) -> Config:
@@ -243,6 +209,7 @@ def without_places(config: Config) -> Config:
     Folders, names of patients, earlier runs and the logger's account are left out. Arguments of the user's own classes
     stay, because a network may need them. Arguments of the user's own slices, and the user's own metrics, are left out.
     """
-    data = config.data.without_places()
-    metrics = {name: metric for name, metric in config.metrics.items() if is_trusted(metric._target_, ())}
-    return replace(config, data=data, metrics=metrics, logger={}, callbacks={}, tags=[], finetune=None, resume=None)
+    metrics = {name: metric for name, metric in config.metrics.items() if is_trusted(metric.target, ())}
+    return config.changed(
+        data=config.data.without_places(), metrics=metrics, logger={}, callbacks={}, tags=[], finetune=None, resume=None
+    )

@@ -239,7 +239,7 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     chosen = [path for path in files if fnmatch(path, config.include)]
     if not chosen:
         raise DataError(f"data.include={config.include} matches none of {len(files)} files below {root}: {files[0]}, …")
-    its_reader = [config._target_, sorted(config.arguments.items())]
+    its_reader = [config.target, sorted(config.arguments.items())]
     what = [*its_reader, str(root.resolve()), config.include, image_size, field_of_view]
     folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{digest(what)}"
     # A program can set the time of the last change, as `cp -p` does, but not ctime, which every change updates.

@@ -98,11 +98,11 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
     def built(part: str, factor: int) -> Any:
         """The slices of a part on a grid that is finer by a factor."""
         size = config.image_size * factor
-        offered: dict[str, Any] = {"image_size": config.image_size if "fine" in takes else size, "fine": factor > 1}
-        offered |= {"geometry": geometry, "hu_max": config.hu_max, "seed": config.seed}
-        its: Any = config.build(part, offered=offered)
+        supplied: dict[str, Any] = {"image_size": config.image_size if "fine" in takes else size, "fine": factor > 1}
+        supplied |= {"geometry": geometry, "hu_max": config.hu_max, "seed": config.seed}
+        its: Any = config.build(part, supplied=supplied)
         is_drawn = getattr(its, "endless", False)
-        return its if is_drawn else OwnSlices(its, f"data._target_={config._target_}", part, size, geometry)
+        return its if is_drawn else OwnSlices(its, f"data._target_={config.target}", part, size, geometry)
 
     parts = {}
     for part in PARTS:

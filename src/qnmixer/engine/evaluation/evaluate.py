@@ -17,7 +17,6 @@ from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.checkpoints import digest_of_weights
 from qnmixer.engine.config.data import DataConfig, FolderData, MixedData
 from qnmixer.engine.config.logged import IN_WINDOW
-from qnmixer.engine.config.options import keys_of
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import EvaluationConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
@@ -45,7 +44,7 @@ def what_was_evaluated(module: Reconstructor, evaluation: Evaluation) -> dict[st
     return {
         "weights": digest_of_weights(module.state_dict()),
         "data": evaluated_source(module.config.data).name,
-        "noise": keys_of(module.config.noise),
+        "noise": module.config.noise.plain(),
         "test": evaluation.test and evaluation.test._asdict(),
     }
 
@@ -63,9 +62,9 @@ def conditions_of(module: Reconstructor, data: SliceDataModule, contents: Sequen
         scan |= {"measured": True}
     elif not isinstance(its := module.measurement.noise, NoNoise):
         # The defaults of a class may be left out of a config.
-        keys = asdict(its) if is_dataclass(its) else keys_of(module.config.noise)
+        keys = asdict(its) if is_dataclass(its) else module.config.noise.plain()
         # The noise of a slice depends on its number.
-        noise = digest([module.config.noise._target_, keys], sort_keys=True)
+        noise = digest([module.config.noise.target, keys], sort_keys=True)
         drawn = noise, str(module.config.seed), digest([*contents])
     return Conditions(digest(sorted(contents)), digest(scan, sort_keys=True), *drawn)
 

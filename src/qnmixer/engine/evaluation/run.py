@@ -1,14 +1,13 @@
 """The command `qnmixer.evaluate`: a trained run on its own slices, or on others in the form that its network needs."""
 
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 
 from qnmixer.engine.checkpoints import find_checkpoint, load_run, split_of
 from qnmixer.engine.config.commands import EvaluateConfig, MeasuringConfig
 from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.data import LOADING, AsTrained, DataConfig, FolderData, MixedData, PairData, PhantomData
-from qnmixer.engine.config.rules import one_scale
+from qnmixer.engine.config.rules import one_scale, scan_of_set
 from qnmixer.engine.config.run import Config, targets_of
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
@@ -58,16 +57,16 @@ def on_test(
     trained = load_run(run, config.checkpoint, trust, "metrics.")
     checkpoint = find_checkpoint(run, config.checkpoint)
     before = split_of(checkpoint)
-    test = replace(trained.config, data=with_own_cache(trained.config.data, checkpoint))
+    test = trained.config.changed(data=with_own_cache(trained.config.data, checkpoint))
     if isinstance(config.data, AsTrained):
         data, own = as_trained(run, config.data, test.data, trust), True
     else:
         data, own = other_slices(config.data, test, overrides)
     if seed is not None:
-        data = replace(data, seed=seed) if isinstance(evaluated_source(data), PhantomData) else data
+        data = data.changed(seed=seed) if isinstance(evaluated_source(data), PhantomData) else data
         test.seed = seed
     test.data, test.noise = data, config.noise or test.noise
-    one_scale(test)
+    one_scale(test.data, test.noise)
     slices = SliceDataModule(data, split=RunSplit(before if own else None), geometry=trained.projector.geometry)
     if config.noise is not None and slices.measured:
         raise ConfigError(
@@ -94,8 +93,7 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
     if changed.root is not None and not isinstance(data, FolderData | PairData):
         why = f"is for a run on one folder, but {run} was trained with data={data.name}"
         raise CheckpointError(f"data.root={changed.root} {why}: leave it out, or choose slices with data=dicom too")
-    changes = {key: value for key, value in vars(changed).items() if key != "_target_" and value is not None}
-    return replace(data, **changes)
+    return data.changed(**{key: value for key, value in changed if value is not None})
 
 
 def with_own_cache(data: DataConfig, checkpoint: Path) -> DataConfig:
@@ -104,8 +102,8 @@ def with_own_cache(data: DataConfig, checkpoint: Path) -> DataConfig:
         return data
     if isinstance(data, MixedData):
         its = {name: given | dict.fromkeys({"cache_dir"} & given.keys()) for name, given in data.sources.items()}
-        return replace(data, sources=its)
-    return replace(data, cache_dir=None) if isinstance(data, FolderData) else data
+        return data.changed(sources=its)
+    return data.changed(cache_dir=None) if isinstance(data, FolderData) else data
 
 
 def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tuple[DataConfig, bool]:
@@ -123,8 +121,7 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
                 f"the run was trained with data.{key}={value}: leave data.{key} out, or train another network"
             )
     seed = data.seed if "seed" in given else trained.data.seed
-    data = data.changed(**{key: fixed.pop(key) for key in of_set})
-    data = replace(data, **fixed, seed=seed)
+    data = data.changed(**fixed, seed=seed)
     if isinstance(data, FolderData) and "split" not in given:
         for source in trained.data.by_section().values():
             if isinstance(source, FolderData) and _folder(data) == _folder(source):
@@ -135,11 +132,11 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
                         f"data.{other[0]}, or give data.split=all too for other slices of the folder"
                     )
                 changed = [*_KEYS_OF_TEST, *(key for key in LOADING if key in given)]
-                return replace(source, **{key: getattr(data, key) for key in changed}), True
-        data = replace(data, split="all")
+                return source.changed(**{key: getattr(data, key) for key in changed}), True
+        data = data.changed(split="all")
     if isinstance(data, FolderData) and "pixel_size" not in given and trained.data.at_true_size:
-        data = replace(data, pixel_size="header")
-    data.check(trained)
+        data = data.changed(pixel_size="header")
+    scan_of_set(data, trained.geometry)
     return data, False
 
 

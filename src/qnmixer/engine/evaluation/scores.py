@@ -7,7 +7,7 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from qnmixer.engine.config.logged import COLUMNS_OF_IMAGES, IN_WINDOW, deviation_name
-from qnmixer.engine.config.sections import MetricConfig, default_metrics
+from qnmixer.engine.config.targets import MetricConfig, default_metrics
 from qnmixer.engine.data.splits import Overlap
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.reports.terminal import in_digits

@@ -124,7 +124,7 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
         start, turned = fan.nearest(geometry.angles()[0])
         views, scanner = np.roll(np.arange(fan.n_views), -start), fan.scan(geometry)
         angles = geometry.angles()[0] + turned + fan.step * np.arange(fan.n_views)
-        config, count, read = replace(config, water_attenuation=fan.water), fan.n_slices, partial(fan.rows, views=views)
+        config, count, read = config.changed(water_attenuation=fan.water), fan.n_slices, partial(fan.rows, views=views)
     else:
         count, scanner = _scanner_of_npy(file, geometry, config)
         angles, read = scanner.angles(), partial(read_frame, file)

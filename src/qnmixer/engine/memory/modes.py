@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.memory.recomputation import Recomputation
-from qnmixer.errors import ConfigError, suggest
 from qnmixer.models.unrolled import S, UnrolledNetwork
 
 # Copying smaller tensors to the host and back costs more than it frees.
@@ -25,8 +24,6 @@ def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig, host:
 
     Args:
         host: where offloading moves tensors. The plan has another place for their shapes.
-
-    Raises ConfigError for a name without a mode.
     """
     match config.name:
         case "keep":  # autograd stores the graph by itself
@@ -41,8 +38,6 @@ def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig, host:
         case "offload":
             network.loop = partial(_offloading_loop, host=host)
             _recompute_forward(network.large_parts(), Recomputation(network))  # quicker than copies
-        case name:
-            raise ConfigError(f"memory={name} is not known: {suggest(name, ['keep', 'recompute', 'offload'])}")
 
 
 def _recompute_forward(modules: list[nn.Module], recomputation: Recomputation) -> None:

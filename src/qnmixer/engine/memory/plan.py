@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from qnmixer.engine.build import build_module, build_optimizer
-from qnmixer.engine.config.rules import validate
-from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, override, with_iterations
-from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig, averages_weights
+from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, override, validate, with_iterations
+from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig
+from qnmixer.engine.config.targets import averages_weights
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.shapes import without_data
 from qnmixer.engine.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes
@@ -94,7 +94,7 @@ def with_assumed_devices(config: Config) -> Config:
     """
     if config.strategy.name == "single" or config.trainer.devices is not None:
         return config
-    config = replace(config, trainer=replace(config.trainer, devices=ASSUMED_DEVICES))
+    config = config.changed(trainer=config.trainer.changed(devices=ASSUMED_DEVICES))
     validate(config)
     return config
 

@@ -3,11 +3,10 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import product
 
 from qnmixer.engine.config.commands import DEVICES, PlanConfig, device_memory
-from qnmixer.engine.config.options import options
+from qnmixer.engine.config.files import options
 from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.plan import Planner, changed_to, idle, with_assumed_devices
@@ -148,7 +147,7 @@ def _print_tables(console: Console, config: Config, devices: list[str], planner:
         run = changed_to(config, f"memory={memory} trainer.precision={precisions[0]}")
         if run is None:
             continue
-        of = {b: planner.estimate(replace(run, data=replace(run.data, batch_size=b))).peak / MIB for b in batches}
+        of = {b: planner.estimate(run.changed(data=run.data.changed(batch_size=b))).peak / MIB for b in batches}
         peaks.append([memory, ", ".join(precisions), *(f"{of[b]:,.0f}" for b in batches)])
         headings.append(f"{memory}\n{precisions[0]}")
         largest.append([largest_batch(of, usable(name)) for name in devices])

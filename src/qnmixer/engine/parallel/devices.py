@@ -4,13 +4,11 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from qnmixer.engine.config.rules import validate
-from qnmixer.engine.config.run import Config
+from qnmixer.engine.config.run import Config, validate
 from qnmixer.errors import ConfigError
 from qnmixer.machine import THREADS, n_cores
 from qnmixer.models.unrolled import UnrolledNetwork
@@ -41,7 +39,7 @@ def resolve_devices(config: Config) -> Config:
     if on_cuda and (problem := gpu_problem(devices)) is not None:
         raise _unusable(trainer.accelerator, "trainer.accelerator", problem)
     check_precision(device, trainer.precision)
-    resolved = replace(config, trainer=replace(trainer, devices=devices, accelerator="cuda" if on_cuda else "cpu"))
+    resolved = config.changed(trainer=trainer.changed(devices=devices, accelerator="cuda" if on_cuda else "cpu"))
     validate(resolved)
     return resolved
 

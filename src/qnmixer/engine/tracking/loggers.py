@@ -9,7 +9,6 @@ import sys
 import uuid
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from qnmixer.engine.config.compose import values_of
+from qnmixer.engine.config.files import with_names
 from qnmixer.engine.config.logged import OF_NETWORKS
-from qnmixer.engine.config.options import with_names
 from qnmixer.engine.config.run import Config, effective_batch, to_plain, without_places
-from qnmixer.engine.config.sections import LONGEST_TAG, METRICS_FILE, LoggerConfig, WandbConfig
+from qnmixer.engine.config.sections import LONGEST_TAG, WandbConfig
+from qnmixer.engine.config.targets import METRICS_FILE, LoggerConfig
 from qnmixer.engine.processes.process import rank
 from qnmixer.engine.reconstructor import method_name
 from qnmixer.engine.tracking.records import (
@@ -61,7 +61,7 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
     loggers: list[Logger] = [file]
     for options in config.logger.values() if rank() == 0 else ():
         if isinstance(options, LoggerConfig):
-            if options._target_ != METRICS_FILE:
+            if options.target != METRICS_FILE:
                 loggers.append(_build_logger(config, options, folder))
         elif options.mode != "disabled":
             loggers.append(_wandb_run(config, options, folder, overrides, file))
@@ -70,12 +70,12 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
 
 def _build_logger(config: Config, options: LoggerConfig, folder: Path) -> Logger:
     """Build a logger of Lightning or of the user, and log the config. It gets the run folder if it can take one."""
-    given = {name: value for name, value in options.arguments.items() if value is not None}
     places = {
         "save_dir": str(folder),
         "tracking_uri": f"sqlite:///{folder.absolute()}/mlflow.db",  # MLflow's own default is refused by new versions
     }
-    logger: Logger = replace(options, arguments=given).build(offered=places)
+    given = {name: value for name, value in options.plain().items() if value is not None}
+    logger: Logger = LoggerConfig(**given).at(options.section).build(supplied=places)
     logger.log_hyperparams(_described(config))
     return logger
 

@@ -28,7 +28,7 @@ from typing import Any, TypedDict, cast, get_type_hints
 
 from filelock import FileLock
 
-from qnmixer.engine.config.options import converted
+from qnmixer.engine.config.checking import validated
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.files import atomic_file, make_own_folder, private_files, write_text
 
@@ -203,7 +203,7 @@ def read_json(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
         raise damaged(path, "it is no JSON object")
     for key in kinds.keys() & record.keys():
         try:
-            record[key] = converted(key, record[key], kinds[key])
+            record[key] = validated(kinds[key], record[key], key)
         except ConfigError as error:  # its message has the value, which may be anything
             raise damaged(path, f"its entry {key}") from error
     return record

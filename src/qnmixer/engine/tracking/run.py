@@ -15,7 +15,8 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from qnmixer.engine.config.compose import CONF, LENGTH, SEARCH_PATH, compose, key_of, of_hydra, quoted, values_of
+from qnmixer.engine.config.compose import LENGTH, SEARCH_PATH, compose, key_of, of_hydra, quoted, values_of
+from qnmixer.engine.config.files import CONF
 from qnmixer.engine.processes.folders import remove_left_folders
 from qnmixer.engine.processes.process import rank
 from qnmixer.engine.reports.terminal import Console

@@ -22,7 +22,8 @@ from torch import Tensor
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.config.logged import ITERATES, best_name
 from qnmixer.engine.config.run import Config
-from qnmixer.engine.config.sections import CallbackConfig, Count, MetricConfig, modes_of
+from qnmixer.engine.config.sections import Count
+from qnmixer.engine.config.targets import CallbackConfig, MetricConfig, modes_of
 from qnmixer.engine.data.dataset import EpochSampler
 from qnmixer.engine.memory.tracker import PeakTracker
 from qnmixer.engine.memory.usage import MIB, read_usage
@@ -269,11 +270,11 @@ def build_callbacks(
     for it in callbacks.values():
         if issubclass(it.load(), _REFUSED_CALLBACKS):
             raise PluginError(
-                f"{it.said} would change the run while it trains: set data.batch_size, "
+                f"{it.as_typed} would change the run while it trains: set data.batch_size, "
                 "trainer.accumulate_grad_batches or optimizer.lr instead, or choose callbacks=ema"
             )
         monitored = str(it.arguments.get("monitor"))
-        built.append(it.build(offered={"mode": modes[monitored]} if monitored in modes else {}))
+        built.append(it.build(supplied={"mode": modes[monitored]} if monitored in modes else {}))
     return built
 
 

@@ -22,7 +22,8 @@ from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.checkpoints import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.engine.config import logged
 from qnmixer.engine.config.run import Config, effective_batch
-from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig, modes_of
+from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig
+from qnmixer.engine.config.targets import modes_of
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit, seen_by
 from qnmixer.engine.evaluation.evaluate import (
@@ -163,7 +164,7 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataMo
         config,
         first=debug.batches * batch if isinstance(debug, FewBatchesConfig) else None,
         overfit=batch if debug.name == "overfit" else None,
-        batches=config.trainer.extra.get("limit_train_batches"),
+        batches=config.trainer.limit_train_batches,
         split=split,
     )
     data.setup("fit")  # here, so that bad slices end the run before its loggers start
@@ -208,7 +209,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         default_root_dir=folder,
         profiler=_profiler(config, folder / "profile"),
         # The loader itself has no more batches than limit_train_batches.
-        **{name: it for name, it in t.extra.items() if name != "limit_train_batches" and it is not None},
+        **{name: its for name, its in t.passed_on.items() if name != "limit_train_batches"},
     )
 
 

@@ -1,0 +1,186 @@
+"""Check values by pydantic, and say in one line what is wrong: the key as typed, why, and what then works."""
+
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from math import isfinite
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from qnmixer.engine.config.files import TARGET, answers, is_group, options, owners
+from qnmixer.errors import ConfigError
+
+NAMED = "callbacks", "logger", "metrics"
+"""Groups with several sections, each under a name."""
+VALUES = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, coerce_numbers_to_str=True)
+_SMALLEST, _LARGEST = 1.2e-38, 3.4e38
+"""Magnitudes of 32-bit floats, in which networks and optimizers compute."""
+_MOST_LISTED = 14
+"""Keys in a message: those of trainer. Those of model or data have many that fit other options only."""
+
+
+class Section(BaseModel):
+    """Keys of the config with their types, bounds and defaults. Values of another type are refused, so are other keys.
+
+    A rule between its keys is a validator that raises ValueError. Its message begins with the key.
+    """
+
+    model_config = VALUES | ConfigDict(extra="forbid", protected_namespaces=(), defer_build=True)
+
+    def plain(self) -> dict[str, Any]:
+        """Its keys as on a command line, as numbers, texts, lists and dicts."""
+        return self.model_dump(by_alias=True, serialize_as_any=True)
+
+    def changed(self, **values: Any) -> "Any":
+        """The same section with other values of some keys, checked again."""
+        return validated(type(self), self.plain() | values)
+
+
+def validated(schema: Any, values: Any, section: str = "") -> Any:
+    """Values as a model, or as a type. Raises ConfigError, which names the key and how to fix it.
+
+    Args:
+        schema: a model or a type.
+        values: of a composed config, resolved.
+        section: what messages put before the keys, such as model; "" for root keys.
+    """
+    is_model = isinstance(schema, type) and issubclass(schema, BaseModel)
+    try:
+        checked = (
+            schema.model_validate(values) if is_model else TypeAdapter(schema, config=VALUES).validate_python(values)
+        )
+    except ValidationError as error:
+        raise _line_of(error, schema, values, section) from error
+    _check_numbers(section, values, checked)
+    return checked
+
+
+def _check_numbers(key: str, value: Any, checked: Any) -> None:
+    """Raise ConfigError for what pydantic takes: true as 1, 1.1 as text, and numbers that 32 bits cannot hold."""
+    checked = dict(checked) if isinstance(checked, BaseModel) else checked
+    if isinstance(value, Mapping) and isinstance(checked, Mapping):
+        for name in [name for name in checked if name in value]:
+            _check_numbers(f"{key}.{name}".lstrip("."), value[name], checked[name])
+    elif isinstance(value, list | tuple) and isinstance(checked, list | tuple):
+        for one, item in zip(value, checked, strict=False):
+            _check_numbers(key, one, item)
+    elif isinstance(value, bool) and isinstance(checked, int | float) and not isinstance(checked, bool):
+        raise ConfigError(f"{key}={as_typed(value)} should be a number")
+    elif isinstance(value, float) and isinstance(checked, str):
+        raise ConfigError(
+            f"{key}={value} should be text, but was read as a number: put quotes around it, as '\"1.10\"'"
+        )
+    elif isinstance(checked, float) and isfinite(checked) and checked and not _SMALLEST < abs(checked) < _LARGEST:
+        raise ConfigError(f"{key}={_shortened(value)} should be a 32-bit float: 0, or between 1e-37 and 3e38")
+
+
+def _line_of(error: ValidationError, schema: Any, values: Any, section: str) -> ConfigError:
+    """The first error of pydantic, in words of the command line."""
+    first = error.errors()[0]
+    kind, says, wrong, keys = first["type"], first["msg"], first["input"], [section] if section else []
+    for part in first["loc"]:  # it also has the name of a member of a union, and numbers of items
+        if isinstance(values, Mapping) and part in values:
+            keys, values = [*keys, str(part)], values[part]
+            if part in getattr(schema, "model_fields", ()):
+                schema = schema.model_fields[part].annotation
+    if is_missing := kind == "missing" and isinstance(first["loc"][-1], str):
+        keys.append(str(first["loc"][-1]))
+    key = ".".join(keys)
+    group, _, name = key.partition(".")
+    if kind == "extra_forbidden":
+        known = getattr(schema, "model_fields", ())
+        return unknown_key(key, [".".join([*keys[:-1], name]) for name in known])
+    if kind == "value_error":  # a rule inside a section, which begins with a key of it
+        return ConfigError(f"{key}.{says.removeprefix('Value error, ')}".lstrip("."))
+    if group in NAMED and (name.endswith(TARGET) or (name and "." not in name)):
+        key = key.removesuffix(f".{TARGET}")
+        return ConfigError(f"{key} names no class: give +{key}.{TARGET}=my_file.MyClass")
+    if name == TARGET or (kind == "union_tag_invalid" and TARGET in (wrong or ())):
+        return ConfigError(f"{group} has no {TARGET} (as_trained is for evaluate only): choose another option")
+    if kind == "union_tag_invalid":
+        return ConfigError(f"{key}.name={wrong['name']} is not known: choose one of {', '.join(options(group))}")
+    if kind == "union_tag_not_found":
+        return has_no_value(f"{key}.name")
+    if is_missing:
+        return ConfigError(f"the config has no {key}: choose one with {key}=…") if is_group(key) else has_no_value(key)
+    if kind.startswith("model") and not isinstance(wrong, Mapping):
+        return ConfigError(f"{key}={as_typed(wrong)} is not a group of keys: choose one of its options by name")
+    if way := answer(f"{key}={_shortened(wrong)}"):
+        return ConfigError(way)
+    says = says.removeprefix("Input") if says.startswith("Input ") else f": {says[0].lower()}{says[1:]}"
+    if kind in ("list_type", "tuple_type"):
+        says = f"{says}: write {key}=[…]"
+    return ConfigError(f"{key}={_shortened(wrong)}{says}")
+
+
+def as_typed(value: Any) -> str:
+    """A value as on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shortened(value: Any) -> str:
+    """A value as on the command line, but not all of a long one."""
+    text = as_typed(value)
+    return text if len(text) < 200 else f"{text[:60]}…"
+
+
+def plain_values(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a composed config, resolved; plain values unchanged. Raises ConfigError for a missing value."""
+    if not isinstance(cfg, DictConfig):
+        return {str(key): value for key, value in cfg.items()}
+    try:
+        values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise has_no_value(str(error.full_key)) from error
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def has_no_value(key: str) -> ConfigError:
+    """The error for a key that needs a value."""
+    return ConfigError(f"{key} has no value: give one with {key}=…")
+
+
+def unknown_key(key: str, known: Collection[str] = (), only: Collection[str] | None = None) -> ConfigError:
+    """The error for a key that does not exist: the options that have it, or the nearest key.
+
+    Args:
+        key: as typed.
+        known: keys beside those of the options in conf/.
+        only: the keys of a command that has no others; None: all of a run.
+    """
+    section, _, name = key.partition(".")
+    parent, _, leaf = key.rpartition(".")
+    if way := answer(key, only):
+        return ConfigError(way)
+    if name == "name":
+        return ConfigError(f"{key} is no key: choose an option by its name, as in {section}={options(section)[0]}")
+    if having := owners().get(key):
+        return ConfigError(f"{key} works with {section}={' or '.join(having)} only: choose that, or leave {key} out")
+    groups = None if only is None else {other.partition(".")[0] for other in only}
+    all_keys = sorted(other for other in {*known, *owners()} if not other.endswith(TARGET))
+    others = [other for other in all_keys if groups is None or other.partition(".")[0] in groups]
+    same = [other for other in others if other.endswith(f".{leaf}")]
+    beside = {other.rpartition(".")[2]: other for other in others if other.rpartition(".")[0] == parent}
+    near = [beside[word] for word in difflib.get_close_matches(leaf, beside, n=1)]
+    if meant := [other for other in same if other.startswith(f"{section}.")] or same or near:
+        return ConfigError(f"unknown key {key}: did you mean {' or '.join(meant)}?")
+    if parent and 0 < len(beside) <= _MOST_LISTED:
+        return ConfigError(f"unknown key {key}: choose {', '.join(sorted(beside.values()))}")
+    return ConfigError(f"unknown key {key}: --cfg job prints all keys, --cfg hydra those of Hydra")
+
+
+def answer(word: str, only: Collection[str] | None = None) -> str | None:
+    """The message for a key, or an option as GROUP=OPTION, that people know from elsewhere; None for another word.
+
+    only: the keys of a command that has no others. Ways that name others are no ways there.
+    """
+    known_ways = [way for known, ways in answers().items() if f"{word}.".startswith(f"{known}.") for way in ways]
+    if not known_ways:
+        return None
+    named = {way: {*re.findall(r"(?:^|\buse )([a-z][\w.]*)=", way)} for way in known_ways}
+    ways = [way for way, keys in named.items() if only is None or keys <= {*only}]
+    return f"{word} is not known here: {ways[0] if ways else 'a run has it from its training'}"

@@ -1,0 +1,98 @@
+"""The files of conf/: the options of each group, their keys, and their values. No other list of options exists."""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+CONF = (Path(__file__).parents[2] / "conf").resolve()
+"""In a clone, a link to conf/ of the repository; in a wheel, a copy of the files."""
+TARGET = "_target_"
+_NO_OPTIONS = ("_", "as_trained", "custom")  # parts of other files; for evaluate only; for the user's classes
+_WITHOUT_KEYS = ("experiment", "hydra", "local")  # groups that set keys of other groups
+
+
+def is_group(word: str) -> bool:
+    """Whether a key of the command line is a group, so that its value is the name of an option."""
+    return bool(word) and (CONF / word).is_dir()
+
+
+@cache
+def options(group: str) -> list[str]:
+    """The options of a group in conf/, by name."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith(_NO_OPTIONS))
+
+
+def files_of(group: str, option: str) -> list[tuple[Path, str]]:
+    """The files of an option, those that it includes first. Each with the key at which it stands (FILE@KEY), or ""."""
+    path = CONF / group / f"{option}.yaml"
+    if not path.is_file():
+        return []
+    defaults = OmegaConf.select(OmegaConf.load(path), "defaults", default=[])
+    names = [name.partition("@") for name in defaults if isinstance(name, str)]
+    return [(file, key) for name, _, key in names for file, _ in files_of(group, name)] + [(path, "")]
+
+
+def values_of_option(group: str, option: str) -> dict[str, Any]:
+    """The values in the files of an option, not resolved."""
+    merged = OmegaConf.create()
+    for path, key in files_of(group, option):
+        if key:
+            OmegaConf.update(merged, key, OmegaConf.load(path))
+        else:
+            merged.merge_with(OmegaConf.load(path))
+    values = OmegaConf.to_container(merged, resolve=False)
+    assert isinstance(values, dict)
+    values.pop("defaults", None)
+    return {str(key): value for key, value in (values.get(group) or values).items()}  # _global_: its group
+
+
+@cache
+def _options_by_target(group: str) -> dict[str, str]:
+    """If several options have the same target, the shortest name wins: qn_mixer, not qn_mixer_paper."""
+    named = sorted(options(group), key=len, reverse=True)
+    return {str(values_of_option(group, option).get(TARGET)): option for option in named}
+
+
+def option_of(group: str, target: str) -> str:
+    """The option of a target; the target itself if conf/ has none."""
+    return _options_by_target(group).get(target, target)
+
+
+def with_names(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of `to_plain` for readers: each section with a target also has the name of its option."""
+    return {
+        key: {"name": option_of(key, value[TARGET]), **value} if isinstance(value, dict) and TARGET in value else value
+        for key, value in plain.items()
+    }
+
+
+def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all keys, groups included."""
+    for key, value in values.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flat_keys(value, f"{prefix}{key}.")
+
+
+@cache
+def owners() -> dict[str, list[str]]:
+    """The options that have a key, by the key as on a command line."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(CONF.glob("*/*.yaml")):
+        group, option = path.parent.name, path.stem
+        if group not in _WITHOUT_KEYS and option in options(group):
+            prefix = f"logger.{option}." if group == "logger" else f"{group}."
+            for key in flat_keys(values_of_option(group, option), prefix):
+                found.setdefault(key, []).append(option)
+    return found
+
+
+@cache
+def answers() -> dict[str, list[str]]:
+    """What to write instead of keys and options that people know from elsewhere: ways, of which a command has one."""
+    values = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("answers.yaml")))
+    assert isinstance(values, dict)
+    return {str(key): ways if isinstance(ways, list) else [str(ways)] for key, ways in values.items()}

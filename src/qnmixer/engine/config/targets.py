@@ -1,0 +1,515 @@
+"""The sections that name a class or function, `_target_`, with its arguments as keys beside it.
+
+The signature of the target has the types, bounds and defaults of these keys. To read a signature is to import the
+target. So `checked` does that: for the user's own command line, and for a file only after its targets are trusted.
+"""
+
+import difflib
+import importlib
+import inspect
+import re
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
+
+from annotated_types import Ge, Gt, Le
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    TypeAdapter,
+    model_validator,
+)
+from pydantic.errors import PydanticUserError
+
+from qnmixer.engine.config.checking import VALUES, Section, answer, unknown_key, validated
+from qnmixer.engine.config.files import TARGET, option_of, options, owners, values_of_option
+from qnmixer.engine.config.logged import LOSS, taken_names
+from qnmixer.engine.config.sections import WandbConfig
+from qnmixer.engine.plugins import Kind, is_trusted, load_plugin, parameters_of, subclass_of, taken
+from qnmixer.errors import ConfigError, PluginError, first_line
+
+METRICS_FILE = "qnmixer.engine.tracking.loggers.MetricsFile"
+"""The target of logger=csv. Every run has this logger."""
+_WANDB = "qnmixer.engine.tracking.loggers.WandbRun"
+_MEAN_WEIGHTS = "qnmixer.engine.training.callbacks.MeanWeights"
+_CUSTOM = "custom"
+"""The name of a logger that the group itself describes."""
+_WORDS = ("_partial_", "_recursive_", "_convert_")
+"""Hydra's words. The target is always called by qnmixer, with the missing arguments: `_partial_` changes nothing."""
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+FUNCTION_OR_MODULE = Kind(
+    "a function (image, truth), nor a subclass of torch.nn.Module, such as a metric of torchmetrics",
+    lambda loaded: subclass_of("torch.nn.Module").fits(loaded) if isinstance(loaded, type) else callable(loaded),
+)
+
+
+class Target(Section):
+    """A section whose keys are the arguments of its target. `section.KEY` is the value of one that the config gives.
+
+    Attributes:
+        group: its folder in conf/.
+        kind: what the target must be.
+        n_positional: its first arguments, which qnmixer gives. A module that may be a function too gets none.
+        supplied: its arguments that qnmixer gives by name, if it has them and the config does not give them.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    group: ClassVar[str]
+    kind: ClassVar[Kind]
+    n_positional: ClassVar[int] = 0
+    supplied: ClassVar[tuple[str, ...]] = ()
+
+    target: str = Field(alias="_target_", strict=True)
+    _place: str = PrivateAttr("")
+
+    @model_validator(mode="after")
+    def _words_of_hydra(self) -> Self:
+        if odd := next((name for name in self.arguments if name.startswith("_") and name not in _WORDS), None):
+            raise ValueError(f"{odd} is not known: give {TARGET} and arguments of the target")
+        return self
+
+    def at(self, place: str) -> Self:
+        """The same section, at this place in the config, such as metrics.psnr. Else it is at its group."""
+        self._place = place
+        return self
+
+    def changed(self, **values: Any) -> Self:
+        """The same section with other values of some keys and arguments, checked again."""
+        return validated(type(self), self.plain() | values, self.section).at(self._place)
+
+    @property
+    def section(self) -> str:
+        """Its place in the config."""
+        return self._place or self.group
+
+    @property
+    def name(self) -> str:
+        """The option that chooses it, as in `GROUP=NAME`; the target itself if conf/ has no such option."""
+        return option_of(self.group, self.target)
+
+    @property
+    def key(self) -> str:
+        """The key of its target."""
+        return f"{self.section}.{TARGET}"
+
+    @property
+    def as_typed(self) -> str:
+        """Its target as on the command line, for messages."""
+        return f"{self.key}={self.target}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keys that it does not declare."""
+        return dict(self.model_extra or {})
+
+    def choice(self) -> list[str]:
+        """The overrides that choose this target."""
+        if self.name != self.target:
+            return [f"{self.group}={self.name}"]
+        return [f"{self.group}=custom", f"{self.group}.{TARGET}={self.target}"]
+
+    def keywords(self) -> dict[str, Any]:
+        """The arguments, without Hydra's words."""
+        return {key: value for key, value in self.arguments.items() if key not in _WORDS}
+
+    def targets(self) -> dict[str, str]:
+        """All classes and functions that it names, by key, also inside values."""
+        inner = {f"{key}.{TARGET}": str(part[TARGET]) for key, part in _parts(self.section, self.arguments)}
+        return {self.key: self.target} | inner
+
+    def load(self) -> Any:
+        """Import the target. Raises PluginError if this fails, or if it is of another kind."""
+        return load_plugin(self.key, self.target, self.kind)
+
+    @property
+    def is_class(self) -> bool:
+        """Whether the target is a class. Imports it."""
+        return isinstance(self.load(), type)
+
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of the arguments that the config may give. Imports the target."""
+        own = [parameter for parameter in parameters_of(self.load()) or () if parameter.name not in self.supplied]
+        return {its.name: _listed(its.default) for its in own if its.default is not its.empty}
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments that the config may give, given or default. Imports the target."""
+        return self.defaults() | self.keywords()
+
+    def checked(self) -> Self:
+        """The same section, with arguments of the declared types. Imports the target.
+
+        Raises PluginError or ConfigError, which names the key and how to fix it.
+        """
+        arguments = self._typed(self.load(), self.keywords())
+        for key, part in _parts(self.section, self.keywords()):  # Hydra checks their arguments when it builds them
+            _load_part(key, part)
+        section = self.model_copy()
+        section.__pydantic_extra__ = {key: _listed(arguments.get(key, value)) for key, value in self.arguments.items()}
+        return section
+
+    def build(self, *args: Any, supplied: Mapping[str, Any] | None = None, **given: Any) -> Any:
+        """Call the target with these arguments and those of the config. Raises PluginError if it does not take them."""
+        target = self.bound(supplied, **given)
+        try:
+            return target(*args)
+        except (TypeError, ValueError) as error:
+            raise PluginError(f"{self.as_typed} refuses its arguments ({first_line(error)})") from error
+
+    def bound(self, supplied: Mapping[str, Any] | None = None, **given: Any) -> Any:
+        """The target with all but its positional arguments. It gets `supplied` ones that it has a parameter for."""
+        function, keywords = self.load(), self.keywords()
+        given |= taken(function, {name: value for name, value in (supplied or {}).items() if name not in keywords})
+        built = {key: self._built(f"{self.section}.{key}", value) for key, value in keywords.items()}
+        return partial(function, **given, **self._typed(function, built, given))
+
+    def _typed(self, function: Any, arguments: dict[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
+        """The arguments as the types that its signature declares; parts with a target are left out.
+
+        Raises ConfigError for arguments that the target lacks or misses.
+        """
+        n_positional = 0 if self.kind is FUNCTION_OR_MODULE and isinstance(function, type) else self.n_positional
+        parameters = parameters_of(function)
+        if parameters is None:  # it is written in C
+            return arguments
+        own = {it.name: it for it in parameters[n_positional:] if it.kind in _BY_NAME and it.name not in given}
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        if (odd := next((name for name in arguments if name not in own), None)) and not takes_all:
+            raise _no_argument(self, odd, own)
+        for name, parameter in own.items():
+            if parameter.default is parameter.empty and name not in (*arguments, *self.supplied):
+                raise PluginError(f"{self.section} needs an argument {name}: give it as +{self.section}.{name}=VALUE")
+        typed = {}
+        for name, value in arguments.items():
+            hint = _type_of(function, own[name]) if name in own and not [*_parts(name, value)] else None
+            typed[name] = value if hint is None else validated(hint, value, f"{self.section}.{name}")
+        return typed
+
+    def _built(self, key: str, value: Any) -> Any:
+        """The value of an argument, with the targets inside it built as by Hydra."""
+        parts = [*_parts(key, value)] if self.arguments.get("_recursive_", True) else []
+        if not parts:
+            return value
+        from hydra.errors import InstantiationException
+        from hydra.utils import instantiate
+
+        for name, part in parts:  # Hydra would also find a.b.c where a only imports b
+            _load_part(name, part)
+        try:
+            return instantiate(_as_text(value), _convert_="all")
+        except InstantiationException as error:
+            raise PluginError(f"{key} cannot be built: {first_line(error.__cause__ or error)}") from error
+
+
+def _no_argument(section: Target, name: str, own: Collection[str]) -> ConfigError:
+    """The error for an argument that a target does not have."""
+    key, target = f"{section.section}.{name}", section.target
+    if answer(key) or key in owners():
+        return unknown_key(key)
+    if near := difflib.get_close_matches(name, own, n=1):
+        return PluginError(f"unknown key {key}: did you mean {section.section}.{near[0]}?")
+    takes = f"only {', '.join(own)}" if own else "and takes none"
+    return PluginError(f"{key}: {target} has no such argument, {takes}")
+
+
+def _type_of(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """The declared type of an argument. None if it has none, or one that is known to type checkers only."""
+    if parameter.annotation is parameter.empty:
+        return None
+    where: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]  # it is only read
+    declared = types.SimpleNamespace(__annotations__={"value": parameter.annotation})
+    try:
+        hint = get_type_hints(declared, getattr(inspect.unwrap(where), "__globals__", {}), include_extras=True)["value"]
+        TypeAdapter(hint, config=VALUES)
+    except (PydanticUserError, NameError, TypeError, AttributeError):
+        return None
+    return hint
+
+
+def _parts(key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The sections with a target inside a value, at any depth, by key."""
+    if isinstance(value, Mapping):
+        if TARGET in value:
+            yield key, value
+        for name, item in value.items():
+            yield from _parts(f"{key}.{name}", item)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _parts(f"{key}.{i}", item)
+
+
+def _load_part(key: str, part: Mapping[str, Any]) -> Any:
+    """Import the target of a section inside a value.
+
+    A file may name anything in qnmixer without being trusted. So parts from there are layers, and no functions.
+    """
+    target = str(part[TARGET])
+    kind = subclass_of("torch.nn.Module") if is_trusted(target, ()) else Kind("a class or function", callable)
+    return load_plugin(f"{key}.{TARGET}", target, kind)
+
+
+def _listed(value: Any) -> Any:
+    """The value in the form that a checkpoint stores."""
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _as_text(value: Any) -> Any:
+    """Values with every ${…} as plain text, which OmegaConf will not resolve. `plain_values` resolved the others."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    if isinstance(value, Mapping):
+        return {key: _as_text(item) for key, item in value.items()}
+    return [_as_text(item) for item in value] if isinstance(value, list) else value
+
+
+class ModelConfig(Target):
+    """A `qnmixer.models.UnrolledNetwork`, built with `(projector, **its keys)`. Its class knows all that follows."""
+
+    group: ClassVar[str] = "model"
+    kind: ClassVar[Kind] = subclass_of("qnmixer.models.UnrolledNetwork")
+    n_positional: ClassVar[int] = 1
+    supplied: ClassVar[tuple[str, ...]] = ("variance",)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_regularizer(cls, values: Any) -> Any:
+        """`regularizer=my_file.Net` is short for a target that the network calls with two more arguments."""
+        name = values.get("regularizer") if isinstance(values, Mapping) else None
+        if isinstance(name, str) and "." in name:
+            return {**values, "regularizer": {TARGET: name, "_partial_": True}}
+        return values
+
+    @property
+    def T(self) -> int:
+        """Iterations of the network: the argument n_iterations. Without it, one; none without weights."""
+        return int(self.settings().get("n_iterations", int(self.has_weights)))
+
+    @property
+    def is_unrolled(self) -> bool:
+        """Whether it has weights, and a T that can be chosen."""
+        return self.has_weights and "n_iterations" in self.settings()
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it can be trained."""
+        return bool(self.load().has_weights)
+
+    @property
+    def width(self) -> int:
+        """Its argument channels; 0 without it."""
+        return int(self.settings().get("channels", 0))
+
+    def divisors(self) -> dict[str, int]:
+        """Numbers that must divide the image size, by the key that sets each."""
+        divisors: dict[str, int] = self.load().divisors(self._all())
+        return divisors
+
+    def checked(self) -> Self:
+        """Check the rules between its arguments too."""
+        section = super().checked()
+        try:
+            section.load().rules(section._all())
+        except ConfigError as error:  # it names its arguments as a program does
+            raise ConfigError(f"{self.group}: {error}") from error
+        return section
+
+    def _all(self) -> dict[str, Any]:
+        """The arguments, and those that the classes have from which it derives."""
+        bases = [base for base in reversed(self.load().__mro__) if "__init__" in vars(base)]
+        own = [parameter for base in bases for parameter in parameters_of(base.__init__) or ()]
+        return {its.name: its.default for its in own if its.default is not its.empty} | self.settings()
+
+
+class LossConfig(Target):
+    """A function `(image, truth, **arguments)` → [B], or a torch module built with `(**arguments)`."""
+
+    group: ClassVar[str] = "loss"
+    kind: ClassVar[Kind] = FUNCTION_OR_MODULE
+    n_positional: ClassVar[int] = 2
+
+
+class NoiseConfig(Target):
+    """A `qnmixer.physics.KeyedNoise`, built with `(**arguments)`."""
+
+    group: ClassVar[str] = "noise"
+    kind: ClassVar[Kind] = subclass_of("qnmixer.physics.KeyedNoise", but=" with a method sample(p, rng)")
+    supplied: ClassVar[tuple[str, ...]] = ("hu_max",)
+
+
+class OptimizerConfig(Target):
+    """A torch.optim.Optimizer, built with `(parameter groups, lr=…, **arguments)`.
+
+    Attributes:
+        lr: learning rate of the weights.
+        weight_decay: of the weights; each parameter group has its own.
+        step_size_lr_factor: the learning rate of the scalars λ_t is that of the weights times this factor.
+    """
+
+    group: ClassVar[str] = "optimizer"
+    kind: ClassVar[Kind] = subclass_of("torch.optim.Optimizer")
+    n_positional: ClassVar[int] = 1
+    supplied: ClassVar[tuple[str, ...]] = ("lr",)
+
+    lr: Annotated[float, Gt(0), Le(1e9)]
+    weight_decay: Annotated[float, Ge(0)]
+    step_size_lr_factor: Annotated[float, Gt(0), Le(1e9)]
+
+    def checked(self) -> Self:
+        """Let torch check the arguments of its own optimizers: their signatures have no bounds."""
+        section = super().checked()
+        if section.target.startswith("torch."):
+            weight = importlib.import_module("torch").zeros(1, requires_grad=True)
+            section.build([{"params": [weight]}], lr=section.lr)
+        return section
+
+
+class ScheduleConfig(Target):
+    """A function `(step, n_steps, **arguments)` → factor on the learning rate, after a warm-up.
+
+    Attributes:
+        warmup: share of all optimizer steps in which the rate rises to lr.
+    """
+
+    group: ClassVar[str] = "schedule"
+    kind: ClassVar[Kind] = Kind("a function (step, n_steps)", lambda its: callable(its) and not isinstance(its, type))
+    n_positional: ClassVar[int] = 2
+    supplied: ClassVar[tuple[str, ...]] = ("n_warmup",)
+
+    warmup: Annotated[float, Ge(0), Le(1)]
+
+
+class ModuleConfig(Target):
+    """A `RunModule`, built with `(network, loss, optimizer, schedule, metrics, **arguments)`."""
+
+    group: ClassVar[str] = "module"
+    kind: ClassVar[Kind] = subclass_of("qnmixer.engine.run_module.RunModule")
+
+
+class DataModuleConfig(Target):
+    """A `qnmixer.engine.data.datamodule.SliceDataModule`, built with the section `data` and `(**arguments)`."""
+
+    group: ClassVar[str] = "datamodule"
+    kind: ClassVar[Kind] = subclass_of("qnmixer.engine.data.datamodule.SliceDataModule")
+    n_positional: ClassVar[int] = 1
+
+
+# Groups of several sections, by name
+
+
+class MetricConfig(Target):
+    """A function `(image, truth, **arguments)` → [B], or a class of torchmetrics, which gets the images one by one.
+
+    Attributes:
+        title: the heading of its column; None: its name.
+        mode: max or min, the better value.
+        in_hu: whether it gets image and truth in HU. Else these are in [0, 1].
+    """
+
+    group: ClassVar[str] = "metrics"
+    kind: ClassVar[Kind] = FUNCTION_OR_MODULE
+    n_positional: ClassVar[int] = 2
+
+    title: str | None = None
+    mode: Literal["max", "min"] = "max"
+    in_hu: bool = False
+
+
+class CallbackConfig(Target):
+    """A Lightning callback. Only those of the command line are built; those in a checkpoint are dropped."""
+
+    group: ClassVar[str] = "callbacks"
+    kind: ClassVar[Kind] = subclass_of("lightning.pytorch.callbacks.Callback")
+
+
+class LoggerConfig(Target):
+    """A Lightning logger. metrics.csv is always written too."""
+
+    group: ClassVar[str] = "logger"
+    kind: ClassVar[Kind] = subclass_of("lightning.pytorch.loggers.Logger")
+
+
+def _named(group: str, sections: Any) -> Any:
+    """The sections of a group by name, without those that are null. Raises ConfigError for what is no group."""
+    if not isinstance(sections, Mapping):
+        raise ConfigError(f"{group}={sections} is not a group of {group}: choose {group}=default")
+    named = {str(name): section for name, section in sections.items() if section is not None}
+    if group == "metrics":
+        _check_names(named)
+    return named
+
+
+def _check_names(metrics: Collection[str]) -> None:
+    """Raise ConfigError for the name of a metric that a run logs itself, or that no file can have."""
+    taken = taken_names(metrics)
+    for name in metrics:
+        if name in taken:
+            raise ConfigError(f"metrics.{name}: there is a column {name} already, give the metric another name")
+        if not re.fullmatch(r"[\w-]+", name):
+            raise ConfigError(f"metrics.{name}: a name has letters, digits, _ and -, give the metric such a name")
+
+
+def _chosen_loggers(sections: Any) -> Any:
+    """The loggers of the group by name. A `_target_` of the group itself, as in `logger=custom`, is one more logger.
+
+    Settings of loggers that were not chosen are dropped, because conf/local may contain them.
+    """
+    if not isinstance(sections, Mapping):
+        return _named("logger", sections or {})
+    inner = {name: its for name, its in sections.items() if isinstance(its, Mapping) and TARGET in its}
+    rest = {name: its for name, its in sections.items() if name not in {*inner, *options("logger")}}
+    return _named("logger", inner | ({_CUSTOM: rest} if TARGET in sections else rest))
+
+
+def _placed(group: str, sections: dict[str, Any]) -> dict[str, Any]:
+    for name, section in sections.items():
+        if isinstance(section, Target):
+            section.at(group if name == _CUSTOM and group == "logger" else f"{group}.{name}")
+    return sections
+
+
+def _group(group: str, section: Any, named: Any = None) -> Any:
+    """The type of a group of several sections."""
+    return Annotated[
+        dict[str, section], BeforeValidator(named or partial(_named, group)), AfterValidator(partial(_placed, group))
+    ]
+
+
+def _kind_of_logger(section: Any) -> str:
+    return "of wandb" if isinstance(section, Mapping) and section.get(TARGET) == _WANDB else "of Lightning"
+
+
+_Logger = Annotated[WandbConfig, Tag("of wandb")] | Annotated[LoggerConfig, Tag("of Lightning")]
+Callbacks = _group("callbacks", CallbackConfig)
+Metrics = _group("metrics", MetricConfig)
+Loggers = _group("logger", Annotated[_Logger, Discriminator(_kind_of_logger)], _chosen_loggers)
+
+
+def averages_weights(callbacks: Mapping[str, CallbackConfig]) -> bool:
+    """Whether a callback keeps a mean of the weights on the device, as callbacks=ema does."""
+    return any(callback.target == _MEAN_WEIGHTS for callback in callbacks.values())
+
+
+def default_metrics() -> dict[str, MetricConfig]:
+    """Those of metrics=default: of a file without the section, such as an older checkpoint, and of each final table."""
+    metrics: dict[str, MetricConfig] = validated(Metrics, values_of_option("metrics", "default"), "metrics")
+    return metrics
+
+
+def modes_of(metrics: Mapping[str, MetricConfig]) -> dict[str, str]:
+    """The better value, max or min, of all that `monitor` can name: val/NAME of each metric, and val/loss."""
+    return {f"val/{name}": str(metric.mode) for name, metric in metrics.items()} | {f"val/{LOSS}": "min"}
+
+
+def check_monitor(monitor: str, metrics: Mapping[str, MetricConfig]) -> None:
+    """Raise ConfigError if no validation gives the monitored metric."""
+    if monitor not in (known := modes_of(metrics)):
+        raise ConfigError(
+            f"monitor={monitor} is not known: choose {', '.join(known)}, or add a metric: "
+            f"+metrics.NAME.{TARGET}=my_file.my_metric"
+        )

@@ -1,0 +1,72 @@
+"""Text is taken as typed. What has become a number before it is seen is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse, to_plain
+from qnmixer.engine.config.texts import _keys_of_texts, with_texts
+from qnmixer.errors import ConfigError
+
+DICOM = ["data=dicom", "data.root=/ct", "data.split=explicit"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "patients"),
+    [
+        ("[1.10]", ["1.10"]),
+        ("[1_000, 007,2.0,P1]", ["1_000", "007", "2.0", "P1"]),
+        ("[+5,1e3,nan,true,2]", ["+5", "1e3", "nan", "true", "2"]),
+        ('["1.10",a]', ["1.10", "a"]),
+    ],
+)
+def test_patients_are_those_that_were_typed(typed: str, patients: list[str]) -> None:
+    config = parse(compose("train", with_texts([*DICOM, f"data.val_patients={typed}"])))
+    assert to_plain(config)["data"]["val_patients"] == patients
+    mixed = ["data=mixed", "data.sources.slices.root=/ct", "data.sources.slices.split=explicit"]
+    config = parse(compose("train", with_texts([*mixed, f"data.sources.slices.val_patients={typed}"])))
+    assert to_plain(config)["data"]["sources"]["slices"]["val_patients"] == patients
+
+
+def test_every_key_of_text() -> None:
+    keys = {
+        "data.root",
+        "data.include",
+        "tags",
+        "monitor",
+        "finetune",
+        "resume",
+        "logger.wandb.project",
+        "device",
+        "run",
+    }
+    assert keys | {"data.cache_dir", "logger.wandb.entity", "sweep", "trust", "input", "output"} <= _keys_of_texts()
+    assert with_texts([f"{key}=1.10" for key in sorted(keys)]) == [f'{key}="1.10"' for key in sorted(keys)]
+    assert with_texts(["~data.root", "model.channels=1.10", "tags=[a b]"]) == [
+        "~data.root",
+        "model.channels=1.10",
+        "tags=[a b]",
+    ]
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["data.root=1.1", "data.val_patients=[1.1]", "data.include=2.0", "tags=[1.1]", "logger.wandb.run_name=1.1",
+     "+trainer.max_time=1.5", "geometry.name=1.5", "monitor=1.5", "resume=1.5", "finetune=1.5"],
+)  # fmt: skip
+def test_a_number_in_place_of_text_is_refused(word: str) -> None:
+    """As from a file of the user's, in which quotes are missing."""
+    with pytest.raises(
+        ConfigError, match=rf"^{word.lstrip('+').partition('=')[0]}=.* should be text, .* put quotes around"
+    ):
+        parse(compose("train", [*DICOM, word]))
+
+
+def test_an_argument_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "named_loss.py").write_text("def loss(image, truth, name: str, names: list[str] | None = None): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mine = ["loss=custom", "loss._target_=named_loss.loss"]
+    for word in ("+loss.name=1.10", "+loss.name=a +loss.names=[1.10]"):
+        with pytest.raises(ConfigError, match="should be text, but was read as a number: put quotes around it"):
+            parse(compose("train", [*mine, *word.split()]))
