@@ -27,7 +27,7 @@ def score(number: int, psnr: float, patient: int | None = None, name: str = "") 
 
 def method(name: str, values: dict[int, list[ImageScore]], n_jobs: int) -> ComparedMethod:
     config = parse(compose("train", []))
-    configs = {seed: replace(config, seed=seed, data=replace(config.data, seed=7)) for seed in values}
+    configs = {seed: config.model_copy(update={"seed": seed, "data": config.data.changed(seed=7)}) for seed in values}
     jobs = [
         ComparedJob(Path(f"{name}{seed}"), {"steps": 4}, configs[seed], its, title="test split")
         for seed, its in values.items()

@@ -1,7 +1,6 @@
 """Training slices are known in a test in whatever form they come, and nothing in the record names anybody."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def record_of(root: Path, **keys: Any) -> SplitRecord:
 
 def seen(record: SplitRecord, config: FolderData) -> tuple[int, int]:
     """Those of a whole folder that are training slices, and that are likely some."""
-    return SliceDataModule(replace(config, split="all"), geometry=GEOMETRY).trained("test", record)
+    return SliceDataModule(config.changed(split="all"), geometry=GEOMETRY).trained("test", record)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +60,8 @@ def seen(record: SplitRecord, config: FolderData) -> tuple[int, int]:
 )
 def test_the_same_files_are_known_whatever_the_grid(ct: Path, keys: dict[str, Any]) -> None:
     expected = 2 if "include" in keys else 4
-    assert seen(record_of(ct), replace(settings(ct), **keys)) == (expected, 0)
-    assert seen(record_of(ct, pixel_size="header"), replace(settings(ct), **keys)) == (expected, 0)
+    assert seen(record_of(ct), settings(ct).changed(**keys)) == (expected, 0)
+    assert seen(record_of(ct, pixel_size="header"), settings(ct).changed(**keys)) == (expected, 0)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_only_the_source_that_is_evaluated_counts(ct: Path) -> None:
     """Training slices of a mix are no test slices where the test is on phantoms."""
     record = record_of(ct)
     split = RunSplit()
-    config = replace(settings(ct), split="all")
+    config = settings(ct).changed(split="all")
     part = {"patients": ["x"], "digests": record["train"]["slices"].tolist()[:1]}
     split.settle("data.sources.slices", *part.values(), config)
     assert split.trained("test", record) == (1, 0)

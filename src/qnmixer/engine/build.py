@@ -73,7 +73,8 @@ def check_gradient(config: LossConfig, loss: Callable[[Tensor, Tensor], Tensor],
     with torch.enable_grad():
         value = loss(image.requires_grad_(), image.detach().sqrt())
     if not value.requires_grad:
-        raise PluginError(f"{config.as_typed} gives no gradient: compute it from the image by torch, without detach()")
+        way = "compute it from the image with torch, without detach()"
+        raise PluginError(f"{config.as_typed} gives no gradient: {way}")
 
 
 def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> Optimizer:
