@@ -271,7 +271,7 @@ def explain(error: BaseException, config_name: str, words: list[str] | None = No
 def _explain(error: BaseException, config_name: str, words: list[str]) -> str | None:
     if isinstance(error, UserError):
         return _explain_untyped(str(error), words)
-    if fault := fault_of_file(error):  # as --cfg job prints a config that nothing has composed before
+    if fault := fault_of_file(error):  # as --info shows a config that nothing has composed before
         return fault
     if isinstance(error, OSError | RuntimeError) and (line := _explain_system(error)):
         return line
