@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from qnmixer.engine import cli
 from qnmixer.engine.config.commands import parse_doctor
+from qnmixer.errors import say
 
 
 def doctor(cfg: DictConfig) -> None:
@@ -27,7 +28,7 @@ def doctor(cfg: DictConfig) -> None:
     for check in checkup(config.run, Path(HydraConfig.get().runtime.output_dir)):
         checks.append(check)
         if config.format == "table":
-            print(check.line(), flush=True)
+            say(check.line())
     ok = all(check.status != "FAIL" for check in checks)
     if config.format == "json":
         print(json.dumps({"checks": [asdict(check) for check in checks], "ok": ok}))

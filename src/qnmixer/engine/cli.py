@@ -48,7 +48,7 @@ from qnmixer.engine.config.options import (
 )
 from qnmixer.engine.config.sections import PassedOn
 from qnmixer.engine.processes.process import is_rank, rank, world_size
-from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, suggest, visible
+from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, say, suggest, visible
 from qnmixer.files import naming, private_files
 from qnmixer.machine import wait_briefly
 
@@ -82,15 +82,15 @@ def run(task: Task, check: Task, config_name: str, sweep: Sweep | None = None, c
         with _raising_exceptions(), warnings_in_one_line(), files:
             _compose_and_run(task, check, config_name, sweep or _plain_sweep, complete)
     except KeyboardInterrupt as stop:
-        print(str(stop) or "interrupted", file=sys.stderr)
+        say(str(stop) or "interrupted", sys.stderr)
         sys.exit(stop.code if isinstance(stop, Stopped) else 130)
     except Exception as error:
         line = None if asked_for_traceback else explain(error, config_name)
         if line is None:
             raise
         for note in getattr(error, "__notes__", ()):  # for a bug in a rank: its traceback
-            print(note, file=sys.stderr)
-        print(f"error: {line}", file=sys.stderr)
+            say(note, sys.stderr)
+        say(f"error: {line}", sys.stderr)
         sys.exit(1)
 
 
@@ -258,9 +258,13 @@ def _explain(error: BaseException, config_name: str) -> str | None:
     if type(error).__module__.startswith("wandb."):
         return f"W&B: {first_line(error)}: run `wandb login` once, or leave logger.wandb.mode=offline"
     if type(error).__name__ == "MisconfigurationException":  # of Lightning, for callbacks that do not fit the run
-        return f"Lightning refuses this run: {first_line(error)}"
+        line = first_line(error)
+        if "manual optimization" in line and (found := re.search(r"Trainer\((\w+)=", line)):
+            off = {"gradient_clip_val": "null", "accumulate_grad_batches": "1"}.get(found[1], "null")
+            return f"this module optimizes by itself (automatic_optimization=False): set trainer.{found[1]}={off}"
+        return f"Lightning refuses this run: {line}"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
-        return f"{first_line(error)}: install it, or do not use the option that needs it"
+        return f"{first_line(error).rstrip('.: ')}: install it, or do not use the option that needs it"
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):  # from submitit
         return "hydra/launcher=slurm needs SLURM, but this machine has no srun: use it on a cluster, or leave it out"
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):  # from Hydra
