@@ -58,11 +58,11 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
 def print_end(run: Run) -> None:
     """Print where the results are."""
     run.console.print(f"run folder: {run.folder}", soft_wrap=True)
-    if picture := run.record.get("picture"):
-        run.console.print(f"picture: {picture}", soft_wrap=True, highlight=False)
     for what, path in (("to look through", run.folder / "evaluation" / PAGE), ("profile", run.folder / "profile")):
         if path.exists():
             run.console.print(f"{what}: {path}", soft_wrap=True, highlight=False)
+    if picture := run.record.get("picture"):
+        run.console.print(f"picture: {picture}", soft_wrap=True, highlight=False)
 
 
 # Progress
