@@ -265,6 +265,8 @@ def test_interruption_has_its_exit_code(start: Start, stop: KeyboardInterrupt, c
         ("--shell-completion", "--shell-completion needs one of install=bash"),
         ("-sc query=bash", "query=bash is asked by the shell only"),
         ("--resolve", "--resolve works with --cfg only"),
+        ("-mm --info defaults", "flags of one letter stand apart: write -m for a sweep"),
+        ("-rm", "flags of one letter stand apart"),
         ("--conf x", "--conf is not an option"),
     ],
 )

@@ -142,6 +142,8 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
     if unknown:
         raise ConfigError(f"{unknown[0]} is not an option: write {unknown[0].lstrip('-')}=…")
     _check_flags(flags)
+    if flags.multirun and not _is_sweep(arguments):  # argparse reads -mm and -rm as several flags
+        raise ConfigError("flags of one letter stand apart: write -m for a sweep")
     return arguments
 
 
