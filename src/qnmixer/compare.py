@@ -16,7 +16,7 @@ from qnmixer.engine.config.commands import CompareConfig, check_slices, parse_co
 from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.targets import NoiseConfig
 from qnmixer.engine.sweeps import find_sweep
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, say, visible
 from qnmixer.files import check_no_links, check_unused, path_of
 
 
@@ -24,7 +24,7 @@ def compare(config: CompareConfig) -> None:
     """Print the tables of a comparison and write its results into a folder."""
     overrides = list(HydraConfig.get().overrides.task)
     sweeps = [find_sweep(sweep) for sweep in config.sweep]
-    print(f"comparing the jobs of {', '.join(map(str, sweeps))} (loading PyTorch …)", flush=True)
+    say(visible(f"comparing the jobs of {', '.join(map(str, sweeps))} (loading PyTorch …)"))
     from qnmixer.engine.reports.terminal import Console
     from qnmixer.extras.comparison.compare import compare
     from qnmixer.extras.comparison.report import write_comparison

@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from qnmixer.engine import cli
 from qnmixer.engine.config.commands import DoctorConfig, parse_doctor
+from qnmixer.errors import say
 
 
 def doctor(config: DoctorConfig) -> None:
@@ -25,7 +26,7 @@ def doctor(config: DoctorConfig) -> None:
     for check in checkup(config.run, Path(HydraConfig.get().runtime.output_dir)):
         checks.append(check)
         if config.format == "table":
-            print(check.line(), flush=True)
+            say(check.line())
     ok = all(check.status != "FAIL" for check in checks)
     if config.format == "json":
         print(json.dumps({"checks": [asdict(check) for check in checks], "ok": ok}))

@@ -8,6 +8,7 @@ import re
 import signal
 import unicodedata
 from collections.abc import Collection
+from typing import TextIO
 
 
 def visible(text: str, keep: str = "") -> str:
@@ -17,6 +18,14 @@ def visible(text: str, keep: str = "") -> str:
     """
     shown = (it.isprintable() or it in keep or unicodedata.category(it) == "Zs" for it in text)
     return "".join(it if plain else ascii(it)[1:-1] for it, plain in zip(text, shown, strict=True))
+
+
+def say(text: object, file: TextIO | None = None) -> None:
+    """Print a text of elsewhere as `visible`, lines kept. What has names of files, jobs or metrics goes through here.
+
+    A rich console of ours does the same by itself. `file`: None for standard output.
+    """
+    print(visible(str(text), keep="\n"), file=file, flush=True)
 
 
 def in_a_line(text: str) -> str:

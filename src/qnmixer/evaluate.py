@@ -12,13 +12,14 @@ from omegaconf import DictConfig
 from qnmixer.engine import cli
 from qnmixer.engine.config.commands import EvaluateConfig, check_slices, parse_evaluate
 from qnmixer.engine.tracking.run import folder_of, run_lock
+from qnmixer.errors import say, visible
 from qnmixer.files import check_unused
 from qnmixer.weights import check_weights
 
 
 def evaluate(config: EvaluateConfig) -> None:
     """Print the table of one evaluation, and write table, picture and scores per image into a folder."""
-    print(f"evaluating {config.run} (loading PyTorch …)", flush=True)
+    say(visible(f"evaluating {config.run} (loading PyTorch …)"))
     from qnmixer.engine.evaluation.run import evaluate_run
 
     hydra_config = HydraConfig.get()

@@ -10,14 +10,14 @@ from omegaconf import DictConfig
 
 from qnmixer.engine import cli
 from qnmixer.engine.config.commands import ReconstructConfig, parse_reconstruct
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, say, visible
 from qnmixer.files import check_no_nifti, check_there, check_unused
 from qnmixer.weights import check_weights
 
 
 def reconstruct(config: ReconstructConfig) -> None:
     """Write the reconstruction of every slice or sinogram of `input` into `output`."""
-    print(f"reconstructing {config.input} by {config.run} (loading PyTorch …)", flush=True)
+    say(visible(f"reconstructing {config.input} by {config.run} (loading PyTorch …)"))
     from qnmixer.engine.inference.reconstruct import reconstruct_input
 
     Path(config.output).mkdir(parents=True, exist_ok=True)  # one that cannot be made is reported before the work

@@ -84,6 +84,14 @@ def test_a_good_config_reaches_the_task_whose_warnings_are_one_line(start: Start
         (OSError(errno.ENOSPC, "Full"), "the disk is full writing {folder}: choose"),
         (PermissionError(errno.EACCES, "Denied", "/etc/a"), "/etc/a cannot be used (Denied): choose another place"),
         (MisconfigurationException("`swa_lrs` is odd.\nmore"), "Lightning refuses this run: `swa_lrs` is odd."),
+        (MisconfigurationException("Automatic gradient clipping is not supported for manual optimization. Remove "
+                                   "`Trainer(gradient_clip_val=0.01)` or switch to automatic optimization."),
+         "this module optimizes by itself (automatic_optimization=False): set trainer.gradient_clip_val=null"),
+        (MisconfigurationException("Automatic gradient accumulation is not supported for manual optimization. Remove "
+                                   "`Trainer(accumulate_grad_batches=2)` or switch to automatic optimization."),
+         "this module optimizes by itself (automatic_optimization=False): set trainer.accumulate_grad_batches=1"),
+        (ModuleNotFoundError("needs `a` or `b`, try `pip install`ing either.", name="a"),
+         "needs `a` or `b`, try `pip install`ing either: install it, or do not use"),
         (FloatingPointError("the loss became nan at step 3"), "the loss became nan at step 3: lower optimizer.lr"),
         (DataError("a\x1b[2J\r\nb\x9b.dcm is bad"), "a\\x1b[2J\\r\\nb\\x9b.dcm is bad"),
         (OSError(errno.EACCES, "Denied", "a\nb\u202e"), "a\\nb\\u202e cannot be used (Denied)"),
@@ -326,6 +334,8 @@ def test_interruption_has_its_exit_code(start: Start, stop: KeyboardInterrupt, c
         ("--shell-completion", "--shell-completion needs one of install=bash"),
         ("-sc query=bash", "query=bash is asked by the shell only"),
         ("--resolve", "--resolve works with --cfg only"),
+        ("-mm --info defaults", "flags of one letter stand apart: write -m for a sweep"),
+        ("-rm", "flags of one letter stand apart"),
         ("--conf x", "--conf is not an option"),
     ],
 )

@@ -184,3 +184,30 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path, monkeypatch: pytest.Monk
     checkpointing.on_fit_start(trainer, module)
     with pytest.raises(Stopped):
         checkpointing.on_train_end(trainer, module)
+
+
+@pytest.mark.parametrize(("compiles", "step", "kept_at"), [(True, 0, None), (True, 2, 3), (False, 0, 1)])
+def test_a_first_step_that_compiles_ends_at_once(
+    tiny_config: TinyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compiles: bool,
+    step: int,
+    kept_at: int | None,
+) -> None:
+    """It takes minutes on a CPU. Every other step ends first, and has a checkpoint."""
+    after_signal: list[int] = []
+
+    def measure(self: ReconstructionModule, batch: Any, of: str) -> torch.Tensor:
+        if (of, self.global_step) == ("train", step):
+            signal.raise_signal(signal.SIGINT)
+            after_signal.append(step)
+        return MEASURE(self, batch, of)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ReconstructionModule, "measure", measure)
+    monkeypatch.setattr("qnmixer.engine.training.steps.compile_blocks", lambda _: None)  # only the time matters
+    config = tiny_config(*RUN, f"compile={compiles}")
+    with pytest.raises(Stopped, match="to resume"):
+        fit(config, Run(tmp_path))
+    assert bool(after_signal) == (kept_at is not None)
+    assert (kept(tmp_path)["global_step"] if (tmp_path / "checkpoints").exists() else None) == kept_at

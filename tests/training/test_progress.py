@@ -1,5 +1,6 @@
 """Axes and speed in every row of the metrics, and the lines of a run in a log. tests/promises has the bar."""
 
+import io
 import math
 import re
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks
 from qnmixer.engine.training.steps import build_trainer
+from qnmixer.engine.training.terminal import print_end, print_start
 from qnmixer.fit import fit
 
 TinyConfig = Callable[..., Config]
@@ -125,3 +127,37 @@ def test_a_log_has_whole_lines_by_optimizer_steps(lines: Callable[..., list[str]
     first, *more = lines(*steps, "trainer.max_steps=6", resume=tmp_path / "0")
     assert first == "resumed at step 4 of 6"
     assert [line.split(" · ")[0] for line in more if "loss" in line] == ["step 5/6", "step 6/6"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["trainer.max_steps=-1", "trainer.max_epochs=1"], "training ends after 1 epoch"),
+        (["trainer.max_steps=1"], "training ends after 1 step"),
+        (["trainer.max_steps=2", "trainer.max_epochs=3"], "training ends after 2 steps or 3 epochs"),
+        (
+            ["compile=true"],
+            "compiling in the first step: that takes minutes on a CPU, and compile=false takes none",
+        ),
+    ],
+)
+def test_the_limit_and_the_wait_for_the_compiler_are_told(
+    tiny_config: TinyConfig, tmp_path: Path, words: list[str], line: str
+) -> None:
+    config, text = tiny_config(*words), io.StringIO()
+    trainer, data = build_trainer(config, tmp_path, [], []), SliceDataModule(config.data)
+    data.setup("fit")
+    print_start(config, build_module(config), data, trainer, terminal.Console(file=text, width=200))
+    assert line in text.getvalue().splitlines()
+
+
+def test_the_end_names_the_page_and_the_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_end(Run(tmp_path))
+    assert capsys.readouterr().out.count("\n") == 1
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation" / "page.html").touch()
+    (tmp_path / "profile").mkdir()
+    print_end(Run(tmp_path))
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"to look through: {tmp_path}/evaluation/page.html", f"profile: {tmp_path}/profile"
+    ]  # fmt: skip

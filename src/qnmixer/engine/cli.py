@@ -42,7 +42,7 @@ from qnmixer.engine.config.files import CONF, TARGET, files_of, flat_keys, is_gr
 from qnmixer.engine.config.sections import PassedOn
 from qnmixer.engine.config.texts import with_texts
 from qnmixer.engine.processes.process import is_rank, rank, world_size
-from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, suggest, visible
+from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, say, suggest, visible
 from qnmixer.files import naming, private_files
 from qnmixer.machine import wait_briefly
 
@@ -106,15 +106,15 @@ def run(
             else:
                 run_once(task, check, config_name, overrides)
     except KeyboardInterrupt as stop:
-        print(str(stop) or "interrupted", file=sys.stderr)
+        say(str(stop) or "interrupted", sys.stderr)
         sys.exit(stop.code if isinstance(stop, Stopped) else 130)
     except Exception as error:
         line = None if os.environ.get(TRACEBACK) == "1" else explain(error, config_name, words)
         if line is None:
             raise
         for note in getattr(error, "__notes__", ()):  # for a bug in a rank: its traceback
-            print(note, file=sys.stderr)
-        print(f"error: {line}", file=sys.stderr)
+            say(note, sys.stderr)
+        say(f"error: {line}", sys.stderr)
         sys.exit(1)
 
 
@@ -197,6 +197,8 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
         way = f"write {key}=…" if is_known else _explain_key(key, config_name)
         raise ConfigError(f"{flag} is not an option: {way}")
     _check_flags(flags)
+    if flags.multirun and not _is_sweep(arguments):  # argparse reads -mm and -rm as several flags
+        raise ConfigError("flags of one letter stand apart: write -m for a sweep")
     return arguments
 
 
@@ -284,9 +286,13 @@ def _explain(error: BaseException, config_name: str, words: list[str]) -> str | 
         login = "run `wandb login` once, or " * bool(re.search(r"(?i)api.?key|log.?in|40[13]|permission", str(error)))
         return f"W&B: {first_line(error)}: {login}leave logger.wandb.mode=offline"
     if type(error).__name__ == "MisconfigurationException":  # of Lightning, for callbacks that do not fit the run
-        return f"Lightning refuses this run: {first_line(error)}"
+        line = first_line(error)
+        if "manual optimization" in line and (found := re.search(r"Trainer\((\w+)=", line)):
+            off = {"gradient_clip_val": "null", "accumulate_grad_batches": "1"}.get(found[1], "null")
+            return f"this module optimizes by itself (automatic_optimization=False): set trainer.{found[1]}={off}"
+        return f"Lightning refuses this run: {line}"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
-        return f"{first_line(error)}: install it, or do not use the option that needs it"
+        return f"{first_line(error).rstrip('.: ')}: install it, or do not use the option that needs it"
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):  # from submitit
         return "hydra/launcher=slurm needs SLURM, but this machine has no srun: use it on a cluster, or leave it out"
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):  # from Hydra

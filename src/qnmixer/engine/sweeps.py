@@ -44,7 +44,7 @@ from qnmixer.engine.tracking.records import (
     write_sweep,
 )
 from qnmixer.engine.tracking.run import RUNS, run_lock
-from qnmixer.errors import ConfigError, Stopped, SweepFailed, UserError, first_line, visible
+from qnmixer.errors import ConfigError, Stopped, SweepFailed, UserError, first_line, say, visible
 from qnmixer.files import atomic_file, check_unused, last_change, path_of, write_text
 from qnmixer.machine import THREADS, threads_each
 
@@ -74,7 +74,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
         if not (folder / SWEEP).is_file():
             check_unused(_FOLDER_KEY, folder)
         write_sweep(folder, described)
-        print(f"sweep in {folder}", flush=True)
+        _say(f"sweep in {folder}")
         error: Exception | None = None
         try:
             yield f"{_FOLDER_KEY}={quoted(folder.absolute())}"  # absolute: a job may start in another working directory
@@ -391,7 +391,7 @@ def _stop(running: list[_Running], number: int) -> None:
 
 
 def _say(line: str) -> None:
-    print(visible(line), flush=True)
+    say(visible(line))
 
 
 # Its report

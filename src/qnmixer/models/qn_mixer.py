@@ -1,6 +1,7 @@
 """QN-Mixer (Ayad, Larue, Nguyen, CVPR 2024): an unrolled quasi-Newton method in a learned latent space."""
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 from annotated_types import Ge, Gt, Le, MultipleOf
 from torch import Tensor, nn
 
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, PluginError
 from qnmixer.models.bfgs import Pair, apply_inverse_hessian, make_pair, split_scale
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 from qnmixer.models.data_term import data_gradient, nonnegative, safe_step_size
@@ -140,6 +141,13 @@ class QNMixer(UnrolledNetwork[QNState]):
                 return InceptMixer(image_size, channels, *mixer, features=detail_channels)
             if isinstance(regularizer, nn.Module):
                 return copy.deepcopy(regularizer)
+            try:
+                inspect.signature(regularizer).bind(image_size, channels)
+            except TypeError as error:
+                raise PluginError(
+                    f"the regularizer does not fit ({error}): its class or function is called with two arguments, "
+                    "(image_size, channels), and gives a module x → G(x)"
+                ) from error
             return regularizer(image_size, channels)
 
         n_regularizers = 1 if shared_regularizer else n_iterations

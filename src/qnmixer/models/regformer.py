@@ -8,6 +8,7 @@ from annotated_types import Ge, Le, MultipleOf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qnmixer.errors import ConfigError
 from qnmixer.models.data_term import data_gradient, rectified
 from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork
 
@@ -54,6 +55,8 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
         channels: Annotated[Channels, MultipleOf(2 * _N_HEADS)] = 96,
         window_size: Annotated[int, Ge(2), Le(8192)] = 8,
     ) -> None:
+        if channels % (2 * _N_HEADS):
+            raise ConfigError(f"channels={channels} should be a multiple of {2 * _N_HEADS}")
         super().__init__(n_iterations)
         image_size = projector.geometry.image_size
         self.projector = projector

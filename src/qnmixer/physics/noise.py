@@ -15,7 +15,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from qnmixer.errors import PluginError
+from qnmixer.errors import PluginError, first_line
 
 Key = Sequence[int]
 """The key of a draw, for instance (seed, epoch, index); whole numbers from 0."""
@@ -31,7 +31,7 @@ _FEWEST_COUNTS = 1.0
 class KeyedNoise(ABC):
     """Noise that is drawn for each sample separately, from the generator of its key.
 
-    Derive your own noise from it and define `sample`.
+    Derive your own noise from it and define `sample`, in NumPy.
 
     Attributes:
         needs_one_scale: whether it makes sense only if all slices have the same scale of attenuation.
@@ -63,7 +63,13 @@ class KeyedNoise(ABC):
             raise ValueError(f"{len(keys)} keys for a batch of {len(y)}: give one per sample")
         rows = y.detach().double().cpu().numpy()
         generators = (np.random.Generator(np.random.Philox(np.random.SeedSequence(list(key)))) for key in keys)
-        noisy = [np.asarray(self.sample(row, rng)) for row, rng in zip(rows, generators, strict=True)]
+        try:
+            noisy = [np.asarray(self.sample(row, rng)) for row, rng in zip(rows, generators, strict=True)]
+        except (TypeError, AttributeError) as error:
+            raise PluginError(
+                f"{type(self).__name__}.sample fails ({first_line(error)}): it gets a NumPy array p [1, V, D] and a "
+                "numpy.random.Generator, no torch tensors, and gives an array"
+            ) from error
         for row, its in zip(rows, noisy, strict=True):
             if its.shape != row.shape:
                 raise PluginError(

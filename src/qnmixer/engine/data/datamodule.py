@@ -20,7 +20,7 @@ from qnmixer.engine.data.dataset import EpochSampler, Part, Sample, SliceDataset
 from qnmixer.engine.data.sources import nothing_for, parts_of
 from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.engine.processes.process import SIGNALS
-from qnmixer.errors import DataError, first_line
+from qnmixer.errors import DataError, first_line, say, visible
 from qnmixer.physics import FanBeamGeometry
 
 
@@ -190,7 +190,7 @@ def _end_unsent(error: Exception, _: object) -> NoReturn:
     """End a data worker: Python would print the error and drop the batch, for which the run waits without end."""
     if "Too many open files" in str(error):
         os._exit(errno.EMFILE)  # `explain` knows it
-    print(f"a data worker cannot send its batch: {first_line(error)}", file=sys.stderr, flush=True)
+    say(visible(f"a data worker cannot send its batch: {first_line(error)}"), sys.stderr)
     os._exit(1)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from qnmixer.errors import Stopped
+from qnmixer.errors import Stopped, visible
 
 # The rank
 
@@ -139,9 +139,10 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         time.sleep(_SECONDS_TO_BE_SECOND)
         speaks = True
     if say and speaks:
-        print(f"{record['traceback'] * record['bug']}error: rank {rank()}: {record['message']}", file=sys.stderr)
+        text = f"{record['traceback'] * record['bug']}error: rank {rank()}: {record['message']}"
+        print(visible(text, keep="\n"), file=sys.stderr)
     elif say and rank() == 0 and (record["stopped"] or getattr(error, "number", None) == signal.SIGINT):
-        print(error, file=sys.stderr)
+        print(visible(str(error)), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(error.code if isinstance(error, Stopped) else 130 if stopped else 1)

@@ -59,7 +59,7 @@ def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words
     """A table for a rich console. The first `words` columns are aligned left, numbers right; `look`: rich's options."""
     table = RichTable(title_justify="left", **look)
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < words else "right")
+        table.add_column(Text(visible(heading, keep="\n")), justify="left" if number < words else "right")
     for row in rows:
         table.add_row(*(Text(visible(cell, keep="\n")) for cell in row))
     return table
@@ -155,7 +155,7 @@ class Progress:
 
     def show(self, before: str, after: str, done: float, total: float | None) -> None:
         """Show text, a bar, text; in a log the texts. The bar of an unknown total moves back and forth."""
-        self._last = time.monotonic()
+        self._last, before, after = time.monotonic(), visible(before), visible(after)
         if not self._draws:
             self._console.print(" · ".join(filter(None, (before, after))), highlight=False, soft_wrap=True)
             return

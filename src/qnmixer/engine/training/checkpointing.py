@@ -22,7 +22,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from qnmixer.engine.checkpoints import load
 from qnmixer.engine.config.logged import best_name
 from qnmixer.engine.lightning_private import number_rows
-from qnmixer.engine.processes.process import defer_stop, rank, stop_requested
+from qnmixer.engine.processes.process import defer_stop, is_rank, rank, stop_requested
+from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import Stopped
 from qnmixer.files import atomic_file
@@ -51,6 +52,7 @@ class Checkpointing(Checkpoint):
         self.seconds = 0.0  # of earlier parts of a resumed run
         self._start = time.monotonic()
         self._saved = 0
+        self._first = 0  # optimizer steps before this part of the run
         self._group: dist.ProcessGroup | None = None  # in which ranks agree to stop
         self._resumed: list[dict[str, Any]] = []  # random states of all ranks in the checkpoint
         self._random: dict[str, Any] | None = None  # states at the start of a validation that is running
@@ -62,8 +64,13 @@ class Checkpointing(Checkpoint):
             self._group = dist.new_group(backend="gloo")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the random states."""
-        defer_stop(True)
+        """Restore the random states. A first step that compiles takes minutes, and may end at once.
+
+        Not in one of several ranks: the others would wait for it.
+        """
+        assert isinstance(pl_module, RunModule)
+        defer_stop(is_rank() or not pl_module.config.compile)
+        self._first = trainer.global_step
         self._restore_random(trainer)
 
     def on_train_batch_start(
@@ -74,6 +81,8 @@ class Checkpointing(Checkpoint):
             return
         number_rows(trainer)
         step = trainer.global_step
+        if step > self._first:
+            defer_stop(True)
         if self.every_n_steps and step % self.every_n_steps == 0 and step > self._saved:
             self.save(trainer, "last")
         self._stop_if_asked(trainer)

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.evaluation.evaluate import PAGE
 from qnmixer.engine.parallel.buffers import line_on_buffers
 from qnmixer.engine.processes.process import is_rank, rank
 from qnmixer.engine.reports.terminal import Console, Progress, in_digits
@@ -38,13 +39,15 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
         data.describe(),
     ]
     if n_parameters:
-        limits = [f"{t.max_steps:,} steps"] * (t.max_steps > -1)
-        limits += [f"{t.max_epochs:,} epochs"] if t.max_epochs else []
+        limits = [f"{t.max_steps:,} step{'s' * (t.max_steps != 1)}"] * (t.max_steps > -1)
+        limits += [f"{t.max_epochs:,} epoch{'s' * (t.max_epochs != 1)}"] if t.max_epochs else []
         lines += [
             f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = "
             f"{effective_batch(config)} slices an optimizer step",
             f"training ends after {' or '.join(limits)}",
         ]
+        if config.compile:
+            lines.append("compiling in the first step: that takes minutes on a CPU, and compile=false takes none")
         if getattr(config.optimizer.load(), "takes_hidden_weights", False) and not module.network.hidden_weights():
             lines.append(f"the network names no hidden_weights(): optimizer={config.optimizer.name} uses AdamW for all")
         if (about_buffers := line_on_buffers(config, module.network)) is not None:
@@ -55,6 +58,9 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
 def print_end(run: Run) -> None:
     """Print where the results are."""
     run.console.print(f"run folder: {run.folder}", soft_wrap=True)
+    for what, path in (("to look through", run.folder / "evaluation" / PAGE), ("profile", run.folder / "profile")):
+        if path.exists():
+            run.console.print(f"{what}: {path}", soft_wrap=True, highlight=False)
     if picture := run.record.get("picture"):
         run.console.print(f"picture: {picture}", soft_wrap=True, highlight=False)
 

@@ -9,7 +9,7 @@ from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.engine.evaluation.run import on_test
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reports.pictures import SliceImages
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, say, visible
 from qnmixer.extras.comparison.methods import Comparison, methods_of
 
 
@@ -24,7 +24,7 @@ def compare(config: CompareConfig, sweeps: list[Path], overrides: list[str]) -> 
         raise ConfigError(f"no job of {', '.join(map(str, sweeps))} is done: train them first")
     device = choose_device(config.accelerator)
     for method, job in jobs:
-        print(f"{method.name}, job {job.folder.name}", flush=True)
+        say(visible(f"{method.name}, job {job.folder.name}"))
         module, data, record = on_test(config, str(job.folder), overrides, config.seed)
         evaluation = evaluate(module, data, config.split, config.evaluation, device)
         if not method.measured:
