@@ -19,7 +19,8 @@ from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.parallel.devices import compile_blocks
 from qnmixer.engine.parallel.shards import gather
-from qnmixer.engine.processes.process import rank
+from qnmixer.engine.processes.process import rank, world_size
+from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks
@@ -70,6 +71,27 @@ def _precision(trainer: L.Trainer) -> MixedPrecision:
     return trainer.precision_plugin
 
 
+def magnitudes(module: RunModule, config: Config) -> dict[str, Tensor]:
+    """The sum of |gradient of a slice| over the slices of the first step, by tensor.
+
+    The gradient of a step is the sum of these. Where it cancels, rounding is as large as in its terms.
+    """
+    data = SliceDataModule(config.data)  # of its own: the run's stays at its start
+    data.setup("fit")
+    sums: dict[str, Tensor] = {}
+    for _, batch in zip(range(config.trainer.accumulate_grad_batches), data.train_dataloader(), strict=False):
+        y = module.measure(batch, "train")
+        loss = batch["weight"] * module.loss(module.network(y), batch["image"])
+        for term in loss / len(loss) / config.trainer.accumulate_grad_batches:
+            module.zero_grad()
+            term.backward(retain_graph=True)
+            for name, p in module.named_parameters():
+                if p.grad is not None:
+                    sums[name] = sums.get(name, torch.zeros(())) + p.grad.norm()
+    module.zero_grad()
+    return sums
+
+
 def train(
     config: Config,
     folder: Path,
@@ -95,10 +117,12 @@ def train(
         config, folder, [*callbacks, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
     )
     data = SliceDataModule(config.data)
+    terms = {} if world_size() > 1 or scale or measure or resume else magnitudes(module, config)
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     if save:
         trainer.save_checkpoint(folder / "last.ckpt")
     found = {key: getattr(record, key) for key in ("gradients", "losses", "scales", "weights", "local")}
+    found["magnitudes"] = terms
     if measure:
         found["validation"] = trainer.validate(module, datamodule=data, verbose=False)[0]
         trained = build_module(config)

@@ -133,6 +133,17 @@ def overall(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
     return float((a - b).norm() / b.norm())
 
 
+def as_trained_as(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Assert that two trainings gave the same weights, to rounding.
+
+    AdamW makes a step of lr of every gradient, also of one that rounding has decided: up to 2 % of lr was seen. What is
+    wrong, such as a lost moment or the share of a rank, moves most weights by all of it.
+    """
+    assert found.keys() == expected.keys()
+    assert overall(found, expected) < 5e-5
+    assert max(abs(found[n] - w).max() for n, w in expected.items()) < 0.1 * LR
+
+
 def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
     """For one process, for four, for one after that; and which of the first each of the second must be equal to."""
     one, four, equal = [], [], {}
@@ -209,12 +220,12 @@ def test_four_devices_are_as_one(recorded: dict[str, list[dict[str, Any]]], name
     (expected,) = recorded[tasks()[3][name]]
     for found in recorded[name]:
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        for what in ("gradients", "weights"):
-            assert overall(found[what], expected[what]) < 1e-5
-            assert found[what].keys() == expected[what].keys()
-            for of, wanted in expected[what].items():
-                # A gradient may be a sum that cancels, of which rounding leaves less: up to 8e-5 was seen.
-                assert difference({of: found[what][of]}, {of: wanted}) < 2e-4, of
+        assert overall(found["gradients"], expected["gradients"]) < 1e-5
+        # Of one tensor, beside the gradients of single slices: their sum may cancel (23 times as small was seen), and
+        # rounding is that of its terms. The same sums in float64 differ by less than 1e-12.
+        for of, wanted in expected["gradients"].items():
+            assert (found["gradients"][of] - wanted).norm() <= 2e-5 * expected["magnitudes"][of], of
+        as_trained_as(found["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize(
@@ -230,10 +241,7 @@ def test_a_checkpoint_resumes_under_every_strategy(
     (expected,) = recorded["uninterrupted"]
     for found in recorded[f"from {writer} to {reader}"]:
         assert found["losses"] == pytest.approx(expected["losses"][5:], rel=1e-5)
-        # AdamW makes a step of lr of every gradient, also of one that rounding has decided: up to 2 % of lr was seen.
-        # What is wrong after a resume, such as a lost moment, moves most weights by all of it.
-        assert overall(found["weights"], expected["weights"]) < 5e-5
-        assert max(abs(found["weights"][n] - w).max() for n, w in expected["weights"].items()) < 0.1 * LR
+        as_trained_as(found["weights"], expected["weights"])
 
 
 def test_every_command_reads_what_fsdp_wrote(folder: Path, recorded: dict[str, list[dict[str, Any]]]) -> None:
