@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config.commands import device_memory, parse_plan
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, batch_of_replica, override, parse
+from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, override, parse
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner, idle, in_flight, n_microbatches
 from qnmixer.engine.memory.report import as_object, largest_batch, levers_table, print_plan, usable
@@ -223,7 +223,7 @@ def real_peak(config: Config, device: int) -> int:
         y = module.projector(image)
     packings = layouts(network, y[:b], lambda: autocast(config))
     parts: list[tuple[list[Tensor], list[Tensor]]] = []  # of each micro-batch: received state and gradient
-    it = stages_of(config)[device]
+    it = stages_of(network.n_iterations, devices_per_replica(config))[device]
     stage = Stage(network, it, packings[it.start], lambda: autocast(config))
     for _ in range(n):
         states = [packings[it.start].empty(b, "cpu")] if it.start else []

@@ -222,7 +222,7 @@ def _plan_pipeline(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple
     y = batch["sinogram"][: config.strategy.microbatch_size]
     packings = layouts(module.network, y, partial(autocast, config))
     plans = []
-    for device, iterations in enumerate(stages_of(config)):
+    for device, iterations in enumerate(stages_of(module.network.n_iterations, devices_per_replica(config))):
         most = in_flight(config, device)
         plans.append(DevicePlan(iterations, most, _plan_stage(module, optimizer, batch, packings, iterations, most)))
     return tuple(plans)
