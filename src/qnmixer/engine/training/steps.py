@@ -188,7 +188,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         num_nodes=t.num_nodes,
         strategy=build_strategy(config.strategy, t, config.data.batch_size),
         # Not precision=: Lightning turns fp16 into bf16 on a CPU, and refuses it with FSDP2.
-        plugins=[AtomicCheckpointIO(), build_precision(t.precision, t.accelerator)],
+        plugins=[AtomicCheckpointIO(), build_precision(t, t.accelerator)],
         max_steps=t.max_steps,
         max_epochs=-1 if t.max_epochs is None else t.max_epochs,
         accumulate_grad_batches=t.accumulate_grad_batches,
