@@ -20,6 +20,7 @@ from measuring import GIVE_BACK, MIB, Row, in_own_process, markdown, peak_mib
 from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import Config, batch_of_replica, override, parse
+from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.memory.tracker import batch_of
@@ -93,7 +94,8 @@ class PipelineStep:
             dtype = AUTOCAST[self.config.trainer.precision]
             context = partial(torch.autocast, "cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
             assert dist.group.WORLD is not None
-            self.pipeline = Pipeline(self.module, self.config, y, dist.group.WORLD, context)
+            assert isinstance(self.config.strategy, PipelineConfig)
+            self.pipeline = Pipeline(self.module, self.config.strategy, y, dist.group.WORLD, context)
         self.pipeline.step(y, batch, 0, torch.ones(()))
         del y
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -65,7 +65,7 @@ def loss_and_gradients(config: Config, device: torch.device) -> tuple[float, Ten
     data = SliceDataModule(config.data, measure=sample_measurement(config))
     batch = data.transfer_batch_to_device(next(iter(data.loader("train"))), device, 0)
     scale = 2.0**10 if config.trainer.precision == "16-mixed" else 1.0
-    with build_precision(config, device.type).forward_context():
+    with build_precision(config.trainer, device.type).forward_context():
         loss = module.training_step(batch, 0)
     (loss.float() * scale).backward()
     gradients = [p.grad.flatten().float().cpu() for p in module.parameters() if p.grad is not None]

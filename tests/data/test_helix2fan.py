@@ -184,4 +184,6 @@ def test_a_file_is_reconstructed_as_it_was_trained(tmp_path: Path, capsys: pytes
     with pytest.raises(DataError, match="has angles and bins of its own"):
         reconstruct_input(parse_reconstruct(compose("reconstruct", [*given, f"input={path}", "angle_span=3"])))
     tifffile.imwrite(path, np.zeros((9, 9), np.uint8))  # a picture
-    assert not holds_sinograms(path.parent, trained.config, parse_reconstruct(compose("reconstruct", given)))
+    assert not holds_sinograms(
+        path.parent, trained.projector.geometry, parse_reconstruct(compose("reconstruct", given))
+    )

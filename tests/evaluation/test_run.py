@@ -22,7 +22,8 @@ def others(trained: list[str], overrides: list[str]) -> DataConfig:
     """The slices of an evaluation, beside those of a run with these overrides."""
     chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
     assert isinstance(chosen.data, DataConfig)
-    data, own = other_slices(chosen.data, run_of(*trained), overrides)
+    run = run_of(*trained)
+    data, own = other_slices(chosen.data, run.data, run.geometry, overrides)
     assert not own
     return data
 
@@ -55,7 +56,7 @@ def own_folder(*given: str) -> FolderData:
     overrides = ["data=dicom", "data.root=/ct", *given]
     chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
     assert isinstance(chosen.data, DataConfig)
-    data, own = other_slices(chosen.data, trained, overrides)
+    data, own = other_slices(chosen.data, trained.data, trained.geometry, overrides)
     assert isinstance(data, FolderData)
     assert own
     return data

@@ -221,13 +221,13 @@ def test_what_is_no_file_of_numbers_is_not_opened(tiny_module: Build, tmp_path: 
     """Pipes, which would never end, and arrays that would take gigabytes."""
     module, path = tiny_module(), tmp_path / "a.npy"
     os.mkfifo(path)
-    assert not holds_sinograms(tmp_path, module.config, settings())
+    assert not holds_sinograms(tmp_path, module.projector.geometry, settings())
     with pytest.raises(DataError, match=r"has no \.npy file"):
         sinogram_files(path)
     path.unlink()
     np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(40_000, 40_000))  # sparse
     start = time.perf_counter()
-    assert not holds_sinograms(path, module.config, settings())
+    assert not holds_sinograms(path, module.projector.geometry, settings())
     with pytest.raises(DataError, match="40000 × 40000 values"):
         next(read_slices(path, [path]))
     with pytest.raises(DataError, match="40000 × 40000 values, not 1 to 8192"):

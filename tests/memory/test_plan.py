@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config.commands import device_memory, parse_plan
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, batch_of_replica, override, parse
+from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, override, parse
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner, idle, in_flight, n_microbatches
 from qnmixer.engine.memory.report import as_object, largest_batch, levers_table, print_plan, usable
@@ -221,10 +221,10 @@ def real_peak(config: Config, device: int) -> int:
     image, weight = torch.rand(batch_of_replica(config), 1, size, size), torch.ones(batch_of_replica(config))
     with torch.no_grad():
         y = module.projector(image)
-    packings = layouts(network, y[:b], lambda: autocast(config))
+    packings = layouts(network, y[:b], lambda: autocast(config.trainer.precision))
     parts: list[tuple[list[Tensor], list[Tensor]]] = []  # of each micro-batch: received state and gradient
-    it = stages_of(config)[device]
-    stage = Stage(network, it, packings[it.start], lambda: autocast(config))
+    it = stages_of(network.n_iterations, devices_per_replica(config))[device]
+    stage = Stage(network, it, packings[it.start], lambda: autocast(config.trainer.precision))
     for _ in range(n):
         states = [packings[it.start].empty(b, "cpu")] if it.start else []
         gradients = [] if it.stop == network.n_iterations else [packings[it.stop].empty(b, "cpu").detach()]
@@ -240,7 +240,7 @@ def real_peak(config: Config, device: int) -> int:
             part = slice(k * b, (k + 1) * b)
             made.append(stage(*states, y=y[part]))
             if not gradients:
-                with autocast(config):
+                with autocast(config.trainer.precision):
                     made[-1] = loss_of_part(module, batch_of(image, weight, y), 0, made[-1], part.start, {})
         for output, (_, gradients) in zip(made, parts[-most:], strict=True):
             output.backward(*gradients)

@@ -11,7 +11,7 @@ from typing import Any
 from qnmixer.engine.checkpoints import built_from, digest_of_weights, steps_of
 from qnmixer.engine.config.compose import quoted, values_of
 from qnmixer.engine.config.files import TARGET
-from qnmixer.engine.config.run import Config, without_places
+from qnmixer.engine.config.run import without_places
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.reconstructor import Reconstructor, method_name
 from qnmixer.engine.reports.terminal import markdown_table
@@ -59,6 +59,7 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
     config, run = module.config, checkpoint.parent.parent
     shared = without_places(config)
     settings = {section: _settings(getattr(shared, section)) for section in _SECTIONS}
+    training = _training(config.seed, config.finetune, checkpoint, read_results(run))
     of_weights = evaluations(run, digest_of_weights(module.state_dict()))
     tables = [f"### {folder.relative_to(run)}\n\n{read_text(folder / 'table.md').strip()}" for folder in of_weights]
     return _CARD.format(
@@ -68,19 +69,19 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
         file=file.name,
         n_parameters=sum(parameter.numel() for parameter in module.network.parameters()),
         run=shlex.join([f"run={quoted(file.name)}", *trust_words(built_from(config).values())]),
-        training=markdown_table(("", ""), (_training(config, checkpoint, read_results(run)) | settings).items()),
+        training=markdown_table(("", ""), (training | settings).items()),
         key=CHECKPOINT_KEY,
         evaluations="\n\n".join(tables) or "None of these weights was found in the run's folder.",
     )
 
 
-def _training(config: Config, checkpoint: Path, record: dict[str, Any]) -> dict[str, str]:
+def _training(seed: int, finetune: str | None, checkpoint: Path, record: dict[str, Any]) -> dict[str, str]:
     # The config of a resumed run no longer says where its first part began, but its record does.
-    began = config.finetune or values_of(record.get("overrides", [])).get("finetune", "null") != "null"
+    began = finetune or values_of(record.get("overrides", [])).get("finetune", "null") != "null"
     return {
         "started from": "the weights of another run (finetune)" if began else "random weights" if record else _UNKNOWN,
         "checkpoint": f"{checkpoint.stem}, after {steps_of(checkpoint)} of {record.get('steps', _UNKNOWN)} steps",
-        "seed": str(config.seed),
+        "seed": str(seed),
         "time": f"{duration(record['seconds'])}, the whole run" if "seconds" in record else _UNKNOWN,
         "device": str(record.get("device", _UNKNOWN)),
         "commit": str(record.get("git_commit") or _UNKNOWN),

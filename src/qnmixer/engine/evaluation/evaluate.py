@@ -17,8 +17,8 @@ from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.checkpoints import digest_of_weights
 from qnmixer.engine.config.data import DataConfig, FolderData, MixedData
 from qnmixer.engine.config.logged import IN_WINDOW
-from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import EvaluationConfig
+from qnmixer.engine.config.targets import NoiseConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.scores import Conditions, Evaluation, ImageScore, titles_of, with_usual
 from qnmixer.engine.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
@@ -75,14 +75,14 @@ def _content(batch: Mapping[str, Any], b: int, measured: bool) -> int:
     return digest_of_bytes(b"".join(part.numpy().tobytes() for part in parts))
 
 
-def title_of(test: Config, module: SliceDataModule, split: str) -> str:
+def title_of(noise: NoiseConfig, n_views: int, module: SliceDataModule, split: str) -> str:
     """The title of a table."""
     data = module.config
     slices = "all slices" if isinstance(data, FolderData) and data.split == "all" else f"{split} split"
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
-    noise = "measured" if module.measured else f"noise {test.noise.name}"
-    return f"{slices} of {evaluated_source(data).name}{disc}, {test.geometry.n_views} views{finer}, {noise}"
+    sinograms = "measured" if module.measured else f"noise {noise.name}"
+    return f"{slices} of {evaluated_source(data).name}{disc}, {n_views} views{finer}, {sinograms}"
 
 
 def evaluate(
@@ -134,7 +134,7 @@ def evaluate(
         scores = {n: its for its_scores, _ in shares for n, its in its_scores.items()}
         slices = worst_of({n: its for _, its_slices in shares for n, its in its_slices.items()}, scores, drawn)
     return Evaluation(
-        title=title_of(module.config, data, split),
+        title=title_of(module.config.noise, module.projector.geometry.n_views, data, split),
         scores=[score for n in sorted(scores) for score in scores[n]],
         slices=slices,
         pictured=sorted(drawn),

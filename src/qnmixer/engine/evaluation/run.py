@@ -8,7 +8,8 @@ from qnmixer.engine.config.commands import EvaluateConfig, MeasuringConfig
 from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.data import LOADING, AsTrained, DataConfig, FolderData, MixedData, PairData, PhantomData
 from qnmixer.engine.config.rules import one_scale, scan_of_set
-from qnmixer.engine.config.run import Config, targets_of
+from qnmixer.engine.config.run import targets_of
+from qnmixer.engine.config.sections import GeometryConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.engine.evaluation.evaluate import PAGE, evaluate, evaluated_source, what_was_evaluated, write_evaluation
@@ -61,7 +62,7 @@ def on_test(
     if isinstance(config.data, AsTrained):
         data, own = as_trained(run, config.data, test.data, trust), True
     else:
-        data, own = other_slices(config.data, test, overrides)
+        data, own = other_slices(config.data, test.data, test.geometry, overrides)
     if seed is not None:
         data = data.changed(seed=seed) if isinstance(evaluated_source(data), PhantomData) else data
         test.seed = seed
@@ -106,24 +107,26 @@ def with_own_cache(data: DataConfig, checkpoint: Path) -> DataConfig:
     return data.changed(cache_dir=None) if isinstance(data, FolderData) else data
 
 
-def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tuple[DataConfig, bool]:
+def other_slices(
+    data: DataConfig, trained: DataConfig, geometry: GeometryConfig, overrides: list[str]
+) -> tuple[DataConfig, bool]:
     """Slices that the run was not trained on, in the form that its network needs; all of them, if no split is given.
 
     Also returns whether they are the run's own slices after all; then its split says which are test slices. Raises
     ConfigError for a key that would change these, and CheckpointError for one that the network cannot use.
     """
     given = {key.removeprefix("data.") for key in values_of(overrides) if key.startswith("data.")}
-    of_set = {"max_attenuation"} & data.arguments.keys() & trained.data.arguments.keys()
-    fixed = {key: getattr(trained.data, key) for key in ("image_size", "scaling", "hu_max", *of_set)}
+    of_set = {"max_attenuation"} & data.arguments.keys() & trained.arguments.keys()
+    fixed = {key: getattr(trained, key) for key in ("image_size", "scaling", "hu_max", *of_set)}
     for key, value in fixed.items():
         if key in given and getattr(data, key) != value:
             raise CheckpointError(
                 f"the run was trained with data.{key}={value}: leave data.{key} out, or train another network"
             )
-    seed = data.seed if "seed" in given else trained.data.seed
+    seed = data.seed if "seed" in given else trained.seed
     data = data.changed(**fixed, seed=seed)
     if isinstance(data, FolderData) and "split" not in given:
-        for source in trained.data.by_section().values():
+        for source in trained.by_section().values():
             if isinstance(source, FolderData) and _folder(data) == _folder(source):
                 # else the evaluation would use slices that the network was trained on
                 if other := sorted(given - {"root", *fixed, *_KEYS_OF_TEST, *LOADING}):
@@ -134,9 +137,9 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
                 changed = [*_KEYS_OF_TEST, *(key for key in LOADING if key in given)]
                 return source.changed(**{key: getattr(data, key) for key in changed}), True
         data = data.changed(split="all")
-    if isinstance(data, FolderData) and "pixel_size" not in given and trained.data.at_true_size:
+    if isinstance(data, FolderData) and "pixel_size" not in given and trained.at_true_size:
         data = data.changed(pixel_size="header")
-    scan_of_set(data, trained.geometry)
+    scan_of_set(data, geometry)
     return data, False
 
 

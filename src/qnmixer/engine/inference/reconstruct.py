@@ -48,7 +48,8 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     console = Console()
     module = load_run(config.run, config.checkpoint, config.trust).to(choose_device(config.accelerator)).eval()
     path = Path(config.input)
-    sinograms = config.kind == "sinograms" or (config.kind == "auto" and holds_sinograms(path, module.config, config))
+    geometry = module.projector.geometry
+    sinograms = config.kind == "sinograms" or (config.kind == "auto" and holds_sinograms(path, geometry, config))
     files = sinogram_files(path) if sinograms else slice_files(path)
     scans = measured_scans(path, files, module, config) if sinograms else simulated_scans(path, files, module)
     batch_size = config.batch_size or (_ON_GPU if module.device.type == "cuda" else _ON_CPU)

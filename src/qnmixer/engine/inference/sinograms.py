@@ -14,7 +14,6 @@ import torch
 from torch.nn.functional import avg_pool2d
 
 from qnmixer.engine.config.commands import ReconstructConfig
-from qnmixer.engine.config.run import Config
 from qnmixer.engine.data.fan_tiff import TIFF, open_fan
 from qnmixer.engine.data.numpy_files import open_stack, read_frame
 from qnmixer.engine.data.slices import FloatArray, SkipFile, require_size, usable
@@ -39,14 +38,14 @@ _DENSITIES = 0.05, 1.0
 """Mean x of an object: above 1, it is denser than all that the network knows. Counts are far beyond."""
 
 
-def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> bool:
+def holds_sinograms(path: Path, trained: FanBeamGeometry, config: ReconstructConfig) -> bool:
     """Whether an input of kind=auto is a scan: by the keys given, by .mat or .tif, or by the shape of a .npy.
 
     Raises DataError for a .npy that is neither a slice nor a sinogram of the run.
     """
     if path.suffix in (".mat", *TIFF) or config.detector_pitch is not None or config.angle_span is not None:
         return True
-    views, bins = trained.geometry.n_views, trained.geometry.n_detectors
+    views, bins = trained.n_views, trained.n_detectors
     for file in _scan_files(path) if path.is_dir() or path.suffix == ".npy" else ():
         if file.suffix == ".mat":
             return True

@@ -119,7 +119,7 @@ def _plan_replica(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple[
     with tracker, norms:
         for k in range(1 + accumulates):  # all later batches need the same memory as the second
             batch = _measured_batch(module, config.data.batch_size)
-            with autocast(config):
+            with autocast(config.trainer.precision):
                 loss = module.training_step(batch, 0)
             if k == 0:  # as in Lightning: the gradients of the step before exist until here
                 optimizer.zero_grad(set_to_none=not ddp)
@@ -220,9 +220,9 @@ def _plan_pipeline(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple
     assert isinstance(config.strategy, PipelineConfig)
     batch = _measured_batch(module, batch_of_replica(config))  # every device gets all of it
     y = batch["sinogram"][: config.strategy.microbatch_size]
-    packings = layouts(module.network, y, partial(autocast, config))
+    packings = layouts(module.network, y, partial(autocast, config.trainer.precision))
     plans = []
-    for device, iterations in enumerate(stages_of(config)):
+    for device, iterations in enumerate(stages_of(module.network.n_iterations, devices_per_replica(config))):
         most = in_flight(config, device)
         plans.append(DevicePlan(iterations, most, _plan_stage(module, optimizer, batch, packings, iterations, most)))
     return tuple(plans)
@@ -243,7 +243,7 @@ def _plan_stage(
     """
     config, network = module.config, module.network
     assert isinstance(config.strategy, PipelineConfig)
-    b, precision = config.strategy.microbatch_size, partial(autocast, config)
+    b, precision = config.strategy.microbatch_size, partial(autocast, config.trainer.precision)
     stage = Stage(network, iterations, packings[iterations.start], precision)
     received = [packings[iterations.start].empty(b, "cpu")] if iterations.start else []
     is_last = iterations.stop == network.n_iterations

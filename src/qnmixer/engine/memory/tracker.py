@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from qnmixer.engine.config.run import Config
 from qnmixer.engine.memory.shapes import report_to, storage_of
 from qnmixer.engine.reconstructor import AUTOCAST
 
@@ -43,9 +42,9 @@ def batch_of(image: Tensor, weight: Tensor, y: Tensor) -> Any:
     return {"image": image, "weight": weight, "sinogram": y, "sample": list(range(n)), "name": [""] * n} | ones
 
 
-def autocast(config: Config) -> torch.autocast:
-    """The autocast of a run's precision, on the CPU. Like Lightning's, it casts a weight again at each use."""
-    dtype = AUTOCAST[config.trainer.precision]
+def autocast(precision: str) -> torch.autocast:
+    """The autocast of a precision, on the CPU. Like Lightning's, it casts a weight again at each use."""
+    dtype = AUTOCAST[precision]
     return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
 
 

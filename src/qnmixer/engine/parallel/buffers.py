@@ -14,8 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from qnmixer.engine.config.run import Config, devices_per_replica
-from qnmixer.engine.config.sections import PipelineConfig
+from qnmixer.engine.config.sections import PipelineConfig, StrategyConfig, TrainerConfig
 
 
 class Place(NamedTuple):
@@ -136,18 +135,18 @@ def _numbers(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().double().flatten()
 
 
-def buffer_means(config: Config) -> list[Callback]:
+def buffer_means(strategy: StrategyConfig, trainer: TrainerConfig) -> list[Callback]:
     """The callback of a run with several devices."""
-    n_devices = (config.trainer.devices or 1) * config.trainer.num_nodes
-    return [] if n_devices == 1 else [BufferMeans(n_devices // devices_per_replica(config))]
+    n_devices = (trainer.devices or 1) * trainer.num_nodes
+    return [] if n_devices == 1 else [BufferMeans(n_devices // strategy.devices_per_replica(trainer))]
 
 
-def line_on_buffers(config: Config, network: nn.Module) -> str | None:
+def line_on_buffers(strategy: StrategyConfig, trainer: TrainerConfig, network: nn.Module) -> str | None:
     """What the buffers of a network mean if several devices change them; None if there are none."""
     names = [place.name for place in places_of(network) if place.is_saved]
-    if not names or not buffer_means(config):
+    if not names or not buffer_means(strategy, trainer):
         return None
-    return f"{_listed(names)}: {_meaning(config)}"
+    return f"{_listed(names)}: {_meaning(strategy)}"
 
 
 def _listed(names: Sequence[str], most: int = 4) -> str:
@@ -155,8 +154,7 @@ def _listed(names: Sequence[str], most: int = 4) -> str:
     return f"buffers {', '.join(names[:most])}{more}"
 
 
-def _meaning(config: Config) -> str:
-    strategy = config.strategy
+def _meaning(strategy: StrategyConfig) -> str:
     if isinstance(strategy, PipelineConfig):
         return (
             f"updated once for each micro-batch of {strategy.microbatch_size}; those that several devices change are "

@@ -23,8 +23,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica
-from qnmixer.engine.config.sections import PipelineConfig
+from qnmixer.engine.config.sections import PipelineConfig, TrainerConfig
 from qnmixer.engine.parallel.buffers import unchanged_buffers
 from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
@@ -180,13 +179,12 @@ class _Part(NamedTuple):
     requires_grad: bool
 
 
-def stages_of(config: Config) -> list[range]:
+def stages_of(n_iterations: int, n_stages: int) -> list[range]:
     """The iterations of each stage of a pipeline, as equal as possible: the last ones may have one fewer.
 
     The last stage also computes the loss.
     """
-    n_stages = devices_per_replica(config)
-    few, more = divmod(config.model.T, n_stages)
+    few, more = divmod(n_iterations, n_stages)
     lengths = [few + 1] * more + [few] * (n_stages - more)
     return [range(first, end) for first, end in pairwise([0, *accumulate(lengths)])]
 
@@ -219,11 +217,10 @@ class PipelineStrategy(DDPStrategy):
     two passes. Here they are cleared after the optimizer step.
     """
 
-    def __init__(self, config: Config, timeout: timedelta) -> None:
+    def __init__(self, config: PipelineConfig, trainer: TrainerConfig, batch_size: int, timeout: timedelta) -> None:
         super().__init__(timeout=timeout)
-        assert isinstance(config.strategy, PipelineConfig)
-        self.config, self.pipelining = config, config.strategy
-        self.n_devices = devices_per_replica(config)
+        self.config, self.accumulate, self.batch_size = config, trainer.accumulate_grad_batches, batch_size
+        self.n_devices = config.devices_per_replica(trainer)
         self._pipeline: Pipeline | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -233,7 +230,7 @@ class PipelineStrategy(DDPStrategy):
         return {
             "num_replicas": self.world_size // self.n_devices,
             "rank": self.global_rank // self.n_devices,
-            "batch_size": batch_of_replica(self.config),
+            "batch_size": self.batch_size * self.n_devices,
             "fill": True,
         }
 
@@ -281,7 +278,7 @@ class PipelineStrategy(DDPStrategy):
 
     def _loss_factor(self) -> Tensor:
         """The factor on the loss before backward: the GradScaler's scale, divided by the batches of a window."""
-        factor = torch.ones((), device=self.root_device) / self.config.trainer.accumulate_grad_batches
+        factor = torch.ones((), device=self.root_device) / self.accumulate
         precision = self.precision_plugin
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             factor = precision.scaler.scale(factor)
@@ -293,23 +290,24 @@ class Pipeline:
 
     Args:
         module: the LightningModule to train, with `network` and `measure`.
-        config: of the run.
+        config: its schedule, and the size of a micro-batch.
         y: a batch of sinograms; all later batches have its size.
         group: the devices of this pipeline, first stage first.
         context: the autocast context of a forward pass.
     """
 
-    def __init__(self, module: Any, config: Config, y: Tensor, group: dist.ProcessGroup, context: Context) -> None:
-        assert isinstance(config.strategy, PipelineConfig)
-        options = config.strategy
+    def __init__(
+        self, module: Any, config: PipelineConfig, y: Tensor, group: dist.ProcessGroup, context: Context
+    ) -> None:
         self.module, self.context, self.group = module, context, group
-        self.sequential = options.schedule == "sequential"
-        self.microbatch_size = options.microbatch_size
+        self.sequential = config.schedule == "sequential"
+        self.microbatch_size = config.microbatch_size
         of_one = y[: self.microbatch_size]
         # Layouts must not change later dropout.
         with torch.random.fork_rng([y.device] if y.is_cuda else []), unchanged_buffers(module.network):
             packings = layouts(module.network, of_one, context)
-        stage = self._stage(stages_of(config), dist.get_rank(group), packings, of_one)
+        stages = stages_of(module.network.n_iterations, dist.get_world_size(group))
+        stage = self._stage(stages, dist.get_rank(group), packings, of_one)
         # A schedule of one micro-batch, which is called for each, or one of all. torch's 1F1B takes no single one.
         kind, n = (ScheduleGPipe, 1) if self.sequential else (Schedule1F1B, len(y) // self.microbatch_size)
         # The loss of a micro-batch is its part of the batch's mean, so torch must not divide by their number again.

@@ -20,8 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.config.sections import DDPConfig, FSDPConfig, PipelineConfig, SingleConfig
+from qnmixer.engine.config.sections import (
+    DDPConfig,
+    FSDPConfig,
+    PipelineConfig,
+    SingleConfig,
+    StrategyConfig,
+    TrainerConfig,
+)
 from qnmixer.engine.parallel.pipeline import PipelineStrategy
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.errors import ConfigError
@@ -39,27 +45,31 @@ _NO_BUFFERS: dict[str, Any] = {
 }
 
 
-def build_strategy(config: Config) -> Strategy | str:
-    """The strategy for Lightning's Trainer. `config` has the number of devices filled in.
+def build_strategy(config: StrategyConfig, trainer: TrainerConfig, batch_size: int) -> Strategy | str:
+    """The strategy for Lightning's Trainer.
+
+    Args:
+        trainer: with the number of devices filled in.
+        batch_size: samples of one device.
 
     Raises ConfigError for a name without a strategy.
     """
-    match config.strategy:
+    match config:
         case SingleConfig():
             return "auto"
         case DDPConfig():
             # Gradients that are views of ddp's buckets save a copy of all gradients.
             return DDPStrategy(gradient_as_bucket_view=True, timeout=_TIMEOUT, **_NO_BUFFERS)
         case FSDPConfig():
-            return ShardedStrategy((config.trainer.devices or 1) * config.trainer.num_nodes)
+            return ShardedStrategy((trainer.devices or 1) * trainer.num_nodes)
         case PipelineConfig():
-            return PipelineStrategy(config, _TIMEOUT)
-    raise ConfigError(f"strategy={config.strategy.name} is not known: choose single, ddp, fsdp or pipeline")
+            return PipelineStrategy(config, trainer, batch_size, _TIMEOUT)
+    raise ConfigError(f"strategy={config.name} is not known: choose single, ddp, fsdp or pipeline")
 
 
-def build_precision(config: Config, accelerator: str) -> Precision:
+def build_precision(trainer: TrainerConfig, accelerator: str) -> Precision:
     """Autocast, and a GradScaler for fp16, on a CPU too: there Lightning would silently use bf16 for 16-mixed."""
-    precision = config.trainer.precision
+    precision = trainer.precision
     # A plugin, because the Trainer's own `precision="16-mixed"` is refused by Lightning's FSDP2 strategy.
     return Precision() if precision == "32" else MixedPrecision(precision, accelerator)
 

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.config.logged import ITERATES, best_name
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.config.sections import Count
+from qnmixer.engine.config.sections import Count, StrategyConfig
 from qnmixer.engine.config.targets import CallbackConfig, MetricConfig, modes_of
 from qnmixer.engine.data.dataset import EpochSampler
 from qnmixer.engine.memory.tracker import PeakTracker
@@ -208,7 +207,8 @@ class MemoryMonitor(Callback):
             return
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
-        elif self._n_steps == 1 and _shows_tensors(pl_module.config):  # one step only: the tracker slows it down
+        elif self._n_steps == 1 and _shows_tensors(pl_module.config.strategy, pl_module.config.compile):
+            # One step only: the tracker slows it down.
             self._tracker = self._tracking.enter_context(PeakTracker())
             tensors = [value for value in batch.values() if isinstance(value, Tensor)]
             averaging = [it for it in trainer.callbacks if isinstance(it, MeanWeights)]  # type: ignore[attr-defined]
@@ -245,9 +245,9 @@ class MemoryMonitor(Callback):
         self._tracking.close()
 
 
-def _shows_tensors(config: Config) -> bool:
+def _shows_tensors(strategy: StrategyConfig, compiled: bool) -> bool:
     """Whether the tracker sees a run's tensors. It sees neither storages that fsdp frees nor compiled code."""
-    return config.strategy.planned_as != "shards" and not config.compile
+    return strategy.planned_as != "shards" and not compiled
 
 
 # Those that a config names

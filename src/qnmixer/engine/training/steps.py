@@ -186,9 +186,9 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         accelerator=t.accelerator,
         devices=t.devices or 1,
         num_nodes=t.num_nodes,
-        strategy=build_strategy(config),
+        strategy=build_strategy(config.strategy, t, config.data.batch_size),
         # Not precision=: Lightning turns fp16 into bf16 on a CPU, and refuses it with FSDP2.
-        plugins=[AtomicCheckpointIO(), build_precision(config, t.accelerator)],
+        plugins=[AtomicCheckpointIO(), build_precision(t, t.accelerator)],
         max_steps=t.max_steps,
         max_epochs=-1 if t.max_epochs is None else t.max_epochs,
         accumulate_grad_batches=t.accumulate_grad_batches,
@@ -203,7 +203,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         detect_anomaly=config.debug.name == "anomaly",
         use_distributed_sampler=False,  # Lightning's pads with slices that count twice, and shuffles always
         logger=list(loggers),
-        callbacks=[*buffer_means(config), StepMetrics(), *callbacks],
+        callbacks=[*buffer_means(config.strategy, t), StepMetrics(), *callbacks],
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         enable_model_summary=False,
         default_root_dir=folder,

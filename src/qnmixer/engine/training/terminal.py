@@ -50,7 +50,7 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
             lines.append("compiling in the first step: that takes minutes on a CPU, and compile=false takes none")
         if getattr(config.optimizer.load(), "takes_hidden_weights", False) and not module.network.hidden_weights():
             lines.append(f"the network names no hidden_weights(): optimizer={config.optimizer.name} uses AdamW for all")
-        if (about_buffers := line_on_buffers(config, module.network)) is not None:
+        if (about_buffers := line_on_buffers(config.strategy, t, module.network)) is not None:
             lines.append(about_buffers)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
