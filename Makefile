@@ -43,7 +43,7 @@ SWEEP ?= runs/$(EXPERIMENT)
 # Two at once without a GPU: small networks leave half of two cores idle (JOBS= for one at a time, as for large ones)
 JOBS ?= $(if $(findstring launcher,$(ARGS))$(shell command -v nvidia-smi),,2)
 compare: install ## train all methods, small, then write tables, pictures and page; CT=/path/to/dicom: on real slices
-	@$(BIN)/python -m qnmixer.train -m experiment=$(EXPERIMENT) hydra.sweep.dir=$(SWEEP) $(JOBS:%=hydra.launcher.jobs_at_once=%) $(OF_CT) $(ARGS); \
+	@$(BIN)/python -m qnmixer.train -m --config-dir notebooks/studies experiment=$(EXPERIMENT) hydra.sweep.dir=$(SWEEP) $(JOBS:%=hydra.launcher.jobs_at_once=%) $(OF_CT) $(ARGS); \
 	code=$$?; \
 	if [ $$code -lt 128 ] && [ -e $(SWEEP)/sweep.json ]; then \
 		$(BIN)/python -m qnmixer.compare sweep=$(SWEEP) $(COMPARE) || code=$$?; \
