@@ -3,9 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Overrides for train, e.g. make train ARGS="trainer.max_steps=200 seed=2"
 ARGS ?=
-# Put a file between two marks of README.md: $(call into_readme,mark,file)
-into_readme = $(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md'); t = p.Path('$(2)').read_text(); \
-	r.write_text(re.sub(r'(<!-- $(1) -->\n).*?(<!-- end of $(1))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
+# Put a file between two marks of a page: $(call into_page,page,mark,file)
+into_page = $(BIN)/python -c "import re, pathlib as p; r = p.Path('$(1)'); t = p.Path('$(3)').read_text(); \
+	r.write_text(re.sub(r'(<!-- $(2) -->\n).*?(<!-- end of $(2))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock train compare test test-all test-gpu lint site bench readme real results levers clean
@@ -43,7 +43,7 @@ SWEEP ?= runs/$(EXPERIMENT)
 # Two at once without a GPU: small networks leave half of two cores idle (JOBS= for one at a time, as for large ones)
 JOBS ?= $(if $(findstring launcher,$(ARGS))$(shell command -v nvidia-smi),,2)
 compare: install ## train all methods, small, then write tables, pictures and page; CT=/path/to/dicom: on real slices
-	@$(BIN)/python -m qnmixer.train -m experiment=$(EXPERIMENT) hydra.sweep.dir=$(SWEEP) $(JOBS:%=hydra.launcher.jobs_at_once=%) $(OF_CT) $(ARGS); \
+	@$(BIN)/python -m qnmixer.train -m --config-dir notebooks/studies experiment=$(EXPERIMENT) hydra.sweep.dir=$(SWEEP) $(JOBS:%=hydra.launcher.jobs_at_once=%) $(OF_CT) $(ARGS); \
 	code=$$?; \
 	if [ $$code -lt 128 ] && [ -e $(SWEEP)/sweep.json ]; then \
 		$(BIN)/python -m qnmixer.compare sweep=$(SWEEP) $(COMPARE) || code=$$?; \
@@ -83,7 +83,7 @@ readme: install ## run the demo and put its table and picture into README.md
 	rm -rf runs/readme
 	$(BIN)/python -m qnmixer.train experiment=demo hydra.run.dir=runs/readme $(ARGS)
 	cp runs/readme/evaluation/picture.png notebooks/demo.png
-	$(call into_readme,table,runs/readme/evaluation/table.md)
+	$(call into_page,README.md,table,runs/readme/evaluation/table.md)
 
 # The README shows TotalSegmentator's test case (Apache-2.0): CT is a folder with its 20 DICOM files.
 real: install ## compare run=pretrained with total variation on the slices in CT=/path/to/dicom, for README.md
@@ -91,7 +91,7 @@ real: install ## compare run=pretrained with total variation on the slices in CT
 	$(BIN)/python -m qnmixer.evaluate run=pretrained data=dicom data.root=$(CT) data.simulation_factor=2 noise=field \
 		evaluation.tv_weight=9e-5 evaluation.n_pictures=1 hydra.run.dir=runs/real
 	cp runs/real/picture.png notebooks/real_ct.png
-	$(call into_readme,real,runs/real/table.md)
+	$(call into_page,README.md,real,runs/real/table.md)
 
 results: install ## copy the tables of make compare, bench and test-gpu into notebooks/results
 	mkdir -p notebooks/results
@@ -100,9 +100,9 @@ results: install ## copy the tables of make compare, bench and test-gpu into not
 	[ "$(EXPERIMENT)" != compare_small ] || [ ! -e $(SWEEP)/comparison ] || \
 		cp $(SWEEP)/comparison/comparison.png notebooks/results/compare_small.png
 
-levers: install ## write the table of memory levers into README.md
+levers: install ## write the table of memory levers into docs/memory.md
 	$(BIN)/python -m qnmixer.plan format=levers data.batch_size=4 > levers.md
-	$(call into_readme,levers,levers.md)
+	$(call into_page,docs/memory.md,levers,levers.md)
 	rm levers.md
 
 clean: ## remove .venv and caches; runs stay

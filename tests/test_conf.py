@@ -9,7 +9,9 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.files import CONF, options, values_of_option
 from qnmixer.engine.config.run import parse
 
-FILES = sorted(CONF.rglob("*.yaml"))
+from .studies import SEARCH_PATH, STUDIES
+
+FILES = [*sorted(CONF.rglob("*.yaml")), *sorted(STUDIES.rglob("*.yaml"))]
 TRAINING_GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "experiment")
 OPTIONS = [
     (group, path.stem)
@@ -30,11 +32,11 @@ NEEDS = {
     ("noise", "custom"): ["noise._target_=qnmixer.physics.NoNoise"],
     **{(group, "custom"): [f"{group}._target_=collections.Counter"] for group in ("data", "logger")},
 }
-EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for folder in (CONF, STUDIES) for path in (folder / "experiment").glob("*.yaml"))
 
 
 def relative(path: Path) -> str:
-    return str(path.relative_to(CONF))
+    return f"{path.parent.name}/{path.name}"
 
 
 def composed(overrides: list[str]) -> DictConfig:
@@ -64,9 +66,11 @@ def test_every_option_composes_and_parses(group: str, option: str) -> None:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes_and_the_command_line_wins_over_it(experiment: str) -> None:
-    alone = composed([f"experiment={experiment}"])
+    alone = composed([SEARCH_PATH, f"experiment={experiment}"])
     parse(alone)
-    values = composed([f"experiment={experiment}", "trainer.max_steps=3", "seed=5", "logger=csv", "noise=physical"])
+    values = composed(
+        [SEARCH_PATH, f"experiment={experiment}", "trainer.max_steps=3", "seed=5", "logger=csv", "noise=physical"]
+    )
     assert (values.trainer.max_steps, values.seed, list(values.logger)) == (3, 5, ["csv"])
     assert values.noise._target_ == "qnmixer.physics.PhysicalNoise"
     if experiment in ("compare_real", "second_order"):  # a seed that splits the patients anew is compared on others

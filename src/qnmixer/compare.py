@@ -1,6 +1,6 @@
 """Compare all methods of a sweep on the same slices.
 
-python -m qnmixer.train -m experiment=compare_small                    # the sweep
+python -m qnmixer.train -m experiment=demo model=qn_mixer_small,learn,tv   # the sweep; all methods: make compare
 python -m qnmixer.compare sweep=latest                                 # its table, picture and page
 python -m qnmixer.compare sweep=DIR data=dicom data.root=/path/to/ct   # on other slices, as evaluate takes them
 python -m qnmixer.compare sweep=[DIR,LONGER]                           # with methods that trained for more steps

@@ -21,6 +21,8 @@ from qnmixer.engine.config.run import parse
 from qnmixer.engine.config.sections import TrainerConfig
 from qnmixer.errors import ConfigError, DataError, Stopped
 
+from ..studies import SEARCH_PATH
+
 CHECKS = {"train": parse, "evaluate": parse_evaluate, "reconstruct": parse_reconstruct}
 
 
@@ -190,7 +192,7 @@ def test_a_wrong_word_is_one_short_line(start: Start, words: str, line: str) -> 
             "model.patch_size belongs to the option of model before model._target_=qnmixer.models.LEARN: write model=",
         ),
         (
-            "train experiment=second_order model=tv data.sources.slices.root=.",
+            f"train {SEARCH_PATH} experiment=second_order model=tv data.sources.slices.root=.",
             "only: ~model.channels leaves it out",
         ),
         (

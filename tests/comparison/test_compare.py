@@ -12,7 +12,6 @@ from PIL import Image
 from qnmixer.compare import check, compare
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.files import CONF
 from qnmixer.engine.config.run import parse, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.phantoms import phantom
@@ -21,6 +20,7 @@ from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY
 
 from ..conftest import TINY
+from ..studies import SEARCH_PATH, STUDIES
 from ..test_export import run as run_command
 
 
@@ -158,7 +158,7 @@ def test_one_line_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     assert "runs/sweep is done: train them first" in run()[2]
 
 
-METHOD_FILES = sorted(CONF.glob("experiment/*/*.yaml"))
+METHOD_FILES = sorted(STUDIES.glob("experiment/*/*.yaml"))
 
 
 @pytest.mark.parametrize("path", METHOD_FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -167,8 +167,9 @@ def test_every_method_of_a_comparison_composes(path: Path) -> None:
     experiments = {"small": "compare_small", "published": "compare_64"}
     base = experiments.get(group) or {"curvature": "ablation_qn", "parts": "ablation_parts", "study": "studies"}[group]
     of_slices = ["data.sources.slices.root=."] if group == "study" else []
-    config = parse(compose("train", [f"experiment={base}", f"experiment/{group}={path.stem}", *of_slices]))
-    assert config.model.name == (path.stem if group in experiments else "qn_mixer")
+    config = parse(compose("train", [SEARCH_PATH, f"experiment={base}", f"experiment/{group}={path.stem}", *of_slices]))
+    own = {"leaky_relu": "notebooks.studies.leaky_relu.LeakyQNMixer"}
+    assert config.model.name == (path.stem if group in experiments else own.get(path.stem, "qn_mixer"))
 
 
 @pytest.mark.parametrize(
@@ -176,8 +177,8 @@ def test_every_method_of_a_comparison_composes(path: Path) -> None:
     ["compare_small", "compare_noise", "compare_few", "compare_64", "ablation_qn", "ablation_parts", "studies"],
 )
 def test_a_comparison_sweeps_over_all_its_methods(experiment: str) -> None:
-    params = compose("train", [f"experiment={experiment}"], with_hydra=True).hydra.sweeper.params
+    params = compose("train", [SEARCH_PATH, f"experiment={experiment}"], with_hydra=True).hydra.sweeper.params
     *_, group = (key for key in params if key.startswith("experiment/"))
-    every = {path.stem for path in CONF.glob(f"{group}/*.yaml")} - {"identity_7"}  # of second_order alone
+    every = {path.stem for path in STUDIES.glob(f"{group}/*.yaml")} - {"identity_7"}  # of second_order alone
     assert {*params[group].split(",")} == every
     assert params["seed"] == "1,2,3"

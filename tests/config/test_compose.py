@@ -14,6 +14,8 @@ from qnmixer.engine.config.files import CONF
 from qnmixer.engine.config.run import parse, to_plain
 from qnmixer.errors import ConfigError
 
+from ..studies import SEARCH_PATH
+
 ROOT, SLICES = "data.root=/ct", "data.sources.slices.root=/ct"
 
 
@@ -30,10 +32,10 @@ ROOT, SLICES = "data.root=/ct", "data.sources.slices.root=/ct"
             {"optimizer.lr": 0.001, "optimizer.step_size_lr_factor": 10},
         ),
         ("experiment=demo geometry=htc2022", {"geometry.n_detectors": 560, "geometry.n_views": 16}),
-        (f"experiment=measured data=numpy {ROOT}", {"data.simulation_factor": 2, "data.split": "random"}),
+        (f"{SEARCH_PATH} experiment=measured data=numpy {ROOT}", {"data.simulation_factor": 2, "data.split": "random"}),
         (f"experiment=pretrained data=dicom {ROOT}", {"data.augment": True, "geometry.n_views": 64}),
-        ("experiment=compare_small experiment/small=learn model=fbp", {"data.image_size": 128}),
-        ("experiment=compare_small optimizer=adamw", {"optimizer.lr": 0.001}),
+        (f"{SEARCH_PATH} experiment=compare_small experiment/small=learn model=fbp", {"data.image_size": 128}),
+        (f"{SEARCH_PATH} experiment=compare_small optimizer=adamw", {"optimizer.lr": 0.001}),
         (f"experiment=lodopab model=learn {ROOT}", {"model.n_iterations": 50}),
         ("experiment=paper_aapm data=phantoms", {"data.scaling": "minmax", "data.n_val": 32}),
         ("experiment=demo ~logger", {"logger": {}}),

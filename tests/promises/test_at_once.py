@@ -17,6 +17,7 @@ from qnmixer.engine.config.run import parse, to_plain
 
 from ..conftest import environment
 from ..heavy import LOADED, path_without
+from ..studies import SEARCH_PATH
 from ..warm import Warm
 
 pytestmark = pytest.mark.slow
@@ -148,8 +149,9 @@ BESIDE = [
         f"experiment=demo model={it}"
         for it in ("tv", "fbp", "fbpconvnet", "regformer", "learn", "learned_primal_dual", "itnet")
     ),
-    *(f"experiment={it} data=dicom data.root=." for it in ("pretrained", "measured", "compare_small")),
-    *(f"experiment={it} data=numpy data.root=." for it in ("pretrained", "measured", "compare_small")),
+    *(f"experiment=pretrained data={it} data.root=." for it in ("dicom", "numpy")),
+    *(f"{SEARCH_PATH} experiment=measured data={it} data.root=." for it in ("dicom", "numpy")),
+    *(f"{SEARCH_PATH} experiment=compare_small data={it} data.root=." for it in ("dicom", "numpy")),
     "experiment=paper_aapm data=phantoms",
 ]
 """Words of an experiment, beside an option that cannot have what the experiment sets."""

@@ -29,6 +29,7 @@ from qnmixer.new import new
 
 from ..conftest import PHANTOMS
 from ..pages import ROOT, commands
+from ..studies import STUDIES
 from ..warm import Warm
 from .commands import write_ct
 
@@ -84,7 +85,7 @@ def own(file: str) -> str:
 def run(command: str, place: Path, warm: Warm) -> None:
     """Run a command in `place`, its paths replaced and its sizes made tiny."""
     paths = {"/path/to/dicom": "aapm", "/path/to/aapm": "aapm", "runs/DIR": "run", "runs/compare_small": "sweep"}
-    paths |= {"runs/compare_real": "sweep_of_ct", "runs/longer": "sweep"}
+    paths |= {"notebooks/studies": str(STUDIES), "runs/compare_real": "sweep_of_ct", "runs/longer": "sweep"}
     for path, its in paths.items():
         command = command.replace(path, str(place / its))
     command = command.replace("model.n_iterations=10", "model.n_iterations=3")

@@ -173,7 +173,7 @@ def find_sweep(text: str) -> Path:
         if not found:
             raise ConfigError(
                 f"sweep=latest finds no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or run one with "
-                "python -m qnmixer.train -m experiment=compare_small"
+                "python -m qnmixer.train -m experiment=demo seed=1,2,3"
             )
         return max(found, key=lambda sweep: last_change(sweep / SWEEP, *sweep.glob("*/results.json")))
     folder = path_of(text)

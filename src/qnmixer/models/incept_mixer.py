@@ -77,6 +77,7 @@ class Branch(nn.Module):
         super().__init__()
         width = channels // 4
         self.patch_size = patch_size
+        self.activation = nn.ReLU(inplace=True)
         self.pixel = nn.Linear(1, width)  # a 1×1 convolution of one channel
         self.spatial = None if size is None else nn.Conv2d(width, width, size, padding=size // 2)
         self.patchify = nn.Linear(patch_size**2 * width, channels, bias=False)
@@ -86,10 +87,10 @@ class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x [B, 1, H, W]."""
         if self.spatial is None:
-            patches = torch.relu_(self.pixel(cut(x, self.patch_size)))
+            patches = self.activation(self.pixel(cut(x, self.patch_size)))
         else:
-            features = torch.relu_(self.pixel(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
-            patches = torch.relu_(cut(self.spatial(features), self.patch_size))
+            features = self.activation(self.pixel(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+            patches = self.activation(cut(self.spatial(features), self.patch_size))
         return self.patchify(patches.flatten(3))
 
 
