@@ -97,6 +97,9 @@ results: install ## copy the tables of make compare, bench and test-gpu into not
 	mkdir -p notebooks/results
 	for table in bench gpu; do [ ! -e bench/$$table.md ] || cp bench/$$table.md notebooks/results/; done
 	[ ! -e $(SWEEP)/comparison ] || cp $(SWEEP)/comparison/comparison.md notebooks/results/$(EXPERIMENT).md
+	[ "$(EXPERIMENT)" != compare_real ] || [ ! -e $(SWEEP)/comparison ] || { \
+		sed -n '/^| method/,/^$$/{p;/^$$/q}' $(SWEEP)/comparison/comparison.md | grep '^|' > compare.md; \
+		$(call into_page,docs/compare.md,compare_real,compare.md); rm compare.md; }
 	[ "$(EXPERIMENT)" != compare_small ] || [ ! -e $(SWEEP)/comparison ] || \
 		cp $(SWEEP)/comparison/comparison.png notebooks/results/compare_small.png
 
