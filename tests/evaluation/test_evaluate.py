@@ -149,3 +149,9 @@ def test_what_is_missing_or_no_number_is_seen(scores: Evaluation, tmp_path: Path
     assert f"Warning: {warning}" in (tmp_path / "page.html").read_text()
     nothing = [changed(score, window_psnr=None, window_ssim=None) for score in scores.scores]
     assert math.isnan(replace(scores, scores=nothing).means()["FBP"]["window_psnr"])
+    empty = replace(scores, scores=nothing)
+    write_evaluation(tmp_path, empty, Console(quiet=True))
+    table = (tmp_path / "table.md").read_text()
+    assert "| – | – |" in table
+    assert "nan" not in table
+    assert "no slice has window PSNR, dB or window SSIM × 100: no pixel lies in evaluation.window" in table

@@ -124,6 +124,11 @@ class Evaluation:
         values = [score.values[metric] for score in self.of(method)]
         return [value for value in values if value is not None] or [nan]
 
+    @property
+    def empty(self) -> list[str]:
+        """Metrics that no image has, such as those inside a window that holds no pixel."""
+        return [metric for metric in self.titles if all(score.values[metric] is None for score in self.scores)]
+
     def means(self) -> dict[str, dict[str, float]]:
         """method → metric → mean over images."""
         return {m: {metric: mean(self.values(m, metric)) for metric in self.titles} for m in self.methods}
@@ -139,7 +144,10 @@ class Evaluation:
         body = []
         for method in self.methods:
             columns = [self.values(method, metric) for metric in self.titles]
-            body.append([method, *(in_digits(mean(values), deviation(values)) for values in columns)])
+            cells = [in_digits(mean(values), deviation(values)) for values in columns]
+            body.append(
+                [method, *("–" if its in self.empty else cell for its, cell in zip(self.titles, cells, strict=True))]
+            )
         return ["method", *self.titles.values()], body
 
     def numbers(self) -> tuple[list[str], list[list[str | float]]]:
@@ -178,6 +186,8 @@ class Evaluation:
             if bad := sum(isnan(value) or value == -inf for value in self.values(method, "psnr")):
                 of = f"{bad} of {self.n_images} slices"
                 lines.append(f"{method} gives NaN or infinite pixels for {of}, which images.csv names")
+        if empty := [self.titles[metric] for metric in self.empty]:
+            lines.append(f"no slice has {' or '.join(empty)}: no pixel lies in evaluation.window, choose another one")
         return lines
 
     def _mean_gain(self, other: str) -> float:
