@@ -23,6 +23,9 @@ from qnmixer.engine import cli
 from qnmixer.engine.config.compose import CONF, compose_as_given, search_path_in
 from qnmixer.engine.config.data import check_data
 from qnmixer.engine.config.run import Config, parse
+from qnmixer.engine.config.sections import WandbConfig
+from qnmixer.engine.config.texts import check_texts
+from qnmixer.engine.config.words import check_project
 from qnmixer.engine.processes.process import is_rank, loading
 from qnmixer.engine.sweeps import Job, run_jobs, sweep
 from qnmixer.engine.tracking.run import Run, resume_overrides
@@ -67,7 +70,8 @@ def train(*overrides: str) -> Trained:
     try:
         with private_files():
             words = cli.completed([*overrides], "train", resume_overrides)
-        check(compose_as_given("train", words))
+        composed = compose_as_given("train", words)
+        check_texts(words, composed, check(composed))
     except HydraException as error:  # an unknown key
         raise ConfigError(cli.explain(error, "train")) from error
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name="train"), private_files():
@@ -122,6 +126,9 @@ def check(cfg: DictConfig) -> Config:
     if config.finetune is not None:
         check_weights("finetune", config.finetune)
     check_processes(config)
+    for logger in config.logger.values():
+        if isinstance(logger, WandbConfig) and logger.mode != "disabled":
+            check_project(logger.project)
     return config
 
 

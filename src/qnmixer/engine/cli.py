@@ -6,13 +6,16 @@ its meaning, from conf/; Hydra's own help lists names only, and takes twice as l
 
 import argparse
 import errno
+import glob
 import io
 import os
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qnmixer.engine.config.compose import (
     CONF,
     OF_A_RUN,
+    SEARCH_PATH,
     compose,
     compose_as_given,
     compose_sweep,
@@ -45,6 +49,8 @@ from qnmixer.engine.config.options import (
     unknown_key,
 )
 from qnmixer.engine.config.sections import PassedOn
+from qnmixer.engine.config.texts import check_texts, has_odd_numbers, quoted_numbers
+from qnmixer.engine.config.words import check_flags, check_groups, explain_key, explain_word
 from qnmixer.engine.processes.process import is_rank, rank, world_size
 from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, suggest, visible
 from qnmixer.files import naming, private_files
@@ -109,13 +115,18 @@ def _compose_and_run(task: Task, check: Task, config_name: str, sweep: Sweep, co
     if is_sweep:
         if further := sorted(flags - _SWEEP_FLAGS):
             raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(further)}")
-        with sweep(overrides, compose_sweep(config_name, overrides)) as one_more:
+        first = compose_sweep(config_name, overrides)
+        if has_odd_numbers(overrides):  # a job gets 1.1 for 1.10
+            job = OmegaConf.masked_copy(first, [str(key) for key in first if key != "hydra"])
+            check_texts(overrides, job, check(job))
+        with sweep(overrides, first) as one_more:
             sys.argv.append(one_more)
             command()
     else:
         # Checked before Hydra runs the task, because Hydra makes the run folder first.
         if not flags:
-            check(compose_as_given(config_name, overrides))
+            config = compose_as_given(config_name, overrides)
+            check_texts(overrides, config, check(config))
         command()
     if failures:
         raise failures[0]
@@ -123,7 +134,9 @@ def _compose_and_run(task: Task, check: Task, config_name: str, sweep: Sweep, co
 
 def completed(arguments: list[str], config_name: str, complete: Complete = list) -> list[str]:
     """The arguments for Hydra, from those that the user gave. `complete` and the errors are as in `run`."""
-    arguments = with_search_path(_in_hydras_form(arguments))
+    arguments = _in_hydras_form(arguments)
+    _check_words(arguments, config_name)
+    arguments = with_search_path(arguments)
     if config_name in OF_A_RUN and not _is_sweep(arguments):  # in a sweep the launcher does this for each job
         arguments = fitted(config_name, arguments)
     arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
@@ -140,6 +153,14 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
     if unknown:
         raise ConfigError(f"{unknown[0]} is not an option: write {unknown[0].lstrip('-')}=…")
     return arguments
+
+
+def _check_words(arguments: list[str], config_name: str) -> None:
+    """Raise ConfigError for words that no config of the command can take."""
+    actions = get_args_parser()._option_string_actions
+    flags = {flag: action.nargs != 0 for flag, action in actions.items()}
+    check_flags(arguments, flags, partial(_known_words, config_name), partial(_explain_key, config_name=config_name))
+    check_groups([*filter(is_override, arguments)], CONF)
 
 
 def _is_sweep(arguments: list[str]) -> bool:
@@ -159,6 +180,7 @@ def _in_hydras_form(arguments: list[str]) -> list[str]:
             key = key.removeprefix("--")
         if key in ("hydra.run.dir", "hydra.sweep.dir"):
             value = re.sub(r"""^(["']?)~(?=/)""", lambda it: it[1] + os.path.expanduser("~"), value)
+            value = quoted_numbers(f"={value}")[1:]
         found.append(f"{key}=null" if by_agent and value == "None" else f"{key}{equal}{value}")
     return found
 
@@ -229,17 +251,23 @@ def _explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
     if type(error).__module__.startswith("wandb."):
-        return f"W&B: {first_line(error)}: run `wandb login` once, or leave logger.wandb.mode=offline"
+        if re.search(r"log ?in\b|API key|permission", f"{type(error).__name__} {error}", re.IGNORECASE):
+            return f"W&B: {first_line(error)}: run `wandb login` once, or leave logger.wandb.mode=offline"
+        return f"W&B: {first_line(error)}: change that key of logger.wandb or that variable WANDB_…, or use logger=csv"
     if type(error).__name__ == "MisconfigurationException":  # of Lightning, for callbacks that do not fit the run
         return f"Lightning refuses this run: {first_line(error)}"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
         return f"{first_line(error)}: install it, or do not use the option that needs it"
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):  # from submitit
         return "hydra/launcher=slurm needs SLURM, but this machine has no srun: use it on a cluster, or leave it out"
+    if isinstance(error, ValueError) and (
+        found := re.match(r"The (--\w+) flag can only be used", str(error))
+    ):  # as above
+        return f"{found[1]} is for printing the config: write --cfg job {found[1]}, or leave it out"
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):  # from Hydra
         return "a group has no option of that name: give it the name of one, as in data=dicom"
     if isinstance(error, OverrideParseException):
-        return _explain_word(str(error.override))
+        return _explain_word(str(error.override), config_name)
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name)
     return None
@@ -270,10 +298,14 @@ def _explain_system(error: OSError | RuntimeError) -> str | None:
     return f"{what}: choose another place (hydra.run.dir=…, output=…)"
 
 
-def _explain_word(word: str) -> str:
+def _explain_word(word: str, config_name: str) -> str:
     """The line for a word that Hydra's grammar does not take."""
     if groups := sorted(path.parent.name for path in CONF.glob("*/*.yaml") if path.stem == word):
         return f"{word} is not KEY=VALUE: write {groups[0]}={word}"
+    given, known = [*map(key_of, sys.argv)], _known_keys(config_name)
+    wanted = {"run", "sweep", *OmegaConf.missing_keys(compose(config_name, []))}
+    if line := explain_word(word, [key for key in known if key in wanted and key not in given], known):
+        return line
     return (
         f"{word} is not KEY=VALUE: leave out blanks around the =, and put quotes around a value with blanks, brackets, "
         "commas or other letters than a to z: 'key=\"a b\"'"
@@ -292,7 +324,12 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         left_out = "as_trained" if config_name in OF_A_RUN else ""
         if known := [it.stem for it in sorted((CONF / group).glob("[!_]*.yaml")) if it.stem != left_out]:
             does_not_exist = f"{group}={name} does not exist: {suggest(name, known, most=99)}"
-            return answer(f"{group}={name}") or does_not_exist
+            return answer(f"{group}={name}") or f"{does_not_exist}{_own_option(group, name)}"
+    if found := re.search(r"Could not delete '(\S+)=|The value of '(\S+)' is .* and not", text):
+        key = found[1] or found[2]
+        return f"~{key}=… names another value than that of the config: write ~{key}"
+    if found := re.search(r"force-add of config groups is not supported: '\+\+(\S+)'", text):
+        return f"++{found[1]} is for keys, not for groups: write {found[1]}"
     if found := re.search(r"Multiple values for (\S+)\. To|An item is already at '([^']+)'", text):
         key = found[1] or found[2]
         return f"{key} exists already: leave out the + before it, as in {key}=…"
@@ -300,6 +337,16 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         return _explain_key(key_of(found[1]).split("@")[0], config_name)
     text, why = text or "an option cannot be read", first_line(error.__cause__ or "")
     return text if why in text else f"{text} ({why})"
+
+
+def _own_option(group: str, name: str) -> str:
+    """What to add for an option of the user's own, whose folder was not given."""
+    if any(key_of(word) == SEARCH_PATH or word.startswith(("--config-dir", "-cd")) for word in sys.argv):
+        return ""
+    here = sorted(path.parents[1] for path in Path().glob(f"*/{group}/{glob.escape(name)}.yaml"))
+    if not here and group != "experiment":
+        return ""
+    return f"; or add --config-dir {shlex.quote(str(here[0])) if here else f'FOLDER, for FOLDER/{group}/{name}.yaml'}"
 
 
 def _explain_key(key: str, config_name: str) -> str:
@@ -310,6 +357,9 @@ def _explain_key(key: str, config_name: str) -> str:
     if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
         way = f", or choose another option of {group}" if group in known else ""
         return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
+    if config_name not in OF_A_RUN and not (name and group in map(key_of, sys.argv)):
+        leaves = {name.rpartition(".")[2] for name in (*owners(), *_known_keys("train"))}
+        return explain_key(key, config_name, known, {*leaves, "lr"})
     line = str(unknown_key(key, {*groups, *known}))
     targets = (it for it in owners() if it.endswith(f".{TARGET}"))
     takes_more = group in ("trainer", *(it.partition(".")[0] for it in targets))
@@ -320,6 +370,12 @@ def _explain_key(key: str, config_name: str) -> str:
     elif line.endswith("?") and not any(it.startswith((f"{group}=custom", f"{group}.{TARGET}=")) for it in sys.argv):
         return line
     return f"{line}{'' if line.endswith('?') else '.'} An argument that is not in conf/ takes a plus: +{key}=…"
+
+
+def _known_words(config_name: str) -> list[str]:
+    """All keys of a command, and all groups of a training run."""
+    groups = [path.name for path in sorted(CONF.iterdir()) if path.is_dir()] if config_name in OF_A_RUN else []
+    return [*groups, *_known_keys(config_name)]
 
 
 def _known_keys(config_name: str) -> list[str]:

@@ -206,6 +206,8 @@ def converted(key: str, value: Any, hint: Any) -> Any:
             raise ConfigError(way) from error
         says = first["msg"]  # "Input should be …"
         says = says.removeprefix("Input") if says.startswith("Input ") else f": {says[0].lower()}{says[1:]}"
+        if first["type"] == "string_type" and not isinstance(first["input"], Mapping | list):
+            says = f'{says}: put quotes around it, as in "{as_typed(first["input"])}"'
         if first["type"] in ("list_type", "tuple_type"):
             says = f"{says}: write {key}=[…]"
         raise ConfigError(f"{key}={_shortened(first['input'])}{says}") from error
@@ -292,6 +294,9 @@ def check_names(
     own = {it.name: it for it in parameters[n_ours:] if it.kind in named and it.name not in ours}
     takes_all = any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters)
     for odd in (name for name in arguments if name not in own and not takes_all):
+        if f"{section}.{odd}" in owners() and option_of(section, target) == target:  # of the option before `_target_`
+            choice = f"{section}=custom {section}.{TARGET}={target}"
+            raise PluginError(f"{target} has no argument {odd}, which {section}=… sets: write {choice}")
         if answer(f"{section}.{odd}") or f"{section}.{odd}" in owners():
             raise unknown_key(f"{section}.{odd}")
         if near := difflib.get_close_matches(odd, own, n=1):
