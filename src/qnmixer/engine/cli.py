@@ -357,7 +357,8 @@ def _explain_key(key: str, config_name: str) -> str:
     if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
         way = f", or choose another option of {group}" if group in known else ""
         return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
-    if config_name not in OF_A_RUN and not (name and group in map(key_of, sys.argv)):
+    own = group in map(key_of, sys.argv) or (group in known and answer(key))
+    if config_name not in OF_A_RUN and not (name and own):
         leaves = {name.rpartition(".")[2] for name in (*owners(), *_known_keys("train"))}
         return explain_key(key, config_name, known, {*leaves, "lr"})
     line = str(unknown_key(key, {*groups, *known}))

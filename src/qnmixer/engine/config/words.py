@@ -4,6 +4,7 @@ Each gets its line before Hydra reads it: what is wrong, and a word that then wo
 """
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -130,13 +131,13 @@ def explain_word(word: str, missing: Collection[str], known: Collection[str]) ->
     """
     if word in known:
         return f"{word} is not KEY=VALUE: write {word}=…"
-    if not ("/" in word or Path(word).suffix or Path(word).exists()):
+    if not ("/" in word or Path(word).suffix or os.path.exists(word)):
         return None
     if missing:
         return f"{word} is not KEY=VALUE: write {next(iter(missing))}={quoted(word)}"
     if "resume" not in known:
         return f"{word} is not KEY=VALUE, and nothing is missing: leave it out"
-    if not Path(word).exists():
+    if not os.path.exists(word):  # Path raises an error for long names
         return None
     ways = "resume=… continues a run, finetune=… starts from its weights, data=dicom data.root=… reads slices"
     return f"{word} is not KEY=VALUE: {ways}"
