@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -82,13 +81,14 @@ def orthogonal_step(direction: Tensor) -> Tensor:
 
     The direction may be in shards of fsdp. Then each device computes the whole and keeps its part.
     """
-    whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
-    matrix = whole.flatten(1)
-    step = (0.2 * max(matrix.shape) ** 0.5 * orthogonalized(matrix)).view_as(whole)
-    if isinstance(direction, DTensor):
-        mesh = direction.device_mesh
-        return DTensor.from_local(step, mesh, [Replicate()] * mesh.ndim).redistribute(placements=direction.placements)
-    return step
+    if not hasattr(direction, "full_tensor"):
+        matrix = direction.flatten(1)
+        return (0.2 * max(matrix.shape) ** 0.5 * orthogonalized(matrix)).view_as(direction)
+    from torch.distributed.tensor import DTensor, Replicate  # late: it takes half a second, and few runs need it
+
+    sharded: Any = direction
+    mesh, step = sharded.device_mesh, orthogonal_step(sharded.full_tensor())
+    return DTensor.from_local(step, mesh, [Replicate()] * mesh.ndim).redistribute(placements=sharded.placements)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
