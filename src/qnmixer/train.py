@@ -22,9 +22,9 @@ from omegaconf import DictConfig
 from qnmixer.engine import cli
 from qnmixer.engine.config.compose import CONF, compose_as_given, search_path_in
 from qnmixer.engine.config.data import check_data
+from qnmixer.engine.config.numbers_as_text import check_texts
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.config.sections import WandbConfig
-from qnmixer.engine.config.texts import check_texts
 from qnmixer.engine.config.words import check_project
 from qnmixer.engine.processes.process import is_rank, loading
 from qnmixer.engine.sweeps import Job, run_jobs, sweep

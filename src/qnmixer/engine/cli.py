@@ -39,6 +39,7 @@ from qnmixer.engine.config.compose import (
     key_of,
     with_search_path,
 )
+from qnmixer.engine.config.numbers_as_text import check_texts, has_odd_numbers, quoted_numbers
 from qnmixer.engine.config.options import (
     TARGET,
     answer,
@@ -49,7 +50,6 @@ from qnmixer.engine.config.options import (
     unknown_key,
 )
 from qnmixer.engine.config.sections import PassedOn
-from qnmixer.engine.config.texts import check_texts, has_odd_numbers, quoted_numbers
 from qnmixer.engine.config.words import check_flags, check_groups, explain_key, explain_word
 from qnmixer.engine.processes.process import is_rank, rank, world_size
 from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, suggest, visible
