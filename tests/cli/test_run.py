@@ -167,9 +167,9 @@ def test_a_wrong_word_is_one_short_line(start: Start, words: str, line: str) -> 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("train --experiment demo", "--experiment is not an option: write experiment=…"),
-        ("train --gpus 1", "--gpus is not an option: gpus is not known here: use trainer.devices=…"),
-        ("train --max_epochs 3", "--max_epochs is not an option: unknown key max_epochs: did you mean trainer.max_ep"),
+        ("train --experiment demo", "--experiment is not an option: write experiment=demo"),
+        ("train --gpus 1", "--gpus is not an option: use trainer.devices=1"),
+        ("train --max_epochs 3", "--max_epochs is not an option: write trainer.max_epochs=3"),
         ("train --config-name=mine", "--config-name has no use here: leave it out"),
         ("train --experimental-rerun=a.pickle", "--experimental-rerun has no use here: leave it out"),
         ("train logger=null", "logger=null chooses nothing: write logger=csv"),
