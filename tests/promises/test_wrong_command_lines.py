@@ -96,7 +96,7 @@ TRAIN = {
     "data.image_size": "data.image_size is not KEY=VALUE",
     "demo": "demo is not KEY=VALUE: write experiment=demo",
     "data=dicom data.root=/my ct": "ct is not KEY=VALUE: leave out blanks around the =, and put quotes around",
-    "--optimizer.lr 3": "--optimizer.lr is not an option: write optimizer.lr=…",
+    "--optimizer.lr 3": "--optimizer.lr is not an option: write optimizer.lr=3",
     "data=dicom data.root=/home/josé": "put quotes around a value with blanks, brackets, commas or other letters",
     "seed = 3": "= has no key: write KEY=VALUE, without blanks around the =",
     "=3": "=3",

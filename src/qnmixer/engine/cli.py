@@ -6,13 +6,16 @@ its meaning, from conf/; Hydra's own help lists names only, and takes twice as l
 
 import argparse
 import errno
+import glob
 import io
 import os
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qnmixer.engine.config.checking import answer, as_typed, unknown_key
 from qnmixer.engine.config.compose import (
     OF_A_RUN,
+    SEARCH_PATH,
     compose,
     compose_sweep,
     fault_of_file,
@@ -38,9 +42,10 @@ from qnmixer.engine.config.compose import (
     with_search_path,
     without_null,
 )
-from qnmixer.engine.config.files import CONF, TARGET, files_of, flat_keys, is_group, option_of, owners
+from qnmixer.engine.config.files import CONF, TARGET, files_of, flat_keys, option_of, owners
 from qnmixer.engine.config.sections import PassedOn
 from qnmixer.engine.config.texts import with_texts
+from qnmixer.engine.config.words import check_flags, check_groups, explain_key, explain_word
 from qnmixer.engine.processes.process import is_rank, rank, world_size
 from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, say, suggest, visible
 from qnmixer.files import naming, private_files
@@ -176,10 +181,13 @@ def _show(config_name: str, words: list[str]) -> None:
 
 def completed(arguments: list[str], config_name: str, complete: Complete = list) -> list[str]:
     """The arguments for Hydra, from those that the user gave. `complete` and the errors are as in `run`."""
-    arguments = with_texts(with_search_path(_in_hydras_form(arguments)))
+    arguments = _in_hydras_form(arguments)
+    _check_words(arguments, config_name)
+    arguments = with_search_path(arguments)
     if config_name in OF_A_RUN and not _is_sweep(arguments):  # in a sweep the launcher does this for each job
         arguments = with_one_limit(arguments)
-    arguments = without_null(with_search_path(complete(arguments)))  # again: a resumed run may bring its own
+    arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
+    arguments = with_texts(without_null(arguments))
     if is_rank():
         arguments = _overrides_of_rank(arguments)
     # Hydra wants these flags first, and takes no override after another flag.
@@ -187,19 +195,21 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
     parser = get_args_parser()
     parser.exit_on_error = parser.allow_abbrev = False  # an ambiguous abbreviation would print lines, and exit
     try:
-        flags, unknown = parser.parse_known_args(arguments)
+        flags, _ = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}: --hydra-help lists these flags") from error
-    if unknown:
-        flag = unknown[0].partition("=")[0]
-        key = flag.lstrip("-")
-        is_known = is_group(key) or key in _known_keys(config_name)
-        way = f"write {key}=…" if is_known else _explain_key(key, config_name)
-        raise ConfigError(f"{flag} is not an option: {way}")
     _check_flags(flags)
     if flags.multirun and not _is_sweep(arguments):  # argparse reads -mm and -rm as several flags
         raise ConfigError("flags of one letter stand apart: write -m for a sweep")
     return arguments
+
+
+def _check_words(arguments: list[str], config_name: str) -> None:
+    """Raise ConfigError for words that no config of the command can take."""
+    actions = get_args_parser()._option_string_actions
+    flags = {flag: action.nargs != 0 for flag, action in actions.items()}
+    check_flags(arguments, flags, partial(_known_words, config_name), partial(_explain_key, config_name=config_name))
+    check_groups([*filter(is_override, arguments)], CONF)
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
@@ -298,7 +308,7 @@ def _explain(error: BaseException, config_name: str, words: list[str]) -> str | 
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):  # from Hydra
         return "a group has no option of that name: give it the name of one, as in data=dicom"
     if isinstance(error, OverrideParseException):
-        return _explain_word(str(error.override), config_name)
+        return _explain_word(str(error.override), config_name, words)
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name, words)
     return None
@@ -345,17 +355,16 @@ def _explain_untyped(line: str, words: list[str]) -> str:
     return f"{key}, which a config file sets, works with {owning.partition(' only')[0]} only: ~{key} leaves it out"
 
 
-_PATHS = {"train": ("resume", "data.root"), "compare": ("sweep",), "evaluate": ("run",), "export": ("run", "output")}
-"""The keys of a command that take a path."""
-
-
-def _explain_word(word: str, config_name: str) -> str:
+def _explain_word(word: str, config_name: str, words: Collection[str]) -> str:
     """The line for a word that Hydra's grammar does not take."""
     if groups := sorted(path.parent.name for path in CONF.glob("*/*.yaml") if path.stem == word):
         return f"{word} is not KEY=VALUE: write {groups[0]}={word}"
-    if "=" not in word and ("/" in word or os.path.exists(word)):
-        keys = _PATHS.get(config_name, ("run", "input", "output") if config_name == "reconstruct" else ("data.root",))
-        return f"{word} is not KEY=VALUE: write {' or '.join(f'{key}={word}' for key in keys)}"
+    given, known = [*map(key_of, words)], _known_keys(config_name)
+    wanted = {"run", "sweep", *OmegaConf.missing_keys(compose(config_name, []))}
+    if "=" not in word:
+        line = explain_word(word, [key for key in known if key in wanted and key not in given], known)
+        if line is not None:
+            return line
     return (
         f"{word} is not KEY=VALUE: leave out blanks around the =, and put quotes around a value with blanks, brackets, "
         "commas or other letters than a to z: 'key=\"a b\"'"
@@ -373,10 +382,13 @@ def _explain_composition(error: Exception, config_name: str, words: list[str]) -
         group, name = match.groups()
         left_out = "as_trained" if config_name in OF_A_RUN else ""
         if known := [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml")) if path.stem != left_out]:
-            if here := sorted(Path().glob(f"*/{group}/{name}.yaml")) if "/" not in name else []:
-                return f"{here[0]} is not in a config folder of this command: add --config-dir {here[0].parts[0]}"
             does_not_exist = f"{group}={name} does not exist: {suggest(name, known, most=99)}"
-            return answer(f"{group}={name}") or does_not_exist
+            return answer(f"{group}={name}") or f"{does_not_exist}{_own_option(group, name, words)}"
+    if match := re.search(r"Could not delete '(\S+)=|The value of '(\S+)' is .* and not", text):
+        key = match[1] or match[2]
+        return f"~{key}=… names another value than that of the config: write ~{key}"
+    if match := re.search(r"force-add of config groups is not supported: '\+\+(\S+)'", text):
+        return f"++{match[1]} is for keys, not for groups: write {match[1]}"
     if match := re.search(r"Multiple values for (\S+)\. To|An item is already at '([^']+)'", text):
         key = match[1] or match[2]
         return f"{key} exists already: leave out the + before it, as in {key}=…"
@@ -384,6 +396,16 @@ def _explain_composition(error: Exception, config_name: str, words: list[str]) -
         return _explain_key(key_of(match[1]).split("@")[0], config_name, words)
     text, why = text or "an option cannot be read", first_line(error.__cause__ or "")
     return text if why in text else f"{text} ({why})"
+
+
+def _own_option(group: str, name: str, words: Collection[str]) -> str:
+    """What to add for an option of the user's own, whose folder was not given."""
+    if any(key_of(word) == SEARCH_PATH or word.startswith(("--config-dir", "-cd")) for word in words):
+        return ""
+    here = sorted(path.parents[1] for path in Path().glob(f"*/{group}/{glob.escape(name)}.yaml"))
+    if not here and group != "experiment":
+        return ""
+    return f"; or add --config-dir {shlex.quote(str(here[0])) if here else f'FOLDER, for FOLDER/{group}/{name}.yaml'}"
 
 
 def _explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str:
@@ -394,6 +416,10 @@ def _explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str
     if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
         way = f", or choose another option of {group}" if group in known else ""
         return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
+    own = group in map(key_of, words) or (group in known and answer(key, known))
+    if config_name not in OF_A_RUN and not (name and own):
+        leaves = {name.rpartition(".")[2] for name in (*owners(), *_known_keys("train"))}
+        return explain_key(key, config_name, known, {*leaves, "lr"})
     if key == "hydra" or key in groups:  # hydra=odd; a file's defaults that override another group, or their own
         return f"{key} cannot be chosen here: name keys, as in {key}.KEY=…, and choose options on the command line"
     line = str(unknown_key(key, {*groups, *known}, None if config_name in OF_A_RUN else known))
@@ -406,6 +432,12 @@ def _explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str
     elif line.endswith("?") and not any(word.startswith((f"{group}=custom", f"{group}.{TARGET}=")) for word in words):
         return line
     return f"{line}{'' if line.endswith('?') else '.'} An argument that is not in conf/ takes a plus: +{key}=…"
+
+
+def _known_words(config_name: str) -> list[str]:
+    """All keys of a command, and all groups of a training run."""
+    groups = [path.name for path in sorted(CONF.iterdir()) if path.is_dir()] if config_name in OF_A_RUN else []
+    return [*groups, *_known_keys(config_name)]
 
 
 def _known_keys(config_name: str) -> list[str]:

@@ -69,9 +69,9 @@ def _check_numbers(key: str, value: Any, checked: Any) -> None:
             _check_numbers(key, one, item)
     elif isinstance(value, bool) and isinstance(checked, int | float) and not isinstance(checked, bool):
         raise ConfigError(f"{key}={as_typed(value)} should be a number")
-    elif isinstance(value, float) and isinstance(checked, str):
+    elif isinstance(value, int | float) and isinstance(checked, str):
         raise ConfigError(
-            f"{key}={value} should be text, but was read as a number: put quotes around it, as '\"1.10\"'"
+            f"{key}={as_typed(value)} should be text, but was read as a number: put quotes around it, as '\"1.10\"'"
         )
     elif isinstance(checked, float) and isfinite(checked) and checked and not _SMALLEST < abs(checked) < _LARGEST:
         raise ConfigError(f"{key}={_shortened(value)} should be a 32-bit float: 0, or between 1e-37 and 3e38")

@@ -26,7 +26,7 @@ LENGTH = ("trainer.max_steps", "trainer.max_epochs")
 SEARCH_PATH = "hydra.searchpath"
 _FLAGS = ("--config-dir", "-cd")
 _FILE, _PACKAGE = "file://", "pkg://"
-_NO_EXPERIMENT = "experiment=null"
+NO_EXPERIMENT = "experiment=null"
 _MOST_BYTES, _MOST_VALUES = 2**18, 2000
 """Of a config file. One of ours has 2 kB, and 60 values."""
 
@@ -65,7 +65,7 @@ def without_null(overrides: list[str]) -> list[str]:
 
     Hydra takes null for a group in a file only.
     """
-    last = max((i for i, it in enumerate(overrides) if it == _NO_EXPERIMENT), default=-1)
+    last = max((i for i, it in enumerate(overrides) if it == NO_EXPERIMENT), default=-1)
     return [it for i, it in enumerate(overrides) if i > last or key_of(it) != "experiment"]
 
 

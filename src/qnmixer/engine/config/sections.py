@@ -1,6 +1,7 @@
 """The sections of a run without a target: each key with its type, bound and default. The values are in conf/."""
 
 import math
+import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le
@@ -209,6 +210,12 @@ class WandbConfig(Section):
 
     @model_validator(mode="after")
     def _project_of_wandb(self) -> Self:
-        if bad := next((letter for letter in self.project if letter in "/\\#?%:"), None):
-            raise ValueError(f"project={self.project} has a {bad}, which W&B refuses: give logger.wandb.project=NAME")
+        entity, _, name = self.project.rpartition("/")
+        better = re.sub(r"[/\\#?%:]", "-", name or entity)[:128]
+        if self.project != better:
+            account = f"logger.wandb.entity={entity} " if re.fullmatch(r"[\w-]+", entity, re.ASCII) else ""
+            raise ValueError(
+                f"project={self.project} (or WANDB_PROJECT) has more than 128 letters, or one of / \\ # ? % :, "
+                f"which W&B refuses: write {account}logger.wandb.project={better}"
+            )
         return self

@@ -16,6 +16,8 @@ _NUMBER = re.compile(
 )
 """An item that Hydra reads as a number or a truth value."""
 
+_FOLDERS = "hydra.run.dir", "hydra.sweep.dir"
+
 
 def with_texts(words: list[str]) -> list[str]:
     """Put quotes around what looks like a number in the words whose keys take text, or lists of texts."""
@@ -24,7 +26,7 @@ def with_texts(words: list[str]) -> list[str]:
         key, equal, value = word.partition("=")
         name = re.sub(r"^data\.sources\.\w+\.", "data.", key_of(key))
         if equal and name in _keys_of_texts() and not {'"', "'"} & {*value}:
-            value = _NUMBER.sub(lambda number: number[1] if number[1].isdecimal() else f'"{number[1]}"', value)
+            value = _NUMBER.sub(r'"\1"', value)
         quoted.append(f"{key}{equal}{value}")
     return quoted
 
@@ -32,7 +34,7 @@ def with_texts(words: list[str]) -> list[str]:
 @cache
 def _keys_of_texts() -> frozenset[str]:
     schemas = PlanConfig.model_fields["run"].annotation, EvaluateConfig, CompareConfig, ReconstructConfig, ExportConfig
-    return frozenset(key for schema in (PlanConfig, *schemas) for key in _keys_in(schema, ""))
+    return frozenset(_FOLDERS).union(key for schema in (PlanConfig, *schemas) for key in _keys_in(schema, ""))
 
 
 def _keys_in(hint: Any, key: str) -> Iterator[str]:
