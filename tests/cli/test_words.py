@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning
 import pytest
+import sqlalchemy
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine import cli
@@ -400,3 +401,10 @@ def test_folders_of_hydra(typed: Typed, tmp_path: Path) -> None:
 def test_from_a_program() -> None:
     words = cli.completed(["experiment=demo", "tags=[1.10]"], "train")
     assert parse(compose("train", words)).tags == ["1.10"]
+
+
+def test_a_database_that_is_none() -> None:
+    with pytest.raises(sqlalchemy.exc.ArgumentError) as refused:
+        sqlalchemy.make_url("x")
+    line = "hydra.sweeper.storage is no database (Could not parse SQLAlchemy URL"
+    assert str(cli.explain(refused.value, "train")).startswith(line)

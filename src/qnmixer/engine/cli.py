@@ -292,6 +292,8 @@ def _explain(error: BaseException, config_name: str, words: list[str]) -> str | 
         return f"out of memory ({first_line(error)}): {smaller if config_name in OF_A_RUN else 'set accelerator=cpu'}"
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
+    if type(error).__module__.startswith("sqlalchemy."):  # of Optuna, which keeps its trials in a database
+        return f"hydra.sweeper.storage is no database ({first_line(error)}): give one, as sqlite:///search.db"
     if type(error).__module__.startswith("wandb."):
         login = "run `wandb login` once, or " * bool(re.search(r"(?i)api.?key|log.?in|40[13]|permission", str(error)))
         return f"W&B: {first_line(error)}: {login}leave logger.wandb.mode=offline"
