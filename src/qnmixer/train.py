@@ -22,13 +22,10 @@ from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.processes.process import is_rank, loading
 from qnmixer.engine.sweeps import Job, run_jobs, sweep
 from qnmixer.engine.tracking.run import Run, resume_overrides
-from qnmixer.engine.training.worker import check_processes, fit_as_rank, fit_in_processes
+from qnmixer.engine.training.worker import check_processes, fit_as_rank, fit_in_processes, function_that_trains
 from qnmixer.errors import ConfigError
 from qnmixer.files import private_files
 from qnmixer.weights import check_weights
-
-FIT = "qnmixer.fit.fit"
-"""The function that trains. Each rank imports it after its own start."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +78,12 @@ def run(config: Config) -> Trained:
         config = resolve_devices(config)
         check_processes(config)
         if is_rank():
-            best = fit_as_rank(config, record, FIT)
+            best = fit_as_rank(config, record)
         elif config.strategy.name != "single":
-            best = fit_in_processes(config, record, FIT)
+            best = fit_in_processes(config, record)
         else:
             with loading():  # Lightning takes more seconds; the process that only watches ranks does not load it
-                from qnmixer.fit import fit
+                fit = function_that_trains(config)
             best = fit(config, record)
     return Trained(record.folder, find_checkpoint(record.folder), config.monitor, best)
 
