@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from importlib.metadata import distributions, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,18 @@ def files(name: str) -> Iterator[tuple[Path, str]]:
 
 
 def dependency() -> str:
-    """This library as pip takes it, and as it was installed: a folder, a wheel, an address, or a version."""
+    """This library as pip takes it, and as it was installed: a folder, a wheel, an address, or a version.
+
+    Raises ConfigError for a copy that pip does not know.
+    """
     source = PACKAGE.parents[1]
     if PACKAGE.parent.name == "src" and (source / "pyproject.toml").is_file():  # a clone, whoever put it on the path
         return f"qnmixer @ {source.as_uri()}"
-    found = (its.read_text("direct_url.json") for its in distributions(name="qnmixer"))
-    if (text := next(filter(None, found), None)) is not None:
-        return f"qnmixer @ {_address(json.loads(text))}"
-    return f"qnmixer=={version('qnmixer')}"
+    for its in distributions(name="qnmixer"):
+        if Path(str(its.locate_file("qnmixer"))).resolve() == PACKAGE.resolve():
+            origin = its.read_text("direct_url.json")
+            return f"qnmixer=={its.version}" if origin is None else f"qnmixer @ {_address(json.loads(origin))}"
+    raise ConfigError(f"{PACKAGE} is not installed: pip install qnmixer first, so that a project can name it")
 
 
 def _address(origin: dict[str, Any]) -> str:
