@@ -1,37 +1,89 @@
-"""Start your own project: a network, the training step, a loss and their config in a new folder, ready to train.
+"""Start your own project: a network, a loss, slices, a training step, a run, tests and their config, ready to train.
 
-python -m qnmixer.new my_project
+python -m qnmixer.new my_ct
+
+It writes the folder my_ct, with the package my_ct in it. All of it is yours. `make train` and `make test` run there.
 """
 
+import json
+import keyword
+import re
 import shlex
 import sys
+from collections.abc import Iterator
+from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from qnmixer.engine import cli
 from qnmixer.errors import ConfigError
 
 PACKAGE = Path(__file__).parent
-COPIES = {"my_module.py": PACKAGE / "module.py"}
-"""What a project gets of the package itself, by its name there."""
+TEMPLATE = PACKAGE / "template"
+TOP = (".github", ".gitignore", "Makefile", "README.md", "conf", "notebooks", "pyproject.toml", "src", "tests")
+"""What a project has at its top. Linters leave caches beside it."""
+NAME, DISTRIBUTION, LIBRARY = "my_ct", "my-ct", "QNMIXER"
+"""What stands in the template for the project's name, for its name as a distribution, and for this library."""
 
 
-def files() -> dict[str, Path]:
-    """What a project consists of: for each path in its folder, the file to copy."""
-    template = PACKAGE / "template"
-    # pip compiles the template's network on install
-    found = {str(path.relative_to(template)): path for path in template.rglob("*") if path.suffix != ".pyc"}
-    return dict(sorted((COPIES | {name: path for name, path in found.items() if path.is_file()}).items()))
+def files(name: str) -> Iterator[tuple[Path, str]]:
+    """The files of a project: the path of each in its folder, and its text."""
+    found = [TEMPLATE / top for top in TOP] + [path for top in TOP for path in (TEMPLATE / top).rglob("*")]
+    for path in sorted(path for path in found if path.is_file()):
+        if path.suffix != ".pyc":  # pip compiles the template on install
+            place = Path(*(name if part == NAME else part for part in path.relative_to(TEMPLATE).parts))
+            text = path.read_text(encoding="utf-8").replace(LIBRARY, dependency()).replace(NAME, name)
+            yield (
+                place.with_name(place.name.replace(NAME, name)),
+                text.replace(DISTRIBUTION, name.replace("_", "-").lower()),
+            )
+
+
+def dependency() -> str:
+    """This library as pip takes it, and as it was installed: a folder, a wheel, an address, or a version.
+
+    Raises ConfigError for a copy that pip does not know.
+    """
+    source = PACKAGE.parents[1]
+    if PACKAGE.parent.name == "src" and (source / "pyproject.toml").is_file():  # a clone, whoever put it on the path
+        return f"qnmixer @ {source.as_uri()}"
+    for its in distributions(name="qnmixer"):
+        if Path(str(its.locate_file("qnmixer"))).resolve() == PACKAGE.resolve():
+            origin = its.read_text("direct_url.json")
+            return f"qnmixer=={its.version}" if origin is None else f"qnmixer @ {_address(json.loads(origin))}"
+    raise ConfigError(f"{PACKAGE} is not installed: pip install qnmixer first, so that a project can name it")
+
+
+def _address(origin: dict[str, Any]) -> str:
+    """The address of a distribution, from what pip has written about it (PEP 610)."""
+    url = str(origin["url"])
+    if "vcs_info" in origin:
+        url = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
+    return f"{url}#subdirectory={origin['subdirectory']}" if "subdirectory" in origin else url
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError for a name that no package can have, or that another has."""
+    if not re.fullmatch(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?", name) or keyword.iskeyword(name):
+        raise ConfigError(f"{name} cannot be the name of a Python package: give letters, digits and _, as my_ct")
+    spec = None if name in sys.stdlib_module_names else find_spec(name)
+    exists = name in sys.stdlib_module_names or any(distributions(name=name))
+    # A plain folder in the current one is found too, as a package without a file.
+    if exists or (spec is not None and spec.origin is not None):
+        raise ConfigError(f"there is a module {name} already: give another name, as my_{name}")
 
 
 def new(folder: Path) -> None:
-    """Write the files of a project. Raises ConfigError before it writes anything if the folder contains files."""
+    """Write the files of a project. Raises ConfigError before it writes anything if name or folder will not do."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty: give a new folder")
-    for name, source in files().items():
-        target = folder / name
+    check_name(folder.absolute().name)
+    for place, text in files(folder.absolute().name):
+        target = folder / place
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("x", encoding="utf-8") as stream:
-            stream.write(source.read_text(encoding="utf-8"))
+            stream.write(text)
         print(target)
 
 
@@ -43,11 +95,11 @@ def main() -> None:
         return
     try:
         if len(words) != 1 or words[0].startswith("-"):
-            raise ConfigError("give the name of one new folder: qnmixer-new my_project")
+            raise ConfigError("give the name of one new folder: qnmixer-new my_ct")
         new(Path(words[0]))
     except (ConfigError, OSError) as error:
         sys.exit(f"error: {cli.explain(error, 'train') or error}")
-    print(f"try it: cd {shlex.quote(words[0])} && qnmixer-train --config-dir conf experiment=mine")
+    print(f"try it: cd {shlex.quote(words[0])} && make train")
 
 
 if __name__ == "__main__":

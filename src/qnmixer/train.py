@@ -8,6 +8,7 @@ python -m qnmixer.train strategy=ddp                                     # all G
 From a program: `from qnmixer.train import train`, and `train("experiment=demo")`.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,19 +17,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.compose import search_path_in
+from qnmixer.engine.config.compose import key_of, search_path_in
 from qnmixer.engine.config.data import check_data
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.processes.process import is_rank, loading
 from qnmixer.engine.sweeps import Job, run_jobs, sweep
 from qnmixer.engine.tracking.run import Run, resume_overrides
-from qnmixer.engine.training.worker import check_processes, fit_as_rank, fit_in_processes
+from qnmixer.engine.training.worker import check_processes, fit_as_rank, fit_in_processes, function_that_trains
 from qnmixer.errors import ConfigError
 from qnmixer.files import private_files
 from qnmixer.weights import check_weights
-
-FIT = "qnmixer.fit.fit"
-"""The function that trains. Each rank imports it after its own start."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +79,12 @@ def run(config: Config) -> Trained:
         config = resolve_devices(config)
         check_processes(config)
         if is_rank():
-            best = fit_as_rank(config, record, FIT)
+            best = fit_as_rank(config, record)
         elif config.strategy.name != "single":
-            best = fit_in_processes(config, record, FIT)
+            best = fit_in_processes(config, record)
         else:
             with loading():  # Lightning takes more seconds; the process that only watches ranks does not load it
-                from qnmixer.fit import fit
+                fit = function_that_trains(config)
             best = fit(config, record)
     return Trained(record.folder, find_checkpoint(record.folder), config.monitor, best)
 
@@ -124,8 +122,16 @@ def check(cfg: DictConfig) -> Config:
     return config
 
 
-def main() -> None:
-    """Run the command. It is also installed as `qnmixer-train`, so that a shell can complete its keys."""
+def main(conf: Path | None = None, experiment: str | None = None) -> None:
+    """Run the command. It is also installed as `qnmixer-train`, so that a shell can complete its keys.
+
+    A project's own command calls it with its folder of configs, and the experiment that a command without one trains.
+    """
+    words = sys.argv[1:]
+    # A run that resumes has an experiment. A record of it has the folder, so ranks and jobs of a sweep know it.
+    if experiment is not None and not {"experiment", "resume"} & {*map(key_of, words)}:
+        words = [f"experiment={experiment}", *words]
+    sys.argv[1:] = words if conf is None else [f"--config-dir={conf}", *words]
     cli.run(run, check, "train", sweep, resume_overrides, job)
 
 

@@ -61,7 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     run(f"python -m qnmixer.train experiment=demo hydra.run.dir={place}/run", place, warm)
     attenuation = torch.from_numpy(0.0192 * (phantom(32, seed=0, part="test", index=0) + 1000) / 1000)  # in 1/mm
     np.save(place / "scan.npy", load_pretrained(place / "run").projector(attenuation[None, None])[0, 0].numpy())
-    new(place / "my_project")
+    new(place / "my_ct")
     shutil.copy(Path(__file__).parents[1] / "own.py", place / "my_file.py")
     (yaml,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "make_it_yours.md").read_text(), re.DOTALL)
     (place / "my_conf" / "loss").mkdir(parents=True)
@@ -89,7 +89,7 @@ def run(command: str, place: Path, warm: Warm) -> None:
     for path, its in paths.items():
         command = command.replace(path, str(place / its))
     command = command.replace("model.n_iterations=10", "model.n_iterations=3")
-    command = command.replace("qnmixer.new my_project", "qnmixer.new another")  # the fixture has made the other
+    command = command.replace("qnmixer.new my_ct", "qnmixer.new another_ct")  # the fixture has made the other
     into, _, command = command.rpartition(" && ")
     words = shlex.split(command)
     if words[0] == "make":
@@ -100,9 +100,11 @@ def run(command: str, place: Path, warm: Warm) -> None:
             tiny = ["experiment/small=fbp,learn", "seed=1", *sizes, *([] if of_ct else PHANTOMS)]
             words += [f"SWEEP={place}/sweep{'_of_ct' * of_ct}", "COMPARE=data.disc=true"]
         # A Python of the environment that runs this test stands in for .venv, which make would install otherwise.
-        stand_in = ["-C", str(ROOT), "-o", ".venv/.installed", f"BIN={warm.python.parent}"]
+        folder = place / into.removeprefix("cd ") if into else ROOT
+        stand_in = ["-C", str(folder), "-o", ".venv/.installed", f"BIN={warm.python.parent}"]
         dry = ["--dry-run"] if words[1] == "test" else []  # or it would run itself
-        words = ["make", *dry, *stand_in, f"ARGS={' '.join(tiny)}", *words[1:]]
+        kept = [word for word in tiny if not (into and word.startswith("data.n_"))]  # a project's slices are its own
+        words = ["make", *dry, *stand_in, f"ARGS={' '.join(kept)}", *words[1:]]
     elif words[2] in ("qnmixer.plan", "qnmixer.doctor"):
         words += [word for word in TINY if word.startswith(("data.", "geometry", "model"))]
         words += ["model.n_iterations=4" if "strategy=pipeline" in command else "model.n_iterations=2"]
@@ -118,7 +120,7 @@ def run(command: str, place: Path, warm: Warm) -> None:
     elif words[2] == "qnmixer.evaluate" and "data=" in command:
         words.append("data.cache_dir=cache")
     if words[0] == "make":
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(place / "my_ct" / "src")}
         done = subprocess.run(words, cwd=place, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
         return

@@ -128,10 +128,11 @@ def test_it_is_resumed_without_a_word(here: Path, command: Command) -> None:
     [("evaluate", ["run=run", "hydra.run.dir=evaluated"]), ("export", ["run=run", "output=a.safetensors"])],
 )
 def test_a_file_of_it_is_used_where_its_code_is_trusted(
-    here: Path, command: Command, name: str, words: list[str]
+    here: Path, command: Command, name: str, words: list[str], tmp_path: Path
 ) -> None:
-    assert command(here, name, *words).error.endswith("if you trust that code, add trust=own")
-    assert command(here, name, *words, "trust=own").code == 0
+    stranger = {"XDG_CONFIG_HOME": str(tmp_path)}  # the user's key is another
+    assert command(here, name, *words, **stranger).error.endswith("if you trust that code, add trust=own")
+    assert command(here, name, *words).code == 0  # this user has trained it
     if name == "evaluate":
         assert "| Mine |" in (here / "evaluated" / "table.md").read_text()
     else:
@@ -149,9 +150,10 @@ def test_a_sweep_of_its_arguments(sweep: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_sweep_is_compared_where_its_code_is_trusted(sweep: Path, command: Command) -> None:
-    assert "add trust=own" in command(sweep.parent, "compare", "sweep=sweep").error
-    words = ["sweep=sweep", "trust=own", "evaluation.n_pictures=2"]
+def test_a_sweep_is_compared_where_its_code_is_trusted(sweep: Path, command: Command, tmp_path: Path) -> None:
+    stranger = {"XDG_CONFIG_HOME": str(tmp_path)}
+    assert "add trust=own" in command(sweep.parent, "compare", "sweep=sweep", **stranger).error
+    words = ["sweep=sweep", "evaluation.n_pictures=2"]
     assert command(sweep.parent, "compare", *words).code == 0
     table = (sweep / "comparison" / "comparison.md").read_text()
     assert all(f"| smooth={smooth} | 1 |" in table for smooth in (0, 100))

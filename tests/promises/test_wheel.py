@@ -95,9 +95,14 @@ def test_commands_run_in_an_empty_folder(run: Run, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_project_of_ones_own_trains(run: Run, tmp_path: Path) -> None:
     run("qnmixer-new", "mine", cwd=tmp_path)
-    tiny = ["trainer.max_steps=2", *TINY, "test_after_training=false", "hydra.run.dir=run"]
-    run("qnmixer-train", "--config-dir", "conf", "experiment=mine", *tiny, cwd=tmp_path / "mine")
+    assert re.search(r'"qnmixer @ file://\S+\.whl"', (tmp_path / "mine" / "pyproject.toml").read_text())
+    python = run("python", "-c", "import sys; print(sys.executable)", cwd=tmp_path).strip()
+    pip("--python", python, "install", "--no-deps", "--no-build-isolation", "-e", str(tmp_path / "mine"))
+    ours = [word for word in TINY if not word.startswith(("data.n_val", "data.n_test"))]
+    tiny = ["trainer.max_steps=2", *ours, "test_after_training=false", "hydra.run.dir=run"]
+    run("python", "-m", "mine.train", *tiny, cwd=tmp_path / "mine")
     assert (tmp_path / "mine" / "run" / "checkpoints" / "best.ckpt").is_file()
+    assert "7 passed" in run("python", "-m", "pytest", "-v", cwd=tmp_path / "mine")
 
 
 MORE = """

@@ -25,6 +25,7 @@ from qnmixer.engine.data.splits import SplitRecord, is_split_record
 from qnmixer.engine.parallel.shards import load_checked
 from qnmixer.engine.plugins import check_trusted, is_trusted
 from qnmixer.engine.reconstructor import Reconstructor, build_geometry, build_network
+from qnmixer.engine.tracking.records import own_modules
 from qnmixer.errors import CheckpointError, first_line
 from qnmixer.files import digest
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
@@ -57,6 +58,11 @@ def find_checkpoint(run: str | Path, which: str = "best") -> Path:
         if path.is_file():
             return path
     raise CheckpointError(f"{run} has no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The run folder of a checkpoint: of runs/DIR/checkpoints/best.ckpt, runs/DIR."""
+    return checkpoint.absolute().parent.parent
 
 
 def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
@@ -97,12 +103,13 @@ def load(path: Path) -> dict[str, Any]:
 def load_run(run: str | Path, which: str = "best", trust: Collection[str] = (), *more: str) -> Reconstructor:
     """Load the trained module of a run folder (or .ckpt or .safetensors file) on the CPU.
 
-    `trust`: modules outside qnmixer whose classes the file may name. `more`: as in `built_from`. Raises PluginError for
-    others, and CheckpointError for a file that cannot be read.
+    `trust`: modules outside qnmixer whose classes the file may name; a run of this user may name those that it has
+    imported. `more`: as in `built_from`. Raises PluginError for others, and CheckpointError for a file that cannot be
+    read.
     """
     path = find_checkpoint(run, which)
     config, state = read_checkpoint(path)
-    check_trusted(str(path), built_from(config, *more), trust)
+    check_trusted(str(path), built_from(config, *more), [*trust, *own_modules(run_of(path))])
     config = checked(config, "model", "noise")
     usual = torch.get_default_dtype()  # of the user's program
     torch.set_default_dtype(torch.float32)

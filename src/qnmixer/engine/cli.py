@@ -303,6 +303,8 @@ def _explain(error: BaseException, config_name: str, words: list[str]) -> str | 
             off = {"gradient_clip_val": "null", "accumulate_grad_batches": "1"}.get(found[1], "null")
             return f"this module optimizes by itself (automatic_optimization=False): set trainer.{found[1]}={off}"
         return f"Lightning refuses this run: {line}"
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("qnmixer.extras"):
+        return "this copy has no qnmixer.extras, which this command needs: take that folder from the whole qnmixer"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
         return f"{first_line(error).rstrip('.: ')}: install it, or do not use the option that needs it"
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):  # from submitit

@@ -65,9 +65,14 @@ def is_trusted(target: str, trust: Collection[str]) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in ("qnmixer", "lightning.pytorch", *trust))
 
 
+def untrusted_modules(targets: Iterable[str]) -> list[str]:
+    """The modules of those targets that a file may not name without a word of trust."""
+    return sorted({module_of(target) for target in targets if not is_trusted(target, ())})
+
+
 def trust_words(targets: Iterable[str]) -> list[str]:
     """The `trust=` override for a file that names these targets, as a list; [] if none is needed."""
-    modules = sorted({module_of(target) for target in targets if not is_trusted(target, ())})
+    modules = untrusted_modules(targets)
     return [f"trust={modules[0]}" if len(modules) == 1 else f"trust=[{','.join(modules)}]"] if modules else []
 
 

@@ -39,6 +39,8 @@ from qnmixer.engine.config.targets import (
 )
 from qnmixer.engine.plugins import check_plugin, is_trusted
 
+FIT = "qnmixer.fit.fit"
+"""The function that trains, as its key names it."""
 _ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.", "torchmetrics.")
 """Packages that the check of targets does not look for, which would take seconds."""
 _READ_AT_ONCE = "data", "loss", "model", "noise", "optimizer", "schedule"
@@ -54,6 +56,7 @@ class Config(Section):
     resume: str | None
     compile: bool
     test_after_training: bool
+    fit: str = FIT
     tags: list[Annotated[str, Len(1, LONGEST_TAG)]] = Field(default_factory=list)
     logger: Loggers = Field(default_factory=dict)
     metrics: Metrics = Field(default_factory=default_metrics)
@@ -114,7 +117,8 @@ def targets_of(config: Section) -> dict[str, str]:
 
 def check_targets(config: Section) -> None:
     """Raise PluginError for the first target whose module is not found."""
-    for key, target in targets_of(config).items():
+    named = {"fit": config.fit} if isinstance(config, Config) else {}
+    for key, target in (targets_of(config) | named).items():
         if not target.startswith(_ALWAYS_THERE):
             check_plugin(key, target)
 
@@ -210,6 +214,5 @@ def without_places(config: Config) -> Config:
     stay, because a network may need them. Arguments of the user's own slices, and the user's own metrics, are left out.
     """
     metrics = {name: metric for name, metric in config.metrics.items() if is_trusted(metric.target, ())}
-    return config.changed(
-        data=config.data.without_places(), metrics=metrics, logger={}, callbacks={}, tags=[], finetune=None, resume=None
-    )
+    groups: dict[str, Any] = {"metrics": metrics, "logger": {}, "callbacks": {}, "tags": []}
+    return config.changed(**groups, data=config.data.without_places(), finetune=None, resume=None, fit=FIT)

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from qnmixer.engine.checkpoints import find_checkpoint, load_run, split_of
+from qnmixer.engine.checkpoints import find_checkpoint, load_run, run_of, split_of
 from qnmixer.engine.config.commands import EvaluateConfig, MeasuringConfig
 from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.data import LOADING, AsTrained, DataConfig, FolderData, MixedData, PairData, PhantomData
@@ -18,7 +18,7 @@ from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.plugins import check_trusted, module_of
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.reports.terminal import Console
-from qnmixer.engine.tracking.records import is_signed, read_results
+from qnmixer.engine.tracking.records import is_signed, own_modules, read_results
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import path_of
@@ -54,9 +54,9 @@ def on_test(
 
     `seed`: of phantoms and noise; None: the run's. Raises CheckpointError or ConfigError for what does not fit.
     """
-    trust = [*config.trust, *map(module_of, targets_of(config).values())]
-    trained = load_run(run, config.checkpoint, trust, "metrics.")
     checkpoint = find_checkpoint(run, config.checkpoint)
+    trust = [*config.trust, *map(module_of, targets_of(config).values()), *own_modules(run_of(checkpoint))]
+    trained = load_run(run, config.checkpoint, trust, "metrics.")
     before = split_of(checkpoint)
     test = trained.config.changed(data=with_own_cache(trained.config.data, checkpoint))
     if isinstance(config.data, AsTrained):
@@ -99,7 +99,7 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
 
 def with_own_cache(data: DataConfig, checkpoint: Path) -> DataConfig:
     """The slices of a run. If somebody else started it, they are cached where this user does, not where it names."""
-    if is_signed(read_results(checkpoint.parent.parent)):
+    if is_signed(read_results(run_of(checkpoint))):
         return data
     if isinstance(data, MixedData):
         its = {name: given | dict.fromkeys({"cache_dir"} & given.keys()) for name, given in data.sources.items()}

@@ -20,7 +20,7 @@ import secrets
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +35,7 @@ from qnmixer.files import atomic_file, make_own_folder, private_files, write_tex
 # results.json
 
 _KINDS_OF_RESULTS = {
-    "status": str, "error": str, "overrides": list[str], "started": str, "best": dict[str, float],
+    "status": str, "error": str, "overrides": list[str], "modules": list[str], "started": str, "best": dict[str, float],
     "steps": int, "seconds": float, "memory": dict[str, float | None],
     "git_commit": str | None, "device": str, "versions": dict[str, str], "evaluated": dict[str, Any],
     "resumed": list[dict[str, Any]],
@@ -212,6 +212,8 @@ def read_json(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
 # The sign of the user
 
 _KEY_BYTES = 32
+_OF_MODULES = "modules"
+"""The first word of what is signed for modules. So nobody can present overrides as modules: they have a =."""
 
 
 def signed(overrides: list[str]) -> dict[str, Any]:
@@ -225,6 +227,22 @@ def is_signed(record: dict[str, Any]) -> bool:
         return False
     ours = _signature(record["overrides"])
     return ours is not None and record.get("signature") == ours
+
+
+def signed_modules(modules: Collection[str]) -> dict[str, Any]:
+    """The entries of results.json for the user's own modules, which a run of this user imports."""
+    return {"modules": [*modules], "signature_of_modules": _signature([_OF_MODULES, *modules])}
+
+
+def own_modules(folder: Path) -> list[str]:
+    """The modules outside qnmixer that a run of this user has imported; [] for a run of somebody else.
+
+    So a command may import them again for this run. Code of a stranger's run still needs the word `trust`.
+    """
+    record = read_results(folder)
+    modules = record.get("modules", [])
+    ours = _signature([_OF_MODULES, *modules]) if modules else None
+    return modules if ours is not None and record.get("signature_of_modules") == ours else []
 
 
 def _signature(overrides: list[str]) -> str | None:

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from qnmixer.engine.tracking.records import (
     now,
     read_results,
     signed,
+    signed_modules,
     sweep_of,
     versions,
     write_results,
@@ -150,14 +151,16 @@ class Run:
                 remove(self.folder / NEXT_HYDRA)
 
     @contextmanager
-    def recording(self) -> Iterator[dict[str, Any]]:
+    def recording(self, modules: Collection[str] = ()) -> Iterator[dict[str, Any]]:
         """Write results.json while the block runs: running, then done, failed or interrupted.
 
         Yields `record`, for metrics and paths. It is written at the end, also if the block fails. Its `seconds` include
         earlier parts of the run. That of a run that resumes stays as it is until `record_resume`: a resume that is
         refused must not change what the run is.
+
+        modules: the user's own that the run imports.
         """
-        fresh = {"status": "running", "git_commit": git_commit(), "versions": versions()}
+        fresh = {"status": "running", "git_commit": git_commit(), "versions": versions()} | signed_modules(modules)
         self.record = fresh | signed(self.overrides) | {"started": now()} | self._before | fresh
         self.record.pop("error", None)  # of the part before the resume
         start = time.monotonic()

@@ -21,7 +21,7 @@ from torch.profiler import schedule
 from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.checkpoints import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.engine.config import logged
-from qnmixer.engine.config.run import Config, effective_batch
+from qnmixer.engine.config.run import Config, effective_batch, targets_of
 from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig
 from qnmixer.engine.config.targets import modes_of
 from qnmixer.engine.data.datamodule import SliceDataModule
@@ -42,6 +42,7 @@ from qnmixer.engine.metrics import try_metrics
 from qnmixer.engine.parallel.buffers import buffer_means
 from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks
 from qnmixer.engine.parallel.strategies import build_precision, build_strategy
+from qnmixer.engine.plugins import untrusted_modules
 from qnmixer.engine.processes.process import rank, stop_signals, world_size
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.run_module import RunModule
@@ -67,7 +68,7 @@ from qnmixer.files import write_text
 def session(config: Config, run: Run) -> Iterator[None]:
     """Handle stop signals, write results.json, and close the loggers at the end of the block, even after an error."""
     exit_code = FAILED
-    with stopping_together(run), stop_signals(), run.recording():
+    with stopping_together(run), stop_signals(), run.recording(untrusted_modules(targets_of(config).values())):
         run.record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
         run.record["processes"] = world_size()  # each has so many threads
         quieten()

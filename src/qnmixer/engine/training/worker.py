@@ -1,21 +1,22 @@
 """One run in several processes: the launcher starts a rank for each device, and each rank runs the same function.
 
-The function is given by its name, as module.name: `qnmixer.fit.fit`, which is the user's to change.
+The function is the one that the key `fit` names: `qnmixer.fit.fit`, or the user's own.
 
 Modules that load torch are imported late, so that a rank can be stopped before they load.
 """
 
-import importlib
 import json
 import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from qnmixer.engine.cli import explain, lasting_output, warnings_in_one_line
 from qnmixer.engine.config.run import Config, parse, to_plain
+from qnmixer.engine.plugins import Kind, load_plugin
 from qnmixer.engine.processes.folders import temporary_folder
 from qnmixer.engine.processes.process import (
     by_srun,
@@ -34,6 +35,8 @@ from qnmixer.engine.tracking.run import Run, resume_hint
 from qnmixer.errors import ConfigError, RankFailed, Stopped
 from qnmixer.files import naming, write_text
 from qnmixer.machine import THREADS, threads_each
+
+_FIT = Kind("a function (config, run)", lambda its: callable(its) and not isinstance(its, type))
 
 
 def check_processes(config: Config) -> None:
@@ -63,8 +66,8 @@ def check_processes(config: Config) -> None:
         )
 
 
-def fit_in_processes(config: Config, run: Run, fit: str) -> float:
-    """Run a function such as `qnmixer.fit.fit` in one process for each device. Returns the best monitored value.
+def fit_in_processes(config: Config, run: Run) -> float:
+    """Run the function that trains in one process for each device. Returns the best monitored value.
 
     Raises UserError before any rank starts if data or checkpoints are missing. Raises RankFailed, with the rank's
     number, if a rank fails. results.json then says failed, or interrupted after Ctrl-C and SIGTERM, whatever the ranks
@@ -78,7 +81,6 @@ def fit_in_processes(config: Config, run: Run, fit: str) -> float:
         _check_inputs(config, run)
         with temporary_folder("job") as temporary:
             job = {
-                "fit": fit,
                 "config": to_plain(config),
                 "folder": str(run.folder.absolute()),
                 "overrides": run.overrides,
@@ -103,12 +105,12 @@ def fit_in_processes(config: Config, run: Run, fit: str) -> float:
     return float(best[config.monitor])
 
 
-def fit_as_rank(config: Config, run: Run, fit: str) -> float:
-    """Run the function as a rank that torchrun or srun started. If it fails, end the process instead of returning."""
+def fit_as_rank(config: Config, run: Run) -> float:
+    """Run the function that trains in a rank that torchrun or srun started. After a failure, end the process."""
     end_with_parent()
     try:
         with naming(run.folder):
-            return _fit(config, run, fit, None)
+            return _fit(config, run, None)
     except BaseException as error:
         if not is_secondary(error):
             run.record_end("failed", RankFailed(f"rank {rank()}: {error}"))
@@ -116,7 +118,7 @@ def fit_as_rank(config: Config, run: Run, fit: str) -> float:
 
 
 def main(path: Path) -> None:
-    """Run the function as a rank of our launcher, with the job in a file."""
+    """Run the function that trains as a rank of our launcher, with the job in a file."""
     job = json.loads(path.read_text(encoding="utf-8"))
     end_with_parent(job["launcher"])
     end_after_sigterm()
@@ -125,9 +127,18 @@ def main(path: Path) -> None:
     try:
         config = parse(job["config"])
         with warnings_in_one_line(), naming(job["folder"]):
-            _fit(config, Run(Path(job["folder"]), job["overrides"], config.resume), job["fit"], path.parent)
+            _fit(config, Run(Path(job["folder"]), job["overrides"], config.resume), path.parent)
     except BaseException as error:
         leave(error, explain(error, "train"))
+
+
+def function_that_trains(config: Config) -> Callable[[Config, Run], float]:
+    """Import the function that `fit` names: (config, run) → best monitored value. It loads Lightning.
+
+    Raises PluginError if there is none.
+    """
+    function: Callable[[Config, Run], float] = load_plugin("fit", config.fit, _FIT)
+    return function
 
 
 def _ask_to_stop(job: Path, n_ranks: int) -> bool:
@@ -141,15 +152,13 @@ def _ask_to_stop(job: Path, n_ranks: int) -> bool:
     return True
 
 
-def _fit(config: Config, run: Run, fit: str, job: Path | None) -> float:
-    module, _, name = fit.rpartition(".")
+def _fit(config: Config, run: Run, job: Path | None) -> float:
     with loading():
-        function = getattr(importlib.import_module(module), name)
+        function = function_that_trains(config)
     with stop_signals():
         if job:
             write_text(job / f"{rank()}.pid", str(os.getpid()))
-        best: float = function(config, run)
-    return best
+        return function(config, run)
 
 
 def _check_inputs(config: Config, run: Run) -> None:

@@ -16,7 +16,7 @@ from qnmixer.engine.reconstructor import method_name
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.sweeps import jobs_of
 from qnmixer.engine.tracking.loggers import without_folders
-from qnmixer.engine.tracking.records import read_results
+from qnmixer.engine.tracking.records import own_modules, read_results
 from qnmixer.extras.comparison.statistics import Scores, Seeds, Statistic, difference, spread
 
 _OF_NO_METHOD = ("seed", "data.seed", "tags", "test_after_training")
@@ -160,5 +160,5 @@ def _job(folder: Path, checkpoint: str, trust: Collection[str]) -> ComparedJob |
     if results.get("status") != "done":
         return None
     config, _ = read_checkpoint(find_checkpoint(folder, checkpoint))
-    check_trusted(str(folder), built_from(config, "data.", "metrics."), trust)
+    check_trusted(str(folder), built_from(config, "data.", "metrics."), [*trust, *own_modules(folder)])
     return ComparedJob(folder, results, checked(config, "model", "noise"))

@@ -1,0 +1,1 @@
+"""Sparse-view CT: a network, its training, and its data."""

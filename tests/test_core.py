@@ -1,0 +1,49 @@
+"""A copy of the repository without `extras/`: it trains, resumes and evaluates, and tests of the core pass."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import PHANTOMS, TINY, environment
+from .pages import ROOT
+
+CORE = ["test_build.py", "test_build_own.py", "models", "physics/test_geometry.py", "tracking/test_records.py"]
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("core")
+    for name in ("src", "conf", "tests"):
+        ignored = shutil.ignore_patterns("extras", "__pycache__", "*.egg-info", "local", ".*cache")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored, symlinks=True)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    assert not (folder / "src" / "qnmixer" / "extras").exists()
+    return folder
+
+
+def python(core: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    variables = environment(PYTHONPATH=str(core / "src"))
+    return subprocess.run([sys.executable, *words], cwd=core, capture_output=True, text=True, env=variables)
+
+
+@pytest.mark.slow
+def test_it_trains_to_the_table_and_resumes(core: Path) -> None:
+    words = [*TINY, *PHANTOMS, "test_after_training=true", "hydra.run.dir=run"]
+    for arguments in (words, ["resume=run", "trainer.max_steps=6"]):
+        done = python(core, "-m", "qnmixer.train", *arguments)
+        assert done.returncode == 0, done.stderr
+        assert "QN-Mixer over FBP" in done.stdout
+    done = python(core, "-m", "qnmixer.evaluate", "run=run", "accelerator=cpu", "hydra.run.dir=scores")
+    assert done.returncode == 0, done.stderr
+    refused = python(core, "-m", "qnmixer.export", "run=run", "output=a.safetensors")
+    assert refused.stderr.startswith("error: this copy has no qnmixer.extras, which this command needs: ")
+    assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.long
+def test_its_own_tests_pass(core: Path) -> None:
+    done = python(core, "-m", "pytest", "-m", "not slow and not long", *(f"tests/{name}" for name in CORE))
+    assert done.returncode == 0, done.stdout
