@@ -175,7 +175,7 @@ def test_a_wrong_word_is_one_short_line(start: Start, words: str, line: str) -> 
         ("train --config-name=mine", "--config-name has no use here: leave it out"),
         ("train --experimental-rerun=a.pickle", "--experimental-rerun has no use here: leave it out"),
         ("train logger=null", "logger=null chooses nothing: write logger=csv"),
-        ("train optimizer=adamw ~optimizer", "the config has no optimizer: choose one with optimizer=…"),
+        ("train optimizer=adamw ~optimizer", "contradict each other: leave out ~optimizer"),
         ("train runs/x", "runs/x is not KEY=VALUE: write resume=runs/x or data.root=runs/x"),
         ("evaluate runs/x", "runs/x is not KEY=VALUE: write run=runs/x"),
         ("evaluate ckpt_path=a.ckpt", "ckpt_path is not known here: use run=RUN_FOLDER, or run=FILE.ckpt"),

@@ -118,13 +118,10 @@ def explain_word(word: str, missing: Collection[str], known: Collection[str]) ->
     """
     if word in known:
         return f"{word} is not KEY=VALUE: write {word}=…"
-    if not ("/" in word or Path(word).suffix or os.path.exists(word)):
+    if not ("/" in word or os.path.exists(word) or (missing and Path(word).suffix)):
         return None
     if missing:
         return f"{word} is not KEY=VALUE: write {next(iter(missing))}={quoted(word)}"
     if "resume" not in known:
         return f"{word} is not KEY=VALUE, and nothing is missing: leave it out"
-    if not os.path.exists(word):  # Path raises an error for long names
-        return None
-    ways = "resume=… continues a run, finetune=… starts from its weights, data=dicom data.root=… reads slices"
-    return f"{word} is not KEY=VALUE: {ways}"
+    return f"{word} is not KEY=VALUE: write resume={quoted(word)} or data.root={quoted(word)}"
