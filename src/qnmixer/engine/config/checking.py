@@ -69,7 +69,7 @@ def _check_numbers(key: str, value: Any, checked: Any) -> None:
             _check_numbers(key, one, item)
     elif isinstance(value, bool) and isinstance(checked, int | float) and not isinstance(checked, bool):
         raise ConfigError(f"{key}={as_typed(value)} should be a number")
-    elif isinstance(value, int | float) and isinstance(checked, str):
+    elif isinstance(value, int | float) and isinstance(checked, str) and key != "trainer.precision":  # 32 is its word
         raise ConfigError(
             f"{key}={as_typed(value)} should be text, but was read as a number: put quotes around it, as '\"1.10\"'"
         )
