@@ -37,10 +37,10 @@ class _StepOfBatches(_ManualOptimization):
         self.optim_step_progress.increment_completed()
 
     def _on_before_step(self) -> None:
-        self.trainer.profiler.start("optimizer_step")
+        self.trainer.profiler.start("optimizer_step")  # type: ignore[attr-defined]  # untyped
 
     def _on_after_step(self) -> None:
-        self.trainer.profiler.stop("optimizer_step")
+        self.trainer.profiler.stop("optimizer_step")  # type: ignore[attr-defined]  # untyped
 
 
 def count_training_steps(trainer: L.Trainer) -> None:

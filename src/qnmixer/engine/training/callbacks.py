@@ -381,7 +381,7 @@ class IteratePictures(Callback):
         loader: Any = trainer.val_dataloaders
         config, rows = pl_module.config, []
         taken = {*modes_of(config.metrics), f"val/{ITERATES}", best_name(config.monitor)}
-        for n, batch in enumerate(_first_slices(loader, self.n_slices)):
+        for n, batch in enumerate(_first_slices(trainer, loader, self.n_slices)):
             batch = trainer.strategy.batch_to_device(batch)
             with trainer.precision_plugin.forward_context():
                 row, health = _iterates(pl_module, batch)
@@ -400,17 +400,16 @@ class IteratePictures(Callback):
                 logger.log_image(f"val/{ITERATES}", [str(path)], trainer.global_step)
 
 
-def _first_slices(loader: Any, n: int) -> Iterator[Any]:
+def _first_slices(trainer: L.Trainer, loader: Any, n: int) -> Iterator[Any]:
     """The first n slices of a loader, one by one, as batches of one, on the host."""
     if isinstance(getattr(loader, "sampler", None), EpochSampler):
         for k in range(min(n, loader.sampler.length)):
             yield loader.collate_fn([loader.dataset[k]])
         return
-    for batch in loader:  # of a user
-        for k in range(min(n, len(next(iter(batch.values() if isinstance(batch, Mapping) else batch))))):
-            one = [values[k : k + 1] for values in (batch.values() if isinstance(batch, Mapping) else batch)]
-            yield dict(zip(batch, one, strict=True)) if isinstance(batch, Mapping) else one
-        return
+    # Of a user's LightningDataModule, which completes a batch.
+    batch = trainer.datamodule.on_before_batch_transfer(next(iter(loader)), 0)  # type: ignore[attr-defined]  # Lightning's
+    for k in range(min(n, len(batch["image"]))):
+        yield {name: values[k : k + 1] for name, values in batch.items()}
 
 
 def _iterates(module: RunModule, batch: Batch) -> tuple[SliceImages, dict[str, Tensor]]:
