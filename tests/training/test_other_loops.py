@@ -154,3 +154,10 @@ def test_a_weight_without_a_gradient_is_named_in_one_line(here: Path, warm: Warm
     found, _, fix = expected.rpartition(": ")
     assert any(found in line and fix in line for line in checked.stdout.splitlines())
     assert train(warm, here, "used", *words, "strategy.find_unused_parameters=true").returncode == 0
+
+
+def test_a_plan_of_it_is_refused_in_one_line(here: Path, warm: Warm) -> None:
+    words = [word for word in GAN if not word.startswith(("logger", "test_after"))]
+    done = train(warm, here, "", *words, command="plan")
+    (line,) = done.stderr.splitlines()
+    assert "Gan optimizes by itself (automatic_optimization=False)" in line

@@ -5,6 +5,7 @@ They are why `lightning<2.7` is required. A scheduled workflow tries the newest.
 - `disable_signal_handling`: an argument of the Trainer that leaves signals alone, and a step without a broadcast.
 - `count_training_steps`: a `global_step` that counts training steps also with manual optimization.
 - `find_unused_parameters`: arguments of DDP that are chosen when the strategy has the module.
+- `number_rows`: rows that are numbered by `global_step`, also after a resume.
 - `set_position`: a public place in the data, which a run sets when it resumes with another strategy.
 """
 
@@ -57,6 +58,11 @@ def find_unused_parameters(strategy: DDPStrategy) -> None:
     strategy._ddp_kwargs["find_unused_parameters"] = True
 
 
+def number_rows(trainer: L.Trainer) -> None:
+    """Set the step of the next rows in the logs. Lightning counts it wrongly after a resume."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
 def set_position(checkpoint: dict[str, Any], epoch: int, batches: int, before: int, validating: bool) -> None:
     """Write a position into the state of Lightning's loops, which count the batches of one process.
 
@@ -78,6 +84,4 @@ def set_position(checkpoint: dict[str, Any], epoch: int, batches: int, before: i
         "epoch_progress": {"total": epochs, "current": epochs},
         "epoch_loop.batch_progress": counted(dict.fromkeys(epochs, before + batches), batches),
         "epoch_loop.val_loop.batch_progress": counted(interrupted if validating else dict.fromkeys(epochs, 0), 0),
-        # The number of the next row in the logs. Lightning counts it up only after a validation.
-        "epoch_loop.state_dict": {"_batches_that_stepped": checkpoint["global_step"] - validating},
     }

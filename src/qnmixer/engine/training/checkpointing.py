@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.engine.checkpoints import load
 from qnmixer.engine.config.logged import best_name
+from qnmixer.engine.lightning_private import number_rows
 from qnmixer.engine.processes.process import defer_stop, is_rank, rank, stop_requested
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.run import Run
@@ -78,6 +79,7 @@ class Checkpointing(Checkpoint):
         """Between two steps: write last.ckpt if it is due, and stop if a rank has a stop signal."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
+        number_rows(trainer)
         step = trainer.global_step
         if step > self._first:
             defer_stop(True)
