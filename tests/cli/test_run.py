@@ -197,7 +197,7 @@ def test_a_wrong_word_is_one_short_line(start: Start, words: str, line: str) -> 
         ),
         (
             "train experiment=mine",
-            "my_conf/experiment/mine.yaml is not in a config folder of this command: add --con",
+            "; or add --config-dir my_conf",
         ),
         ("train strategy.name=dpp", "strategy.name=dpp is not known: choose one of ddp, fsdp, pipeline, single"),
     ],
@@ -212,8 +212,8 @@ def test_what_these_lines_say_works(start: Start) -> None:
     custom = ["experiment=demo", "optimizer=custom", "optimizer._target_=torch.optim.NAdam"]
     for words in (
         custom,
-        ["logger=csv", "~logger"],
-        ["callbacks=ema", "~callbacks"],
+        ["~logger"],
+        ["~callbacks"],
         ["experiment=demo", "model=learn"],
     ):
         assert start.train(*words).ran
@@ -221,7 +221,7 @@ def test_what_these_lines_say_works(start: Start) -> None:
 
 def test_a_project_that_wandb_refuses_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "my/proj")
-    assert start("train").line.startswith("logger.wandb.project=my/proj has a /, which W&B refuses")
+    assert start("train").line.endswith("which W&B refuses: write logger.wandb.entity=my logger.wandb.project=proj")
 
 
 def test_every_argument_of_lightning_has_an_answer() -> None:

@@ -63,7 +63,7 @@ def test_values_are_typed_and_the_plain_form_is_read_back() -> None:
     assert type(config.optimizer.lr) is type(config.trainer.gradient_clip_val) is float
     assert config.optimizer.betas == [0.9, 0.999]
     assert config.trainer.passed_on == {"max_time": "00:00:01:00", "limit_train_batches": 3}
-    files = train("data=dicom", "data.root=/ct", "data.split=explicit", "data.val_patients=[P1,2]", "noise=physical")
+    files = train("data=dicom", "data.root=/ct", "data.split=explicit", 'data.val_patients=[P1,"2"]', "noise=physical")
     assert (type(files.data), files.data.val_patients) == (FolderData, ["P1", "2"])
     for it in (config, files):
         plain = to_plain(it)

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qnmixer.engine.config.run import Config, to_plain
+from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.config.targets import LossConfig, OptimizerConfig, ScheduleConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.own import OwnDataModule
 from qnmixer.engine.metrics import build_metrics, one_for_each, try_loss
 from qnmixer.engine.reconstructor import Measurement, build_geometry, build_network, sample_measurement
 from qnmixer.engine.run_module import RunModule
@@ -36,16 +38,29 @@ def build_module(config: Config, projector: FanBeamProjector | None = None) -> R
         schedule=partial(learning_rate_factor, config.schedule),
         metrics=build_metrics(config.metrics, config.data.own_range),
     )
+    if not module.automatic_optimization and isinstance(config.strategy, PipelineConfig):
+        raise ConfigError(
+            f"strategy=pipeline passes one loss back through its stages, but {type(module).__name__} optimizes by "
+            "itself (automatic_optimization=False): choose strategy=single, ddp or fsdp"
+        )
     module.attach(config, to_plain(config), measurement)
     return module
 
 
-def build_data_module(config: Config, **options: Any) -> SliceDataModule:
+def build_data_module(config: Config, **options: Any) -> SliceDataModule | OwnDataModule:
     """Build the LightningDataModule that `datamodule` names. The loaders' workers simulate noisy sinograms.
+
+    A LightningDataModule of another kind is wrapped.
 
     options: further arguments of `SliceDataModule`.
     """
-    measure, geometry = sample_measurement(config), build_geometry(config)
+    geometry = build_geometry(config)
+    if not config.datamodule.is_of_slices:
+        own = config.datamodule.build(
+            supplied={key: getattr(config.data, key) for key in config.datamodule.supplied},
+        )
+        return OwnDataModule(own, config.datamodule.target, config.data, geometry)
+    measure = sample_measurement(config)
     data: SliceDataModule = config.datamodule.build(config.data, measure=measure, geometry=geometry, **options)
     return data
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
 """Keys that are dropped from the config of a file: only the command line may name callbacks and loggers."""
+_NETWORK = "network."
 _NO_FIT = "has weights that do not fit its own config: use the qnmixer version that wrote it"
 
 
@@ -187,8 +188,9 @@ def _load_state(module: "Reconstructor | RunModule", state: dict[str, Any], path
     kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     if other := [it.dtype for name, it in state.items() if it.dtype != kinds.get(name, it.dtype)]:
         raise CheckpointError(f"{path} has {str(other[0]).removeprefix('torch.')} weights: use one of float32")
+    ours = {name.removeprefix(_NETWORK): it for name, it in state.items() if name.startswith(_NETWORK)}
     try:
-        module.load_state_dict(state)
+        module.network.load_state_dict(ours)  # a checkpoint also has a discriminator, which only trains
     except RuntimeError as error:
         raise CheckpointError(f"{path} {_NO_FIT}") from error
 

@@ -199,8 +199,6 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}: --hydra-help lists these flags") from error
     _check_flags(flags)
-    if flags.multirun and not _is_sweep(arguments):  # argparse reads -mm and -rm as several flags
-        raise ConfigError("flags of one letter stand apart: write -m for a sweep")
     return arguments
 
 

@@ -1,9 +1,20 @@
-"""All uses of Lightning's private names and loops. If a new version of Lightning breaks something, look here first."""
+"""All uses of Lightning's private names and loops. If a new version of Lightning breaks something, look here first.
+
+They are why `lightning<2.7` is required. A scheduled workflow tries the newest. What each waits for in Lightning:
+
+- `disable_signal_handling`: an argument of the Trainer that leaves signals alone, and a step without a broadcast.
+- `count_training_steps`: a `global_step` that counts training steps also with manual optimization.
+- `find_unused_parameters`: arguments of DDP that are chosen when the strategy has the module.
+- `number_rows`: rows that are numbered by `global_step`, also after a resume.
+- `set_position`: a public place in the data, which a run sets when it resumes with another strategy.
+"""
 
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 
@@ -15,6 +26,36 @@ def disable_signal_handling() -> None:
     """
     _SignalConnector.register_signal_handlers = lambda self: None  # type: ignore[method-assign]  # off
     _TrainingEpochLoop._broadcast_sigterm_tensor = lambda self: None  # type: ignore[method-assign]  # off
+
+
+class _StepOfBatches(_ManualOptimization):
+    """Manual optimization that counts a training step as one step, whatever its optimizers do."""
+
+    def advance(self, kwargs: Any) -> None:
+        """Run `training_step`, then count it."""
+        self.optim_step_progress.increment_ready()
+        super().advance(kwargs)
+        self.optim_step_progress.increment_completed()
+
+    def _on_before_step(self) -> None:
+        self.trainer.profiler.start("optimizer_step")  # type: ignore[attr-defined]  # untyped
+
+    def _on_after_step(self) -> None:
+        self.trainer.profiler.stop("optimizer_step")  # type: ignore[attr-defined]  # untyped
+
+
+def count_training_steps(trainer: L.Trainer) -> None:
+    """Count one step for each `training_step` of a module that optimizes by itself.
+
+    Lightning counts each call of an optimizer in `global_step`. Two optimizers would halve max_steps, and the rows of
+    the loggers, which Lightning numbers by batches, would have other numbers.
+    """
+    trainer.fit_loop.epoch_loop.manual_optimization = _StepOfBatches(trainer)
+
+
+def find_unused_parameters(strategy: DDPStrategy) -> None:
+    """Let ddp look in each backward pass for weights without a gradient. Call it before the strategy sets up ddp."""
+    strategy._ddp_kwargs["find_unused_parameters"] = True
 
 
 def number_rows(trainer: L.Trainer) -> None:

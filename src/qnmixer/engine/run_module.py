@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from qnmixer.engine.batch import Batch
+from qnmixer.engine.data.own import n_batches
 from qnmixer.engine.lightning_private import set_position
 from qnmixer.engine.parallel.shards import gather
+from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, TRAINED_KEY
 
@@ -27,7 +29,7 @@ class RunModule(L.LightningModule):
     A subclass sets `network` in its constructor, and has `training_step`, `validation_step` and `configure_optimizers`.
 
     Attributes:
-        network: it alone is trained, saved and evaluated.
+        network: it alone is evaluated. Other networks of the module, such as a discriminator, are trained and saved.
         config: of the run.
         measurement: the scan and its noise.
     """
@@ -65,9 +67,21 @@ class RunModule(L.LightningModule):
         raise NotImplementedError(f"{type(self).__name__} has no training_step")
 
     def configure_model(self) -> None:
-        """Shard the network for fsdp, in the hook that Lightning has for it."""
-        if shard := getattr(self.trainer.strategy, "shard", None):
-            shard(self.network, self.device_mesh)
+        """Shard all networks of the module for fsdp, in the hook that Lightning has for it.
+
+        Raises ConfigError for a weight of the module itself, whose gradients fsdp would not average.
+        """
+        shard = getattr(self.trainer.strategy, "shard", None)
+        if shard is None:
+            return
+        if own := next(iter(self._parameters), None):
+            raise ConfigError(
+                f"strategy=fsdp does not average the gradient of {own}, a weight of {type(self).__name__} itself: put "
+                "it into a torch module of that class, or choose strategy=ddp"
+            )
+        for child in self.children():
+            if any(True for _ in child.parameters()):
+                shard(child, self.device_mesh)
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a number, as Lightning does. In a plan and in doctor's comparison there is no trainer, and no log."""
@@ -97,8 +111,8 @@ class RunModule(L.LightningModule):
         trainer = self.config.trainer
         if trainer.max_epochs is None:
             return trainer.max_steps
-        n_batches = len(self.trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]  # Lightning's, untyped
-        by_epochs = trainer.max_epochs * n_batches // trainer.accumulate_grad_batches
+        of_epoch = n_batches(self.trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]  # Lightning's, untyped
+        by_epochs = trainer.max_epochs * of_epoch // trainer.accumulate_grad_batches
         return by_epochs if trainer.max_steps == -1 else min(trainer.max_steps, by_epochs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -114,7 +128,7 @@ class RunModule(L.LightningModule):
         """Resume at the same place in the data, whatever the strategy, and with the weights that were trained."""
         # The place follows from the number of steps, because a step has another number of batches with each strategy.
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it when it has one
-        per_epoch, accumulate = len(data.train_dataloader()), self.trainer.accumulate_grad_batches
+        per_epoch, accumulate = n_batches(data.train_dataloader()), self.trainer.accumulate_grad_batches
         epoch, step = divmod(checkpoint["global_step"], per_epoch // accumulate)
         data.start_at(epoch, step * accumulate)
         validating = bool(checkpoint.get(RUN_KEY, {}).get("validating"))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.config.run import Config, to_plain
+from qnmixer.engine.data.dataset import EpochSampler
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.processes.launch import launch
@@ -49,6 +50,7 @@ class Report:
     lengths: dict[str, int] = field(default_factory=dict)  # slices of train and val
     gradients: dict[str, Tensor] = field(default_factory=dict)  # before clipping, of the first step, if it is finite
     not_finite: str | None = None  # a gradient or loss that is not finite
+    manual: bool = False  # the module optimizes by itself
     held: list[tuple[int, int]] = field(default_factory=list)  # after each step: tensors with a graph, and bytes
 
     def write(self, folder: Path) -> None:
@@ -165,6 +167,7 @@ def train_a_little(report: Report, config: Config, folder: Path, n_steps: int) -
     module, callbacks = untrained(run), [Probe(report), *build_callbacks(run.callbacks, run.metrics)]
     trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))
     data = build_data_module(run)
+    report.manual = not module.automatic_optimization
     note("starting to train")
     try:
         trainer.fit(module, datamodule=data)
@@ -182,6 +185,8 @@ class Probe(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Count the samples of an epoch without loading them."""
         for part, loader in (("train", trainer.train_dataloader), ("val", trainer.datamodule.val_dataloader())):
+            if not isinstance(getattr(loader, "sampler", None), EpochSampler):  # of a user
+                continue
             # The samplers' numbers are enough: loading an epoch of CT would take minutes.
             self.report.shares[part] = [(pick.n, pick.weight) for batch in loader.batch_sampler for pick in batch]
             self.report.lengths[part] = len(loader.dataset)
@@ -202,7 +207,11 @@ class Probe(Callback):
         if bad and not (scaled and step < STEPS):  # a GradScaler may skip the first steps, but not the last
             report.not_finite = f"the gradient of {bad[0]} is not finite in step {step}"
         if step == 1 and not bad:
-            report.gradients = {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
+            # Of each optimizer in its turn: another one's may be left from a backward pass before.
+            ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            of = {name for name, p in pl_module.named_parameters() if id(p) in ours}
+            gradients = {name: gradient for name, gradient in gradients.items() if name in of}
+            report.gradients |= {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the tensors at the end of an optimizer step."""

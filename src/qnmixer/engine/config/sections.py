@@ -114,6 +114,7 @@ class DDPConfig(StrategyConfig):
     """The whole network on every device; each gets a part of the batch."""
 
     name: Literal["ddp"] = "ddp"
+    find_unused_parameters: bool = False  # older files lack the key
 
 
 class FSDPConfig(StrategyConfig):

@@ -169,12 +169,16 @@ class Target(Section):
         built = {key: self._built(f"{self.section}.{key}", value) for key, value in keywords.items()}
         return partial(function, **given, **self._typed(function, built, given))
 
+    def positional(self, function: Any) -> int:
+        """How many of its first arguments qnmixer gives."""
+        return 0 if self.kind is FUNCTION_OR_MODULE and isinstance(function, type) else self.n_positional
+
     def _typed(self, function: Any, arguments: dict[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
         """The arguments as the types that its signature declares; parts with a target are left out.
 
         Raises ConfigError for arguments that the target lacks or misses.
         """
-        n_positional = 0 if self.kind is FUNCTION_OR_MODULE and isinstance(function, type) else self.n_positional
+        n_positional = self.positional(function)
         parameters = parameters_of(function)
         if parameters is None:  # it is written in C
             return arguments
@@ -392,11 +396,23 @@ class ModuleConfig(Target):
 
 
 class DataModuleConfig(Target):
-    """A `qnmixer.engine.data.datamodule.SliceDataModule`, built with the section `data` and `(**arguments)`."""
+    """A `SliceDataModule`, built with the section `data` and `(**arguments)`, or any LightningDataModule.
+
+    That is built with its arguments, and with keys of `data` that it takes.
+    """
 
     group: ClassVar[str] = "datamodule"
-    kind: ClassVar[Kind] = subclass_of("qnmixer.engine.data.datamodule.SliceDataModule")
-    n_positional: ClassVar[int] = 1
+    kind: ClassVar[Kind] = subclass_of("lightning.LightningDataModule")
+    supplied: ClassVar[tuple[str, ...]] = ("batch_size", "num_workers", "image_size")
+
+    @property
+    def is_of_slices(self) -> bool:
+        """Whether the target is a SliceDataModule. Imports it."""
+        return subclass_of("qnmixer.engine.data.datamodule.SliceDataModule").fits(self.load())
+
+    def positional(self, function: Any) -> int:
+        """One, the section `data`, for a SliceDataModule."""
+        return int(self.is_of_slices)
 
 
 # Groups of several sections, by name

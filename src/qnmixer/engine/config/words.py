@@ -64,6 +64,8 @@ def check_flags(
         if not word.startswith("-"):
             continue
         name = flag.lstrip("-").replace("-", "_")
+        if len(flag) > 2 and all(f"-{letter}" in flags for letter in flag[1:]):  # -mm, which argparse takes for -m -m
+            raise ConfigError("flags of one letter stand apart: write -m for a sweep")
         if not flag.startswith("--") and flags.get(flag[:2]):  # its value is attached: -cjob
             continue
         if flag in flags and not (has_value and not flags[flag] and name in known()):  # `--run runs/x` of evaluate

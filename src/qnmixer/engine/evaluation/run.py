@@ -59,6 +59,11 @@ def on_test(
     trained = load_run(run, config.checkpoint, trust, "metrics.")
     before = split_of(checkpoint)
     test = trained.config.changed(data=with_own_cache(trained.config.data, checkpoint))
+    if isinstance(config.data, AsTrained) and before is None and checkpoint.suffix != SUFFIX:
+        raise CheckpointError(
+            f"{run} was trained on slices of {trained.config.datamodule.target}, which evaluate does not load: give "
+            "others, as data=dicom data.root=FOLDER"
+        )
     if isinstance(config.data, AsTrained):
         data, own = as_trained(run, config.data, test.data, trust), True
     else:

@@ -71,6 +71,11 @@ class Planner:
             fine_matrix = self._fine_matrix(config)
             with without_data():
                 module = build_module(config, self.projector)
+                if not module.automatic_optimization:
+                    raise ConfigError(
+                        f"{type(module).__name__} optimizes by itself (automatic_optimization=False), which nobody can "
+                        "plan: a run prints the memory of its second step, trainer.max_steps=2"
+                    )
                 module.measurement.fine_matrix = fine_matrix
                 apply_memory_mode(module.network, config.memory, HOST.type)
                 optimizer = build_optimizer(config.optimizer, module.network)

@@ -11,9 +11,10 @@ from datetime import timedelta
 from inspect import signature
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +29,7 @@ from qnmixer.engine.config.sections import (
     StrategyConfig,
     TrainerConfig,
 )
+from qnmixer.engine.lightning_private import find_unused_parameters
 from qnmixer.engine.parallel.pipeline import PipelineStrategy
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.errors import ConfigError
@@ -59,7 +61,12 @@ def build_strategy(config: StrategyConfig, trainer: TrainerConfig, batch_size: i
             return "auto"
         case DDPConfig():
             # Gradients that are views of ddp's buckets save a copy of all gradients.
-            return DDPStrategy(gradient_as_bucket_view=True, timeout=_TIMEOUT, **_NO_BUFFERS)
+            return CopiesStrategy(
+                gradient_as_bucket_view=True,
+                timeout=_TIMEOUT,
+                find_unused_parameters=config.find_unused_parameters,
+                **_NO_BUFFERS,
+            )
         case FSDPConfig():
             return ShardedStrategy((trainer.devices or 1) * trainer.num_nodes)
         case PipelineConfig():
@@ -72,6 +79,19 @@ def build_precision(trainer: TrainerConfig, accelerator: str) -> Precision:
     precision = trainer.precision
     # A plugin, because the Trainer's own `precision="16-mixed"` is refused by Lightning's FSDP2 strategy.
     return Precision() if precision == "32" else MixedPrecision(precision, accelerator)
+
+
+# ddp
+
+
+class CopiesStrategy(DDPStrategy):
+    """Lightning's strategy for ddp. It looks for weights without a gradient if the module optimizes by itself."""
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Wrap the module. A backward pass of one of several optimizers leaves the weights of others out."""
+        if not trainer.lightning_module.automatic_optimization:
+            find_unused_parameters(self)
+        super().setup(trainer)
 
 
 # FSDP2
@@ -89,12 +109,15 @@ class ShardedStrategy(ModelParallelStrategy):
             timeout=_TIMEOUT,
         )
 
-    def shard(self, network: UnrolledNetwork[Any], mesh: Any) -> None:
+    def shard(self, network: nn.Module, mesh: Any) -> None:
         """Put the blocks of a network, and then the rest of it, into shards over a mesh, in place."""
         if isinstance(network, FSDPModule):  # Lightning calls `configure_model` again before validation and test
             return
         mesh = mesh["data_parallel"]
         # Blocks first: the last call takes all weights that are in no unit yet.
+        if not isinstance(network, UnrolledNetwork):
+            fully_shard(network, mesh=mesh, reshard_after_forward=True)
+            return
         for block in network.blocks():
             fully_shard(block, mesh=mesh)
         fully_shard(network, mesh=mesh)

@@ -1,7 +1,7 @@
 """Callbacks. Those of every run log loss, gradient, speed and memory at each step. The config names others."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -18,12 +18,14 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.config.logged import ITERATES, best_name
 from qnmixer.engine.config.sections import Count, StrategyConfig
 from qnmixer.engine.config.targets import CallbackConfig, MetricConfig, modes_of
 from qnmixer.engine.data.dataset import EpochSampler
+from qnmixer.engine.data.own import samples_of
 from qnmixer.engine.memory.tracker import PeakTracker
 from qnmixer.engine.memory.usage import MIB, read_usage
 from qnmixer.engine.metrics import psnr
@@ -92,21 +94,40 @@ class StepMetrics(Callback):
         if copied is None:
             self._raise_if_not_finite()
 
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Raise PluginError for a weight without a gradient. ddp would wait for it, and not average others."""
+        copies = trainer.strategy.model
+        if not isinstance(copies, DistributedDataParallel) or copies.find_unused_parameters:
+            return
+        if not copies.require_backward_grad_sync:  # a window goes on
+            return
+        names = [name for name, p in pl_module.named_parameters() if p.requires_grad and p.grad is None]
+        if names:
+            more = f" and {len(names) - 1} more" * (len(names) > 1)
+            raise PluginError(
+                f"strategy=ddp waits for a gradient of {names[0]}{more}, but the loss does not depend on it: take the "
+                "weight out (or requires_grad_(False)), or set strategy.find_unused_parameters=true"
+            )
+
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Check the loss. Log the gradient norm before clipping, its maximum in the run, lr and the mean of λ_t."""
         assert isinstance(pl_module, RunModule)
         self._raise_if_not_finite()
-        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        which = [it is optimizer for it in trainer.optimizers].index(True)
+        number = f"_{which}" if which else ""  # of another optimizer than that of the network
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = gather(torch.nn.utils.get_total_norm(gradients))  # that of shards is itself in shards
         # The scaler skips a step whose gradient overflows. That norm would be the largest for the rest of the run.
         counted = norm if _scaler(trainer) is None else norm.nan_to_num(nan=0.0, posinf=0.0)
-        self._largest_norm = torch.maximum(counted, torch.as_tensor(self._largest_norm, device=norm.device))
-        pl_module.log("train/grad_norm", norm)
-        pl_module.log("train/grad_norm_max", self._largest_norm)
+        pl_module.log(f"train/grad_norm{number}", norm)
         # As a tensor in float64: Lightning would round a Python float to float32.
-        pl_module.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
+        pl_module.log(f"train/lr{number}", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
+        if which:
+            return
+        self._largest_norm = torch.maximum(counted, torch.as_tensor(self._largest_norm, device=norm.device))
+        pl_module.log("train/grad_norm_max", self._largest_norm)
         if (trainer.global_step + 1) % trainer.log_every_n_steps:  # type: ignore[attr-defined]  # Lightning's, untyped
             return  # no logger would see these values, and each costs small operators on the GPU
         for t, step_size in enumerate(pl_module.network.step_sizes):
@@ -117,11 +138,13 @@ class StepMetrics(Callback):
     ) -> None:
         """Log an optimizer step after its last batch: place, speed, and the loss, the mean over its samples."""
         n = trainer.accumulate_grad_batches
-        # Lightning has divided the loss by the batches of a step already.
-        self._loss = outputs["loss"] + (self._loss if batch_idx % n else 0.0)
+        if "loss" in outputs:  # a step that optimizes by itself may return none
+            # Lightning has divided the loss by the batches of a step already.
+            self._loss = outputs["loss"] + (self._loss if batch_idx % n else 0.0)
         if (batch_idx + 1) % n:
             return
-        pl_module.log("train/loss", self._loss, batch_size=1, sync_dist=True)
+        if "loss" in outputs:
+            pl_module.log("train/loss", self._loss, batch_size=1, sync_dist=True)
         samples = _log_place(trainer, pl_module, on_epoch=False)
         if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]  # Lightning's, untyped
             return
@@ -153,9 +176,8 @@ def samples_until(trainer: L.Trainer, step: int) -> int:
     loader = trainer.train_dataloader
     if loader is None:  # a network that does not learn, or a resumed run that only lacks its last validation
         loader = trainer.datamodule.train_dataloader()  # type: ignore[attr-defined]  # Lightning's, untyped
-    sampler = loader.sampler
-    assert isinstance(sampler, EpochSampler)
-    return sampler.samples_until(step)
+    sampler = getattr(loader, "sampler", None)
+    return sampler.samples_until(step) if isinstance(sampler, EpochSampler) else samples_of(trainer, loader, step)
 
 
 def _log_place(trainer: L.Trainer, module: L.LightningModule, *, on_epoch: bool) -> int:
@@ -359,8 +381,8 @@ class IteratePictures(Callback):
         loader: Any = trainer.val_dataloaders
         config, rows = pl_module.config, []
         taken = {*modes_of(config.metrics), f"val/{ITERATES}", best_name(config.monitor)}
-        for n in range(min(self.n_slices, loader.sampler.length)):
-            batch = trainer.strategy.batch_to_device(loader.collate_fn([loader.dataset[n]]))
+        for n, batch in enumerate(_first_slices(trainer, loader, self.n_slices)):
+            batch = trainer.strategy.batch_to_device(batch)
             with trainer.precision_plugin.forward_context():
                 row, health = _iterates(pl_module, batch)
             rows.append(row)
@@ -376,6 +398,18 @@ class IteratePictures(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_image(f"val/{ITERATES}", [str(path)], trainer.global_step)
+
+
+def _first_slices(trainer: L.Trainer, loader: Any, n: int) -> Iterator[Any]:
+    """The first n slices of a loader, one by one, as batches of one, on the host."""
+    if isinstance(getattr(loader, "sampler", None), EpochSampler):
+        for k in range(min(n, loader.sampler.length)):
+            yield loader.collate_fn([loader.dataset[k]])
+        return
+    # Of a user's LightningDataModule, which completes a batch.
+    batch = trainer.datamodule.on_before_batch_transfer(next(iter(loader)), 0)  # type: ignore[attr-defined]  # Lightning's
+    for k in range(min(n, len(batch["image"]))):
+        yield {name: values[k : k + 1] for name, values in batch.items()}
 
 
 def _iterates(module: RunModule, batch: Batch) -> tuple[SliceImages, dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import shlex
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from qnmixer.engine.config.run import Config, effective_batch, targets_of
 from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig
 from qnmixer.engine.config.targets import modes_of
 from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.own import OwnDataModule
 from qnmixer.engine.data.splits import RunSplit, seen_by
 from qnmixer.engine.evaluation.evaluate import (
     PAGE,
@@ -34,7 +36,7 @@ from qnmixer.engine.evaluation.evaluate import (
     write_evaluation,
 )
 from qnmixer.engine.evaluation.scores import Evaluation
-from qnmixer.engine.lightning_private import disable_signal_handling
+from qnmixer.engine.lightning_private import count_training_steps, disable_signal_handling
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner, advice
 from qnmixer.engine.memory.usage import MIB, is_out_of_memory, memory_of
@@ -58,8 +60,10 @@ from qnmixer.engine.training.callbacks import (
 )
 from qnmixer.engine.training.checkpointing import AtomicCheckpointIO, Checkpointing
 from qnmixer.engine.training.terminal import TrainingProgress, print_start, quieten
-from qnmixer.errors import OutOfMemory, Stopped
+from qnmixer.errors import ConfigError, OutOfMemory, Stopped
 from qnmixer.files import write_text
+
+RunData = SliceDataModule | OwnDataModule
 
 # Around a run
 
@@ -133,6 +137,10 @@ def require_memory(config: Config) -> None:
     if 4 * values / MIB < available / 16:
         return
     planner = Planner(config)
+    try:
+        planner.estimate(config)
+    except ConfigError:  # nobody can plan a module that optimizes by itself
+        return
     if planner.estimate(config).peak / MIB > available:
         raise OutOfMemory(advice(planner, config, available))
 
@@ -153,8 +161,16 @@ def all_callbacks(config: Config, run: Run) -> list[Callback]:
     ]
 
 
-def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataModule:
-    """Build the LightningDataModule with its training and validation slices. A resumed run gets the same slices."""
+def build_data(config: Config, run: Run, checkpoint: Path | None) -> RunData:
+    """Build the LightningDataModule with its training and validation slices. A resumed run gets the same slices.
+
+    One of the user's, of another kind than ours, is set up by Lightning.
+    """
+    if not config.datamodule.is_of_slices:
+        if checkpoint is not None:
+            run.record_resume(steps_of(checkpoint))
+        run.record["sinograms"] = f"of {config.datamodule.target}, or simulated"
+        return build_data_module(config)
     batch, debug = effective_batch(config), config.debug
     if checkpoint is not None:
         split = RunSplit(split_of(checkpoint))
@@ -168,6 +184,7 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataMo
         batches=config.trainer.limit_train_batches,
         split=split,
     )
+    assert isinstance(data, SliceDataModule)
     data.setup("fit")  # here, so that bad slices end the run before its loggers start
     run.record["sinograms"] = "measured" if data.measured else "simulated"
     if checkpoint is not None:  # nothing has refused its settings
@@ -183,7 +200,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
     t, every = config.trainer, config.trainer.val_every_n_steps
     disable_signal_handling()
     allow_tf32(t.tf32)
-    return L.Trainer(
+    trainer = L.Trainer(
         accelerator=t.accelerator,
         devices=t.devices or 1,
         num_nodes=t.num_nodes,
@@ -212,6 +229,8 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         # The loader itself has no more batches than limit_train_batches.
         **{name: its for name, its in t.passed_on.items() if name != "limit_train_batches"},
     )
+    count_training_steps(trainer)
+    return trainer
 
 
 def _profiler(config: Config, folder: Path) -> Profiler | None:
@@ -232,7 +251,7 @@ def train(
     run: Run,
     trainer: L.Trainer,
     module: RunModule,
-    data: SliceDataModule,
+    data: RunData,
     checkpoint: Path | None,
 ) -> None:
     """Train from a checkpoint, or from the start. Does nothing for a network without parameters."""
@@ -269,6 +288,8 @@ def out_of_memory_advice(config: Config, module: RunModule, trainer: L.Trainer) 
             raise
         # Frames of the error own the tensors that filled the memory. The plan needs that memory.
         traceback.clear_frames(error.__traceback__)
+        if not module.automatic_optimization:
+            raise OutOfMemory(f"out of memory: lower data.batch_size={config.data.batch_size}") from error
         raise OutOfMemory(advice(Planner(config, module.projector.cpu()), config, available)) from error
 
 
@@ -307,9 +328,7 @@ def interrupts_as_raised() -> Iterator[None]:
 # After training
 
 
-def validate_last_steps(
-    config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: SliceDataModule
-) -> float:
+def validate_last_steps(config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: RunData) -> float:
     """Validate the last steps, if training ended between two validations. Returns the best monitored value.
 
     Raises FloatingPointError if the last value is not finite: no exception tells of it, and the run has failed.
@@ -326,8 +345,16 @@ def validate_last_steps(
     return checkpointing.best
 
 
-def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: SliceDataModule) -> None:
-    """Evaluate best.ckpt on the test slices. Table, page and picture go into evaluation/ and to the loggers."""
+def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: RunData) -> None:
+    """Evaluate best.ckpt on the test slices. Table, page and picture go into evaluation/ and to the loggers.
+
+    Slices of a LightningDataModule of the user's are not evaluated: a line says how others are.
+    """
+    if isinstance(data, OwnDataModule):
+        line = f"no table, as {data.name} has the test slices. On others:"
+        command = shlex.join(["python", "-m", "qnmixer.evaluate", f"run={run.folder}", "data=NAME", "data.root=FOLDER"])
+        run.console.print(f"{line} {command}", highlight=False, soft_wrap=True)
+        return
     allow_tf32(False)  # the figures are those of `evaluate`
     trained = Reconstructor(config, module.projector)
     load_weights(trained, run.folder)

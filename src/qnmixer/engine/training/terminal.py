@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.own import OwnDataModule
 from qnmixer.engine.evaluation.evaluate import PAGE
 from qnmixer.engine.parallel.buffers import line_on_buffers
 from qnmixer.engine.processes.process import is_rank, rank
@@ -27,7 +28,9 @@ from qnmixer.engine.tracking.run import Run
 # Lines before and after training
 
 
-def print_start(config: Config, module: RunModule, data: SliceDataModule, trainer: L.Trainer, console: Console) -> None:
+def print_start(
+    config: Config, module: RunModule, data: SliceDataModule | OwnDataModule, trainer: L.Trainer, console: Console
+) -> None:
     """Print network, scan, data, batch, and the limit of the training."""
     t, n_parameters = config.trainer, sum(p.numel() for p in module.parameters())
     devices = "" if config.strategy.name == "single" else f" × {(t.devices or 1) * t.num_nodes} devices"

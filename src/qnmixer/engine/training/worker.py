@@ -123,6 +123,8 @@ def main(path: Path) -> None:
     end_with_parent(job["launcher"])
     end_after_sigterm()
     os.environ.setdefault(THREADS, str(threads_each(world_size())))  # before torch is loaded
+    # Before torch is loaded. Its warnings in C++ are not for users: ddp has one for each pass that uses all weights.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     lasting_output()
     try:
         config = parse(job["config"])

@@ -1,0 +1,163 @@
+"""Other training loops: the example of docs/other_loops.md, run as it stands there."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from qnmixer.engine.tracking.records import read_metrics, read_results
+
+from ..conftest import PHANTOMS, environment
+from ..conftest import TINY as COMMON
+from ..warm import FORK_RANKS, Done, Warm
+
+pytestmark = pytest.mark.slow
+
+DOCS = Path(__file__).parents[2] / "docs"
+TINY = [*COMMON, *PHANTOMS, "callbacks=none"]
+GAN = ["module._target_=my_gan.Gan", "+module.channels=4", "trainer.gradient_clip_val=null", *TINY]
+TWO = ["trainer.devices=2", "data.batch_size=1"]
+"""The two slices of a step, each on a device."""
+
+
+def code_of(page: str) -> str:
+    """The first Python of a page of docs."""
+    return re.search(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)[1]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loops")
+    (folder / "my_gan.py").write_text(code_of("other_loops.md"))
+    return folder
+
+
+def train(warm: Warm, folder: Path, name: str, *words: str, command: str = "train") -> Done:
+    where = [f"hydra.run.dir={name}"] * (name != "")
+    return warm.run("-m", f"qnmixer.{command}", *words, *where, cwd=folder, env=environment(**FORK_RANKS))
+
+
+def checkpoint(run: Path) -> dict:
+    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def alone(here: Path, warm: Warm) -> Path:
+    done = train(warm, here, "alone", *GAN, "test_after_training=true", "callbacks=default")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step 4/4" in done.stdout
+    return here / "alone"
+
+
+def test_the_example_has_at_most_sixty_lines() -> None:
+    assert len(code_of("other_loops.md").splitlines()) <= 60
+
+
+def test_a_step_is_a_training_step_everywhere(alone: Path) -> None:
+    found = checkpoint(alone)
+    assert (read_results(alone)["steps"], found["global_step"]) == (4, 4)
+    assert [state["state"][0]["step"] for state in found["optimizer_states"]] == [4, 4]
+    rows = read_metrics(alone / "metrics.csv")
+    trained = [row for row in rows if row["train/loss"]]
+    assert [int(row["step"]) for row in trained] == [1, 2, 3, 4]
+    assert [float(row["samples"]) for row in trained] == [2, 4, 6, 8]
+    assert all(row["train/grad_norm"] and row["train/grad_norm_1"] and row["train/discriminator"] for row in trained)
+    assert [int(row["step"]) for row in rows if row["val/psnr"]] == [2, 4]
+    assert {float(row["train/lr_1"]) for row in trained} == {1e-4}
+    assert (alone / "evaluation" / "table.csv").is_file()
+
+
+def test_a_resumed_gan_is_that_of_one_run_bit_for_bit(here: Path, alone: Path, warm: Warm) -> None:
+    for words in ([*GAN, "trainer.max_steps=3", "hydra.run.dir=parts"], ["resume=parts", "trainer.max_steps=4"]):
+        keys = ["schedule=constant"] if "resume=parts" not in words else []
+        done = train(warm, here, "", *words, *keys)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert train(warm, here, "whole", *GAN, "schedule=constant").returncode == 0
+    one, other = checkpoint(here / "whole"), checkpoint(here / "parts")
+    assert any(name.startswith("discriminator.") for name in one["state_dict"])
+    assert all(torch.equal(other["state_dict"][name], it) for name, it in one["state_dict"].items())
+    for before, after in zip(one["optimizer_states"], other["optimizer_states"], strict=True):
+        for number, state in before["state"].items():
+            assert all(torch.equal(after["state"][number][key], it) for key, it in state.items())
+    parts, whole = (
+        [(row["step"], row["train/loss"]) for row in read_metrics(here / name / "metrics.csv") if row["train/loss"]]
+        for name in ("parts", "whole")
+    )
+    assert parts == whole
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_have_the_gradients_of_one(here: Path, warm: Warm, strategy: str) -> None:
+    """After one step of SGD the weights have moved by the gradients, those of both networks."""
+    (here / "my_sgd_gan.py").write_text(
+        "import torch\nfrom my_gan import Gan\n\nclass Sgd(Gan):\n    def configure_optimizers(self):\n"
+        "        network, _ = super().configure_optimizers()\n"
+        "        return network, {'optimizer': torch.optim.SGD(self.discriminator.parameters(), lr=1.0)}\n"
+    )
+    sgd = ["optimizer=custom", "optimizer._target_=torch.optim.SGD", "optimizer.lr=0.01", "schedule=constant"]
+    words = [*GAN, "module._target_=my_sgd_gan.Sgd", "+module.adversarial=0.1", "trainer.max_steps=3", *sgd]
+    runs = {"one": [], strategy: [f"strategy={strategy}", *TWO]}
+    found = {}
+    for name, more in runs.items():
+        done = train(warm, here, f"sgd_{strategy}_{name}", *words, *more)
+        assert (done.returncode, done.stderr) == (0, "")
+        found[name] = checkpoint(here / f"sgd_{strategy}_{name}")["state_dict"]
+    start = checkpoint_at_start(here, warm, words)
+    for name, expected in found["one"].items():
+        moved, other = expected - start[name], found[strategy][name] - start[name]
+        assert float((moved - other).norm()) <= 1e-4 * float(moved.norm()) + 1e-7, name
+        if name.startswith("discriminator."):
+            assert float(moved.norm()) > 0
+
+
+def checkpoint_at_start(here: Path, warm: Warm, words: list[str]) -> dict:
+    """Weights after a step so small that nothing moves."""
+    done = train(warm, here, "start", *words, "trainer.max_steps=1", "optimizer.lr=1e-30", "+module.lr=1e-30")
+    assert done.returncode == 0
+    return checkpoint(here / "start")["state_dict"]
+
+
+def test_what_pipeline_cannot_is_one_line(here: Path, warm: Warm) -> None:
+    done = train(warm, here, "piped", *GAN, "strategy=pipeline", *TWO)
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("(automatic_optimization=False): choose strategy=single, ddp or fsdp")
+    assert done.returncode == 1
+
+
+UNUSED = """
+from torch import nn
+from qnmixer.models import LEARN
+
+class Unused(LEARN):
+    def __init__(self, *args, **named):
+        super().__init__(*args, **named)
+        self.extra = nn.Conv2d(1, 4, 3)
+"""
+
+
+def test_a_weight_without_a_gradient_is_named_in_one_line(here: Path, warm: Warm) -> None:
+    (here / "my_unused.py").write_text(UNUSED)
+    words = [it for it in TINY if not it.startswith("model.")]
+    words += ["model=custom", "model._target_=my_unused.Unused", "model.n_iterations=2", "model.channels=4"]
+    words += ["strategy=ddp", *TWO, "optimizer=adamw"]
+    expected = (
+        "waits for a gradient of network.extra.weight and 1 more, but the loss does not depend on it: take the weight "
+        "out (or requires_grad_(False)), or set strategy.find_unused_parameters=true"
+    )
+    done = train(warm, here, "unused", *words)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert line.endswith(expected)
+    assert "strategy=ddp" in line
+    checked = train(warm, here, "", *words, command="doctor")
+    found, _, fix = expected.rpartition(": ")
+    assert any(found in line and fix in line for line in checked.stdout.splitlines())
+    assert train(warm, here, "used", *words, "strategy.find_unused_parameters=true").returncode == 0
+
+
+def test_a_plan_of_it_is_refused_in_one_line(here: Path, warm: Warm) -> None:
+    words = [word for word in GAN if not word.startswith(("logger", "test_after"))]
+    done = train(warm, here, "", *words, command="plan")
+    (line,) = done.stderr.splitlines()
+    assert "Gan optimizes by itself (automatic_optimization=False)" in line
