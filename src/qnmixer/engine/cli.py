@@ -420,8 +420,8 @@ def _explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str
         return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
     own = group in map(key_of, words) or (group in known and answer(key, known))
     if config_name not in OF_A_RUN and not (name and own):
-        if (way := answer(key, known)) and ": use " in way:
-            return way
+        if (answered := answer(key, known)) and ": use " in answered:
+            return answered
         leaves = {name.rpartition(".")[2] for name in (*owners(), *_known_keys("train"))}
         return explain_key(key, config_name, known, {*leaves, "lr"})
     if key == "hydra" or key in groups:  # hydra=odd; a file's defaults that override another group, or their own
