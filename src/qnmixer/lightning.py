@@ -1,8 +1,68 @@
-"""Parts for Lightning: what a project's own LightningModule and its run are made of."""
+"""Parts for Lightning, for scripts with `L.Trainer(…)` and for projects. A run puts the same parts together.
 
-from qnmixer.engine.batch import Batch
+docs/library.md has a script. Names from here, from `qnmixer`, `qnmixer.models`, `qnmixer.physics` and `qnmixer.steps`
+are public: CHANGELOG.md names every change of them.
+"""
+
+from typing import Any, Literal
+
+from qnmixer.engine.batch import Batch, to_hu
+from qnmixer.engine.config.run import section
+from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.memory.modes import apply_memory_mode
+from qnmixer.engine.metrics import psnr, ssim
+from qnmixer.engine.parallel.pipeline import PipelineStrategy
+from qnmixer.engine.parallel.strategies import CopiesStrategy, ShardedStrategy
+from qnmixer.engine.reconstructor import Measurement
 from qnmixer.engine.run_module import RunModule
+from qnmixer.engine.training.callbacks import MeanWeights, MemoryMonitor
+from qnmixer.engine.training.checkpointing import Checkpointing
+from qnmixer.models import UnrolledNetwork
 from qnmixer.module import ReconstructionModule
+from qnmixer.physics import FanBeamGeometry
 
-__all__ = ["Batch", "ReconstructionModule", "RunModule", "SliceDataModule"]
+__all__ = [
+    "Batch",
+    "Checkpointing",
+    "CopiesStrategy",
+    "MeanWeights",
+    "Measurement",
+    "MemoryMonitor",
+    "PipelineStrategy",
+    "ReconstructionModule",
+    "RunModule",
+    "ShardedStrategy",
+    "SliceDataModule",
+    "memory_mode",
+    "phantom",
+    "psnr",
+    "slices",
+    "ssim",
+    "to_hu",
+]
+
+
+def memory_mode(network: UnrolledNetwork[Any], mode: Literal["keep", "recompute", "offload"]) -> None:
+    """Change what happens to the graph of a network's iterations until the backward pass, in place, before training.
+
+    Args:
+        network: as it was built.
+        mode: keep the graph, recompute each iteration in the backward pass, or offload the graph to the host. The
+            gradients are bit-identical.
+    """
+    apply_memory_mode(network, MemoryConfig(name=mode))
+
+
+def slices(source: str, *, geometry: FanBeamGeometry | None = None, **keys: Any) -> SliceDataModule:
+    """The LightningDataModule of a source of slices.
+
+    Args:
+        source: phantoms, dicom, numpy, or another option of `data=`.
+        geometry: the scan, which slices at their true size and measured sinograms need.
+        keys: of `data`, such as image_size, batch_size and root. The others have the values of conf/data.
+
+    Raises ConfigError for an option or a key that does not exist, or for a value out of bounds.
+    """
+    return SliceDataModule(section("data", source, **keys), geometry=geometry)

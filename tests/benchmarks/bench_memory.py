@@ -95,7 +95,8 @@ class PipelineStep:
             context = partial(torch.autocast, "cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
             assert dist.group.WORLD is not None
             assert isinstance(self.config.strategy, PipelineConfig)
-            self.pipeline = Pipeline(self.module, self.config.strategy, y, dist.group.WORLD, context)
+            how = self.config.strategy.schedule, self.config.strategy.microbatch_size
+            self.pipeline = Pipeline(self.module, *how, y, dist.group.WORLD, context)
         self.pipeline.step(y, batch, 0, torch.ones(()))
         del y
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -22,7 +22,6 @@ from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.processes.process import rank, world_size
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.loggers import build_loggers
-from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks
 from qnmixer.engine.training.checkpointing import Checkpointing
 from qnmixer.engine.training.steps import build_trainer
@@ -112,7 +111,7 @@ def train(
     if config.compile:
         compile_blocks(module.network)
     record = Record(scale)
-    callbacks = [record, *([Checkpointing(Run(folder), config.monitor, None, "max")] if measure else [])]
+    callbacks = [record, *([Checkpointing(folder, config.monitor, None, "max")] if measure else [])]
     trainer = build_trainer(
         config, folder, [*callbacks, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
     )

@@ -161,7 +161,7 @@ def test_a_run_that_was_stopped_after_training_comes_to_its_end(
 )
 def test_the_best_is_by_its_mode_and_never_nan(tmp_path: Path, mode: str, scores: list[float], best: list[int]) -> None:
     """A NaN at the first validation is the best until another value comes, so a run always has a best.ckpt."""
-    checkpointing, saved = Checkpointing(Run(tmp_path), "val/x", None, mode), list[tuple[int, str]]()
+    checkpointing, saved = Checkpointing(tmp_path, "val/x", None, mode), list[tuple[int, str]]()
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(reduce_boolean_decision=bool), callback_metrics={})
     trainer.save_checkpoint = lambda path: saved.append((trainer.global_step, path.stem))
     for trainer.global_step, score in enumerate(scores):
@@ -180,7 +180,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     trainer: Any = SimpleNamespace(global_step=0)
     module: Any = None
-    checkpointing = Checkpointing(Run(tmp_path), "val/psnr", None, "max")
+    checkpointing = Checkpointing(tmp_path, "val/psnr", None, "max")
     checkpointing.on_fit_start(trainer, module)
     with pytest.raises(Stopped):
         checkpointing.on_train_end(trainer, module)

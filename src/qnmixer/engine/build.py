@@ -15,7 +15,7 @@ from qnmixer.engine.config.targets import LossConfig, OptimizerConfig, ScheduleC
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.own import OwnDataModule
 from qnmixer.engine.metrics import build_metrics, one_for_each, try_loss
-from qnmixer.engine.reconstructor import Measurement, build_geometry, build_network, sample_measurement
+from qnmixer.engine.reconstructor import build_geometry, build_measurement, build_network, sample_measurement
 from qnmixer.engine.run_module import RunModule
 from qnmixer.errors import ConfigError, PluginError, first_line
 from qnmixer.models.unrolled import UnrolledNetwork
@@ -27,7 +27,7 @@ def build_module(config: Config, projector: FanBeamProjector | None = None) -> R
 
     Raises PluginError for a part that does not fit, such as a loss that fails for two images.
     """
-    measurement, loss = Measurement(config, projector), build_loss(config.loss)
+    measurement, loss = build_measurement(config, projector), build_loss(config.loss)
     try_loss(config.loss.as_typed, loss, config.data.image_size)
     if config.model.has_weights:
         check_gradient(config.loss, loss, config.data.image_size)

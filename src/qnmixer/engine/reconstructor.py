@@ -3,7 +3,8 @@
 Plain torch: training, evaluation, inference and the plan are built on it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,17 +27,31 @@ STREAMS = {"train": 0, "val": 1, "test": 2}
 
 
 class Measurement(nn.Module):
-    """The scan of a run and its noise, as the config says: x → A x + noise → y.
+    """A scan and its noise: x → A x + noise → y.
+
+    Args:
+        projector: A of the grid of the images.
+        noise: None: none is added.
+        seed: of the noise.
+        finer: builds A of the same scan for images of another size, to simulate from; None: from the scan itself.
+        overfit: validation draws the noise of training, because it has the same slices.
 
     Attributes:
         fine_matrix: A of the finer grid, from its first use on.
     """
 
-    def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
+    def __init__(
+        self,
+        projector: FanBeamProjector,
+        noise: KeyedNoise | None = None,
+        seed: int = 42,
+        *,
+        finer: Callable[[int], ScanMatrix] | None = None,
+        overfit: bool = False,
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.projector = projector or build_projector(config)
-        self.noise = build_noise(config)
+        self.projector, self.noise, self.seed, self.overfit = projector, noise or NoNoise(), seed, overfit
+        self._finer = finer or partial(_matrix_at, projector.geometry)
         self.fine_matrix: ScanMatrix | None = None
 
     @torch.no_grad()
@@ -48,9 +63,9 @@ class Measurement(nn.Module):
         """
         if "sinogram" in batch:
             return batch["sinogram"]
-        if self.config.debug.name == "overfit" and stream == "val":
-            stream = "train"  # the same slices must give the same measurements
-        keys = [(self.config.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()]
+        if self.overfit and stream == "val":
+            stream = "train"
+        keys = [(self.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()]
         return self.noise(self.project(batch["image"], batch.get("fine")), keys)
 
     def project(self, image: Tensor, fine: Tensor | None = None) -> Tensor:
@@ -63,7 +78,7 @@ class Measurement(nn.Module):
         if fine is None:
             return torch.cat([self.projector(x) for x in image.split(1)])
         if self.fine_matrix is None:
-            self.fine_matrix = system_matrix_at(self.config, fine.shape[-1])
+            self.fine_matrix = self._finer(fine.shape[-1])
         matrix = self.fine_matrix.to(fine.device)
         return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
 
@@ -74,7 +89,7 @@ class Reconstructor(nn.Module):
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
         super().__init__()
         self.config = config
-        self.measurement = Measurement(config, projector)
+        self.measurement = build_measurement(config, projector)
         self.network = build_network(config, self.measurement.projector)
 
     @property
@@ -115,6 +130,17 @@ class SampleMeasurement:
         return self.noise(y, [(self.seed, STREAMS[part], sample["sample"])])[0]
 
 
+def build_measurement(config: Config, projector: FanBeamProjector | None = None) -> Measurement:
+    """Build the scan and the noise of a run."""
+    return Measurement(
+        projector or build_projector(config),
+        build_noise(config),
+        config.seed,
+        finer=partial(system_matrix_at, config),
+        overfit=config.debug.name == "overfit",
+    )
+
+
 def sample_measurement(config: Config) -> SampleMeasurement | None:
     """The measurement of a run's samples in its loaders; None if no noise is drawn on the host.
 
@@ -132,6 +158,12 @@ def fine_size(config: Config) -> int:
     data = config.data
     by_device = data.simulation_factor > 1 and not data.measured and isinstance(build_noise(config), NoNoise)
     return data.simulation_factor * data.image_size if by_device else 0
+
+
+def _matrix_at(geometry: FanBeamGeometry, image_size: int) -> ScanMatrix:
+    """Build A of a scan for images of another size that cover the same field."""
+    pixel_size = geometry.pixel_size * geometry.image_size / image_size
+    return system_matrix(replace(geometry, image_size=image_size, pixel_size=pixel_size))
 
 
 def system_matrix_at(config: Config, image_size: int) -> ScanMatrix:

@@ -13,13 +13,13 @@ from qnmixer.engine.batch import Batch
 from qnmixer.engine.data.own import n_batches
 from qnmixer.engine.lightning_private import set_position
 from qnmixer.engine.parallel.shards import gather
+from qnmixer.engine.reconstructor import Measurement
 from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, TRAINED_KEY
 
 if TYPE_CHECKING:
     from qnmixer.engine.config.run import Config
-    from qnmixer.engine.reconstructor import Measurement
     from qnmixer.physics import FanBeamProjector
 
 
@@ -28,22 +28,25 @@ class RunModule(L.LightningModule):
 
     A subclass sets `network` in its constructor, and has `training_step`, `validation_step` and `configure_optimizers`.
 
+    In a script without a run, `measurement` may be set; else it is the scan of the network, without noise.
+
     Attributes:
         network: it alone is evaluated. Other networks of the module, such as a discriminator, are trained and saved.
-        config: of the run.
+        config: of the run; a script has none.
         measurement: the scan and its noise.
+        settings: the config as plain data, for checkpoints; empty in a script.
     """
 
     network: UnrolledNetwork[Any]
     config: "Config"
-    measurement: "Measurement"
+    measurement: Measurement
 
     def __init__(self) -> None:
         super().__init__()
         self.means = nn.ModuleDict()
-        self.settings: dict[str, Any] = {}  # the config as plain data, for checkpoints
+        self.settings: dict[str, Any] = {}
 
-    def attach(self, config: "Config", settings: dict[str, Any], measurement: "Measurement") -> None:
+    def attach(self, config: "Config", settings: dict[str, Any], measurement: Measurement) -> None:
         """Give the module what the run knows. The builder of a run calls it once."""
         self.config, self.settings, self.measurement = config, settings, measurement
 
@@ -59,6 +62,8 @@ class RunModule(L.LightningModule):
 
         stream: train, val or test.
         """
+        if not hasattr(self, "measurement"):
+            self.measurement = Measurement(self.network.projector)
         y: Tensor = self.measurement(batch, stream)
         return y
 
@@ -71,7 +76,7 @@ class RunModule(L.LightningModule):
 
         Raises ConfigError for a weight of the module itself, whose gradients fsdp would not average.
         """
-        shard = getattr(self.trainer.strategy, "shard", None)
+        shard = None if self._trainer is None else getattr(self.trainer.strategy, "shard", None)
         if shard is None:
             return
         if own := next(iter(self._parameters), None):
@@ -108,6 +113,8 @@ class RunModule(L.LightningModule):
 
     def n_steps(self) -> int:
         """Optimizer steps of the whole run. Lightning's count would load the data too early for a resumed run."""
+        if not self.settings:
+            return int(self.trainer.estimated_stepping_batches)
         trainer = self.config.trainer
         if trainer.max_epochs is None:
             return trainer.max_steps
@@ -122,12 +129,15 @@ class RunModule(L.LightningModule):
         """
         if not math.isfinite(norm := float(gather(torch.nn.utils.get_total_norm(list(self.parameters()))))):
             raise FloatingPointError(f"the norm of the weights became {norm} at step {self.global_step}")
-        checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": self.settings}
+        if self.settings:
+            checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": self.settings}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Resume at the same place in the data, whatever the strategy, and with the weights that were trained."""
         # The place follows from the number of steps, because a step has another number of batches with each strategy.
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it when it has one
+        data: Any = getattr(self._trainer, "datamodule", None)
+        if not hasattr(data, "start_at"):  # without a trainer, or with loaders of one's own, there is no place to set
+            return
         per_epoch, accumulate = n_batches(data.train_dataloader()), self.trainer.accumulate_grad_batches
         epoch, step = divmod(checkpoint["global_step"], per_epoch // accumulate)
         data.start_at(epoch, step * accumulate)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from qnmixer.engine.config.sections import PipelineConfig, TrainerConfig
 from qnmixer.engine.parallel.buffers import unchanged_buffers
 from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
@@ -209,18 +208,36 @@ def layouts(network: UnrolledNetwork[Any], y: Tensor, context: Context) -> list[
 # The strategy
 
 
+TIMEOUT = timedelta(minutes=30)
+"""Long, because ranks wait while one of them evaluates, plans or writes."""
+
+
 class PipelineStrategy(DDPStrategy):
     """Trains in stages within each group of devices, and on different batches in each group.
 
     A stage may run the backward pass of the first micro-batch before the forward pass of the last one. So
     `training_step` does both passes, and Lightning's `backward` does nothing. Lightning clears gradients between the
     two passes. Here they are cleared after the optimizer step.
+
+    Args:
+        n_devices: of one pipeline; the Trainer has a multiple of them.
+        batch_size: samples of one device; a pipeline works on n_devices times as many together.
+        accumulate: batches of an optimizer step, as the Trainer's accumulate_grad_batches.
+        schedule: 1f1b, with as many micro-batches in flight as devices, or sequential, with one.
+        microbatch_size: samples that a stage works on at once.
     """
 
-    def __init__(self, config: PipelineConfig, trainer: TrainerConfig, batch_size: int, timeout: timedelta) -> None:
-        super().__init__(timeout=timeout)
-        self.config, self.accumulate, self.batch_size = config, trainer.accumulate_grad_batches, batch_size
-        self.n_devices = config.devices_per_replica(trainer)
+    def __init__(
+        self,
+        n_devices: int,
+        batch_size: int,
+        accumulate: int = 1,
+        schedule: Literal["1f1b", "sequential"] = "1f1b",
+        microbatch_size: int = 1,
+    ) -> None:
+        super().__init__(timeout=TIMEOUT)
+        self.n_devices, self.batch_size, self.accumulate = n_devices, batch_size, accumulate
+        self.schedule, self.microbatch_size = schedule, microbatch_size
         self._pipeline: Pipeline | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -252,7 +269,7 @@ class PipelineStrategy(DDPStrategy):
         if self._pipeline is None:
             assert self._group is not None
             context = self.precision_plugin.forward_context
-            self._pipeline = Pipeline(module, self.config, y, self._group, context)
+            self._pipeline = Pipeline(module, self.schedule, self.microbatch_size, y, self._group, context)
         return self._pipeline.step(y, batch, batch_idx, self._loss_factor())
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -290,18 +307,24 @@ class Pipeline:
 
     Args:
         module: the LightningModule to train, with `network` and `measure`.
-        config: its schedule, and the size of a micro-batch.
+        schedule, microbatch_size: as in `PipelineStrategy`.
         y: a batch of sinograms; all later batches have its size.
         group: the devices of this pipeline, first stage first.
         context: the autocast context of a forward pass.
     """
 
     def __init__(
-        self, module: Any, config: PipelineConfig, y: Tensor, group: dist.ProcessGroup, context: Context
+        self,
+        module: Any,
+        schedule: Literal["1f1b", "sequential"],
+        microbatch_size: int,
+        y: Tensor,
+        group: dist.ProcessGroup,
+        context: Context,
     ) -> None:
         self.module, self.context, self.group = module, context, group
-        self.sequential = config.schedule == "sequential"
-        self.microbatch_size = config.microbatch_size
+        self.sequential = schedule == "sequential"
+        self.microbatch_size = microbatch_size
         of_one = y[: self.microbatch_size]
         # Layouts must not change later dropout.
         with torch.random.fork_rng([y.device] if y.is_cuda else []), unchanged_buffers(module.network):

@@ -7,7 +7,6 @@ numbering.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from inspect import signature
 from typing import Any
 
@@ -30,15 +29,12 @@ from qnmixer.engine.config.sections import (
     TrainerConfig,
 )
 from qnmixer.engine.lightning_private import find_unused_parameters
-from qnmixer.engine.parallel.pipeline import PipelineStrategy
+from qnmixer.engine.parallel.pipeline import TIMEOUT, PipelineStrategy
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 
 # The strategy of a run
-
-# Long, because ranks wait while one of them evaluates, plans or writes.
-_TIMEOUT = timedelta(minutes=30)
 
 # Else ddp sends the scan's matrices at every forward, 30 MB at the default size. Every process has built the same.
 _BUFFER_OPTION = "forward_sync_buffers"  # called broadcast_buffers before torch 2.13
@@ -60,17 +56,13 @@ def build_strategy(config: StrategyConfig, trainer: TrainerConfig, batch_size: i
         case SingleConfig():
             return "auto"
         case DDPConfig():
-            # Gradients that are views of ddp's buckets save a copy of all gradients.
-            return CopiesStrategy(
-                gradient_as_bucket_view=True,
-                timeout=_TIMEOUT,
-                find_unused_parameters=config.find_unused_parameters,
-                **_NO_BUFFERS,
-            )
+            return CopiesStrategy(config.find_unused_parameters)
         case FSDPConfig():
             return ShardedStrategy((trainer.devices or 1) * trainer.num_nodes)
         case PipelineConfig():
-            return PipelineStrategy(config, trainer, batch_size, _TIMEOUT)
+            n_devices = config.devices_per_replica(trainer)
+            accumulate = trainer.accumulate_grad_batches
+            return PipelineStrategy(n_devices, batch_size, accumulate, config.schedule, config.microbatch_size)
     raise ConfigError(f"strategy={config.name} is not known: choose single, ddp, fsdp or pipeline")
 
 
@@ -85,7 +77,20 @@ def build_precision(trainer: TrainerConfig, accelerator: str) -> Precision:
 
 
 class CopiesStrategy(DDPStrategy):
-    """Lightning's strategy for ddp. It looks for weights without a gradient if the module optimizes by itself."""
+    """Lightning's strategy for ddp. It looks for weights without a gradient if the module optimizes by itself.
+
+    Args:
+        find_unused_parameters: look for them at every step, if a loss does not depend on all weights.
+    """
+
+    def __init__(self, find_unused_parameters: bool = False) -> None:
+        # Gradients that are views of ddp's buckets save a copy of all gradients.
+        super().__init__(
+            gradient_as_bucket_view=True,
+            timeout=TIMEOUT,
+            find_unused_parameters=find_unused_parameters,
+            **_NO_BUFFERS,
+        )
 
     def setup(self, trainer: L.Trainer) -> None:
         """Wrap the module. A backward pass of one of several optimizers leaves the weights of others out."""
@@ -98,7 +103,11 @@ class CopiesStrategy(DDPStrategy):
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Lightning's strategy for FSDP2. It sends no gradients while it accumulates, and writes standard checkpoints."""
+    """Lightning's strategy for FSDP2. It sends no gradients while it accumulates, and writes standard checkpoints.
+
+    Args:
+        n_processes: of the Trainer, on all machines.
+    """
 
     def __init__(self, n_processes: int) -> None:
         # One file, as with the other strategies: Lightning's distributed checkpoint is a folder that only FSDP2 reads.
@@ -106,7 +115,7 @@ class ShardedStrategy(ModelParallelStrategy):
             data_parallel_size=n_processes,
             tensor_parallel_size=1,
             save_distributed_checkpoint=False,
-            timeout=_TIMEOUT,
+            timeout=TIMEOUT,
         )
 
     def shard(self, network: nn.Module, mesh: Any) -> None:

@@ -17,12 +17,13 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.config.logged import ITERATES, best_name
-from qnmixer.engine.config.sections import Count, StrategyConfig
+from qnmixer.engine.config.sections import Count
 from qnmixer.engine.config.targets import CallbackConfig, MetricConfig, modes_of
 from qnmixer.engine.data.dataset import EpochSampler
 from qnmixer.engine.data.own import samples_of
@@ -206,14 +207,14 @@ class MemoryMonitor(Callback):
     memory/device_used_mib are counters of the process, see `Usage`. On a CPU they include Python and all libraries.
 
     Args:
-        console: prints the lines.
+        console: prints the lines; None: the terminal.
 
     Attributes:
         measured_mib: the memory of a step; None before the second one has ended.
     """
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
         self.measured_mib: float | None = None
         self._peak: int | None = None  # bytes, as memory/peak_mib
         self._tracker: PeakTracker | None = None
@@ -229,7 +230,7 @@ class MemoryMonitor(Callback):
             return
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
-        elif self._n_steps == 1 and _shows_tensors(pl_module.config.strategy, pl_module.config.compile):
+        elif self._n_steps == 1 and _shows_tensors(trainer.strategy, bool(pl_module.settings.get("compile"))):
             # One step only: the tracker slows it down.
             self._tracker = self._tracking.enter_context(PeakTracker())
             tensors = [value for value in batch.values() if isinstance(value, Tensor)]
@@ -267,9 +268,9 @@ class MemoryMonitor(Callback):
         self._tracking.close()
 
 
-def _shows_tensors(strategy: StrategyConfig, compiled: bool) -> bool:
+def _shows_tensors(strategy: Strategy, compiled: bool) -> bool:
     """Whether the tracker sees a run's tensors. It sees neither storages that fsdp frees nor compiled code."""
-    return strategy.planned_as != "shards" and not compiled
+    return not isinstance(strategy, ModelParallelStrategy) and not compiled
 
 
 # Those that a config names

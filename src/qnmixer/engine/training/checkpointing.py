@@ -24,7 +24,6 @@ from qnmixer.engine.config.logged import best_name
 from qnmixer.engine.lightning_private import number_rows
 from qnmixer.engine.processes.process import defer_stop, is_rank, rank, stop_requested
 from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import Stopped
 from qnmixer.files import atomic_file
 from qnmixer.weights import RUN_KEY, checkpoint_in
@@ -37,14 +36,16 @@ class Checkpointing(Checkpoint):
     also has no random states, and cannot stop.
 
     Args:
-        run: the checkpoints go into its folder.
+        folder: they are checkpoints/best.ckpt and checkpoints/last.ckpt in it.
         monitor: the metric of the best checkpoint.
         every_n_steps: write last.ckpt every n optimizer steps, and at validations; None: at validations only.
         mode: the better value of the metric, max or min.
     """
 
-    def __init__(self, run: Run, monitor: str, every_n_steps: int | None, mode: str) -> None:
-        self.run, self.monitor, self.every_n_steps = run, monitor, every_n_steps
+    def __init__(
+        self, folder: str | Path, monitor: str = "val/psnr", every_n_steps: int | None = 100, mode: str = "max"
+    ) -> None:
+        self.folder, self.monitor, self.every_n_steps = Path(folder), monitor, every_n_steps
         self._sign = -1 if mode == "min" else 1
         self.best: float | None = None
         self.last: float | None = None  # the monitored value of the last validation, as it was measured
@@ -69,7 +70,7 @@ class Checkpointing(Checkpoint):
         Not in one of several ranks: the others would wait for it.
         """
         assert isinstance(pl_module, RunModule)
-        defer_stop(is_rank() or not pl_module.config.compile)
+        defer_stop(is_rank() or not pl_module.settings.get("compile"))
         self._first = trainer.global_step
         self._restore_random(trainer)
 
@@ -99,6 +100,8 @@ class Checkpointing(Checkpoint):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the best monitored value so far, in the row of the validation. It is the value of best.ckpt."""
+        if trainer.sanity_checking:
+            return
         score = self._score(trainer)
         best = score if self._is_best(score) else self.best
         assert best is not None
@@ -107,6 +110,8 @@ class Checkpointing(Checkpoint):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write best.ckpt, if it is the best, and last.ckpt."""
+        if trainer.sanity_checking:
+            return
         self._random = None
         self.validated = trainer.global_step
         if trainer.state.fn == TrainerFn.FITTING:
@@ -123,7 +128,7 @@ class Checkpointing(Checkpoint):
         """Add the state that Lightning leaves out."""
         data = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it when it has one
         checkpoint[RUN_KEY] = {
-            "split": data.split.record,
+            "split": data.split.record if hasattr(data, "split") else None,
             "monitor": self.monitor,
             "best": self.best,
             "last": self.last,
@@ -160,9 +165,11 @@ class Checkpointing(Checkpoint):
             raise FloatingPointError(f"{self.monitor} became {self.last} at step {step}")
 
     def save(self, trainer: L.Trainer, name: str) -> None:
-        """Write NAME.ckpt."""
+        """Write NAME.ckpt; nothing in Lightning's fast_dev_run."""
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning's, untyped
+            return
         # Every rank must get here: Lightning gathers the state with collectives, and rank 0 writes.
-        trainer.save_checkpoint(checkpoint_in(self.run.folder, name))
+        trainer.save_checkpoint(checkpoint_in(self.folder, name), weights_only=False)
         if name == "last":
             self._saved = trainer.global_step
 

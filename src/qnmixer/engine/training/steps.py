@@ -154,7 +154,7 @@ def all_callbacks(config: Config, run: Run) -> list[Callback]:
     """Build those of every run (checkpoints, memory, progress), and those that the config names."""
     mode = modes_of(config.metrics)[config.monitor]
     return [
-        Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode),
+        Checkpointing(run.folder, config.monitor, config.trainer.save_every_n_steps, mode),
         MemoryMonitor(run.console),
         TrainingProgress(run.console),
         *build_callbacks(config.callbacks, config.metrics),
