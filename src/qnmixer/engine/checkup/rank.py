@@ -71,7 +71,12 @@ def run_ranks(config: Config, folder: Path, n: int) -> None:
     Raises RankFailed, which names the rank, if a rank fails or hangs. All ranks are stopped then.
     """
     path, function = folder / "job.json", f"{__name__}.{examine.__name__}"
-    job = {"fit": function, "config": to_plain(config), "folder": str(folder), "overrides": [], "launcher": os.getpid()}
+    job = {
+        "config": to_plain(config.changed(fit=function)),
+        "folder": str(folder),
+        "overrides": [],
+        "launcher": os.getpid(),
+    }
     path.write_text(json.dumps(job), encoding="utf-8")
     try:
         launch(["-m", "qnmixer.engine.training.worker", str(path)], n)
