@@ -1,0 +1,132 @@
+"""`qnmixer.lightning`: the script of docs/library.md, and what Lightning's Trainer promises for its parts."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.tuner import Tuner
+
+import qnmixer.lightning
+from qnmixer.errors import CheckpointError
+from qnmixer.lightning import Checkpointing, MeanWeights, Measurement, MemoryMonitor, ReconstructionModule, slices
+from qnmixer.models import QNMixer
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
+from qnmixer.train import train
+
+from .conftest import PHANTOMS, TINY
+from .pages import ROOT
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+}  # fmt: skip
+
+
+def network() -> QNMixer:
+    torch.manual_seed(0)
+    scan = FanBeamGeometry(
+        image_size=16, pixel_size=25, n_views=8, n_detectors=24, detector_pitch=40, source_to_axis=541,
+        axis_to_detector=408,
+    )  # fmt: skip
+    return QNMixer(FanBeamProjector(scan), n_iterations=2, channels=4, n_mixer_layers=1)
+
+
+def data() -> L.LightningDataModule:
+    return slices("phantoms", image_size=16, batch_size=2, n_train=8, n_val=2, n_test=2, num_workers=0)
+
+
+def weights(module: ReconstructionModule) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.network.parameters()])
+
+
+def fitted(folder: Path, n_steps: int, **options: Any) -> tuple[L.Trainer, ReconstructionModule]:
+    module = ReconstructionModule(network())
+    trainer = L.Trainer(max_steps=n_steps, callbacks=[Checkpointing(folder)], **QUIET)
+    trainer.fit(module, datamodule=data(), **options)
+    return trainer, module
+
+
+@pytest.mark.slow
+def test_the_script_of_the_docs_trains(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "library.md").read_text()
+    (script,) = re.findall(r"```python\n(import lightning.*?)```", page, re.DOTALL)
+    assert len(script.splitlines()) <= 30
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "test/psnr" in done.stdout
+    assert "MiB in tensors at the peak of a step" in done.stdout
+
+
+def test_a_script_resumes_bit_for_bit_and_its_checkpoint_loads(tmp_path: Path) -> None:
+    _, whole = fitted(tmp_path / "whole", 6)
+    fitted(tmp_path / "part", 3)
+    last = tmp_path / "part" / "checkpoints" / "last.ckpt"
+    trainer, resumed = fitted(tmp_path / "part", 6, ckpt_path=last, weights_only=True)
+    assert trainer.global_step == 6
+    assert torch.equal(weights(resumed), weights(whole))
+    loaded = ReconstructionModule.load_from_checkpoint(last, network=network())
+    assert torch.equal(weights(loaded), weights(resumed))
+    with pytest.raises(CheckpointError, match="or give network=… for the checkpoint of a script"):
+        ReconstructionModule.load_from_checkpoint(last)
+
+
+def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
+    module = ReconstructionModule(network())
+    callbacks = [Checkpointing(tmp_path / "run"), MeanWeights(), MemoryMonitor()]
+    trainer = L.Trainer(fast_dev_run=True, callbacks=callbacks, **QUIET)
+    trainer.fit(module, datamodule=data())
+    assert trainer.global_step == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_validate_test_and_predict(tmp_path: Path) -> None:
+    trainer, module = fitted(tmp_path, 2)
+    (values,) = trainer.validate(module, datamodule=data(), verbose=False)
+    assert {"val/loss", "val/psnr", "val/ssim"} <= values.keys()
+    (values,) = trainer.test(module, datamodule=data(), verbose=False)
+    assert {"test/loss", "test/psnr", "test/ssim"} == values.keys()
+    test = data()
+    test.setup("test")
+    predicted = trainer.predict(module, dataloaders=test.test_dataloader())
+    assert predicted is not None
+    batch = next(iter(test.test_dataloader()))
+    expected = module.network(module.measure(batch, "test"))
+    assert torch.equal(predicted[0], expected)
+
+
+def test_the_lr_finder_sets_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = ReconstructionModule(network())
+    trainer = L.Trainer(max_steps=2, **QUIET)
+    finder = Tuner(trainer).lr_find(module, datamodule=data(), num_training=20)
+    assert finder is not None
+    assert module.lr == finder.suggestion() != 1e-3
+    trainer.fit(module, datamodule=data())
+    assert trainer.optimizers[0].param_groups[0]["lr"] == module.lr
+
+
+def test_noise_is_a_measurement(tmp_path: Path) -> None:
+    module = ReconstructionModule(network())
+    batch = {"image": torch.full((1, 1, 16, 16), 0.3), "sample": torch.tensor([5])}
+    clean = module.measure(batch, "train")
+    module.measurement = Measurement(module.network.projector, PhysicalNoise(1e4, 5.0), seed=1)
+    noisy = module.measure(batch, "train")
+    assert not torch.equal(noisy, clean)
+    assert torch.equal(noisy, module.measure(batch, "train"))
+
+
+def test_a_checkpoint_of_a_run_loads_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained = train(*TINY, *PHANTOMS, "hydra.run.dir=run")
+    module = ReconstructionModule.load_from_checkpoint(trained.checkpoint)
+    expected = qnmixer.load_pretrained(trained.folder)
+    assert all(torch.equal(a, b) for a, b in zip(module.network.parameters(), expected.parameters(), strict=True))
+
+
+def test_every_public_name_exists() -> None:
+    assert all(hasattr(qnmixer.lightning, name) for name in qnmixer.lightning.__all__)
