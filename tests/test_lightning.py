@@ -130,3 +130,47 @@ def test_a_checkpoint_of_a_run_loads_alone(tmp_path: Path, monkeypatch: pytest.M
 
 def test_every_public_name_exists() -> None:
     assert all(hasattr(qnmixer.lightning, name) for name in qnmixer.lightning.__all__)
+
+
+OF_TWO = {
+    "one": ('"auto"', 1),
+    "ddp": ("CopiesStrategy()", 2),
+    "fsdp": ("ShardedStrategy(2)", 2),
+    "pipeline": ("PipelineStrategy(2, batch_size=2)", 2),
+}
+ON_TWO = """
+import lightning as L, torch
+from qnmixer.lightning import *
+from qnmixer.models import QNMixer
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+
+torch.set_num_threads(1)
+scan = FanBeamGeometry(
+    image_size=16, pixel_size=25, n_views=8, n_detectors=24, detector_pitch=40, source_to_axis=541, axis_to_detector=408
+)
+torch.manual_seed(0)
+network = QNMixer(FanBeamProjector(scan), n_iterations=2, channels=4, n_mixer_layers=1)
+module = ReconstructionModule(network, optimizer=lambda network: torch.optim.SGD(network.parameters(), lr=0.1))
+keys = dict(image_size=16, n_train=16, n_val=2, n_test=2, num_workers=0)
+data = slices("phantoms", batch_size=4 // {n}, **keys)
+trainer = L.Trainer(
+    max_steps=4, strategy={strategy}, accelerator="cpu", devices={n}, logger=False, use_distributed_sampler=False,
+    callbacks=[Checkpointing("{name}")], num_sanity_val_steps=0, enable_progress_bar=False,
+)
+trainer.fit(module, datamodule=data)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_strategies_by_object_are_as_one_process(tmp_path: Path) -> None:
+    trained = {}
+    for name, (strategy, n) in OF_TWO.items():
+        (tmp_path / f"{name}.py").write_text(ON_TWO.format(name=name, strategy=strategy, n=n))
+        done = subprocess.run([sys.executable, f"{name}.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        checkpoint = torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True)
+        assert checkpoint["global_step"] == 4
+        trained[name] = torch.cat([value.flatten() for _, value in sorted(checkpoint["state_dict"].items())])
+    for name, found in trained.items():
+        assert float((found - trained["one"]).norm() / trained["one"].norm()) < 1e-6, name
