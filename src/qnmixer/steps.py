@@ -2,9 +2,17 @@
 
 A `fit` is a function (config, run) → best value of config.monitor. The key `fit` names it: fit=my_ct.fit.fit. Every
 process of a run calls it. Each step raises UserError for what the user can fix.
+
+A program that has no run takes the parts alone: `config_of`, then `build_module`, `evaluate` or a `Planner`.
 """
 
-from qnmixer.engine.config.run import Config
+from qnmixer.engine.build import build_module, build_optimizer, learning_rate_factor
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import Config, override, parse
+from qnmixer.engine.evaluation.evaluate import evaluate
+from qnmixer.engine.evaluation.scores import by_patient
+from qnmixer.engine.memory.plan import Planner
+from qnmixer.engine.reconstructor import build_network
 from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.steps import (
@@ -22,12 +30,21 @@ from qnmixer.engine.training.terminal import print_end
 
 __all__ = [
     "Config",
+    "Planner",
     "Run",
     "all_callbacks",
     "build_data",
     "build_loggers",
+    "build_module",
+    "build_network",
+    "build_optimizer",
     "build_trainer",
+    "by_patient",
+    "config_of",
+    "evaluate",
     "evaluate_best",
+    "learning_rate_factor",
+    "override",
     "prepared_module",
     "print_end",
     "resume_checkpoint",
@@ -35,3 +52,8 @@ __all__ = [
     "train",
     "validate_last_steps",
 ]
+
+
+def config_of(*overrides: str) -> Config:
+    """The checked config of a run with these overrides, as on the command line. Raises ConfigError."""
+    return parse(compose("train", [*overrides]))
