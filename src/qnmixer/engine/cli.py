@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -362,7 +362,7 @@ def _explain_word(word: str, config_name: str, words: Collection[str]) -> str:
     if groups := sorted(path.parent.name for path in CONF.glob("*/*.yaml") if path.stem == word):
         return f"{word} is not KEY=VALUE: write {groups[0]}={word}"
     given, known = [*map(key_of, words)], _known_keys(config_name)
-    wanted = {"run", "sweep", *OmegaConf.missing_keys(compose(config_name, []))}
+    wanted = {"run", "sweep", *OmegaConf.missing_keys(_composed(config_name))}
     if "=" not in word:
         line = explain_word(word, [key for key in known if key in wanted and key not in given], known)
         if line is not None:
@@ -444,11 +444,21 @@ def _known_words(config_name: str) -> list[str]:
     return [*groups, *_known_keys(config_name)]
 
 
+@cache
 def _known_keys(config_name: str) -> list[str]:
-    """Dotted names of all keys of a command, groups included."""
-    values = OmegaConf.to_container(compose(config_name, []), resolve=False)
+    """Dotted names of all keys of a command. Those of a run are in files of conf/, which a wrong key reads anyway."""
+    if config_name in OF_A_RUN:
+        files = [OmegaConf.load(CONF / f"{name}.yaml") for name in {"train", config_name}]
+        return [str(key) for file in files for key in file if key not in ("defaults", "hydra")] + [*owners()]
+    values = OmegaConf.to_container(_composed(config_name), resolve=False)
     assert isinstance(values, dict)
     return list(flat_keys({str(key): value for key, value in values.items()}))
+
+
+@cache
+def _composed(config_name: str) -> DictConfig:
+    """The config of a command without overrides."""
+    return compose(config_name, [])
 
 
 @contextmanager

@@ -178,9 +178,8 @@ def answer(word: str, only: Collection[str] | None = None) -> str | None:
 
     only: the keys of a command that has no others. Ways that name others are no ways there.
     """
-    known_ways = [way for known, ways in answers().items() if f"{word}.".startswith(f"{known}.") for way in ways]
-    if not known_ways:
-        return None
-    named = {way: {*re.findall(r"(?:^|\buse )([a-z][\w.]*)=", way)} for way in known_ways}
-    ways = [way for way, keys in named.items() if only is None or keys <= {*only}]
-    return f"{word} is not known here: {ways[0] if ways else 'a run has it from its training'}"
+    for known, ways in answers().items():
+        for way in ways if f"{word}.".startswith(f"{known}.") else ():
+            if only is None or {*re.findall(r"(?:^|\buse )([a-z][\w.]*)=", way)} <= {*only}:
+                return f"{word} is not known here: {way}"
+    return None

@@ -198,7 +198,7 @@ def _unreadable(overrides: list[str], why: str) -> str:
         return way
     if not groups:
         return f"a value cannot be read ({why}): check the values"
-    group = next((key for key, word in groups.items() if word.endswith("=null")), [*groups][-1])
+    *_, group = groups
     choices = f"give {group} the name of one of its options: {', '.join(options(group))}"
     return f"{' '.join(groups.values())} cannot be read ({why}): {choices}"
 

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import Container, OmegaConf
 
 CONF = (Path(__file__).parents[2] / "conf").resolve()
 """In a clone, a link to conf/ of the repository; in a wheel, a copy of the files."""
@@ -25,12 +25,18 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith(_NO_OPTIONS))
 
 
+@cache
+def _read(path: Path) -> Container:
+    """A file of conf/. To read one takes longer than to copy it, and several options include the same."""
+    return OmegaConf.load(path)
+
+
 def files_of(group: str, option: str) -> list[tuple[Path, str]]:
     """The files of an option, those that it includes first. Each with the key at which it stands (FILE@KEY), or ""."""
     path = CONF / group / f"{option}.yaml"
     if not path.is_file():
         return []
-    defaults = OmegaConf.select(OmegaConf.load(path), "defaults", default=[])
+    defaults = OmegaConf.select(_read(path), "defaults", default=[])
     names = [name.partition("@") for name in defaults if isinstance(name, str)]
     return [(file, key) for name, _, key in names for file, _ in files_of(group, name)] + [(path, "")]
 
@@ -40,9 +46,9 @@ def values_of_option(group: str, option: str) -> dict[str, Any]:
     merged = OmegaConf.create()
     for path, key in files_of(group, option):
         if key:
-            OmegaConf.update(merged, key, OmegaConf.load(path))
+            OmegaConf.update(merged, key, _read(path))
         else:
-            merged.merge_with(OmegaConf.load(path))
+            merged.merge_with(_read(path))
     values = OmegaConf.to_container(merged, resolve=False)
     assert isinstance(values, dict)
     values.pop("defaults", None)

@@ -35,7 +35,6 @@ from qnmixer.engine.config.targets import (
     ScheduleConfig,
     Target,
     check_monitor,
-    default_metrics,
 )
 from qnmixer.engine.plugins import check_plugin, is_trusted
 
@@ -59,7 +58,7 @@ class Config(Section):
     fit: str = FIT
     tags: list[Annotated[str, Len(1, LONGEST_TAG)]] = Field(default_factory=list)
     logger: Loggers = Field(default_factory=dict)
-    metrics: Metrics = Field(default_factory=default_metrics)
+    metrics: Metrics = Field(default_factory=lambda: section("metrics", "default"))
     callbacks: Callbacks = Field(default_factory=dict)
     data: Source
     datamodule: DataModuleConfig = Field(default_factory=lambda: section("datamodule", "default"))

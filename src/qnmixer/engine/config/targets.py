@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic.errors import PydanticUserError
 
 from qnmixer.engine.config.checking import VALUES, Section, answer, unknown_key, validated
-from qnmixer.engine.config.files import TARGET, option_of, options, owners, values_of_option
+from qnmixer.engine.config.files import TARGET, option_of, options, owners
 from qnmixer.engine.config.logged import LOSS, taken_names
 from qnmixer.engine.config.sections import WandbConfig
 from qnmixer.engine.plugins import Kind, is_trusted, load_plugin, parameters_of, subclass_of, taken
@@ -509,12 +509,6 @@ Loggers = _group("logger", Annotated[_Logger, Discriminator(_kind_of_logger)], _
 def averages_weights(callbacks: Mapping[str, CallbackConfig]) -> bool:
     """Whether a callback keeps a mean of the weights on the device, as callbacks=ema does."""
     return any(callback.target == _MEAN_WEIGHTS for callback in callbacks.values())
-
-
-def default_metrics() -> dict[str, MetricConfig]:
-    """Those of metrics=default: of a file without the section, such as an older checkpoint, and of each final table."""
-    metrics: dict[str, MetricConfig] = validated(Metrics, values_of_option("metrics", "default"), "metrics")
-    return metrics
 
 
 def modes_of(metrics: Mapping[str, MetricConfig]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from qnmixer.engine.config.checking import answer
 from qnmixer.engine.config.compose import NO_EXPERIMENT, is_override, key_of, quoted
 from qnmixer.errors import ConfigError, suggest
 
@@ -16,8 +17,6 @@ NOTHING = ("", "null", "none", "false", "off", "no", "~")
 """What people give a group to have none of it."""
 _LEAST = {"logger": "csv", "memory": "keep", "schedule": "constant", "strategy": "single"}
 """The option that does nothing more, of groups without one that is called none or off."""
-_WEIGHTS = ("ckpt", "ckpt_path", "checkpoint_path", "finetune", "model_path", "resume", "weights")
-"""Keys by which people name a trained network."""
 
 
 def check_groups(overrides: list[str], conf: Path) -> None:
@@ -100,9 +99,8 @@ def explain_key(key: str, command: str, known: Collection[str], trained: Collect
         trained: names of keys that a training run has, without their groups.
     """
     leaf = key.rpartition(".")[2]
-    if key in _WEIGHTS:
-        way = "the trained network is run=RUN_FOLDER" if "run" in known else "the trained networks are sweep=FOLDER"
-        return f"{key} is not a key of {command}: {way}"
+    if way := answer(key, known):
+        return way
     if same := [its for its in known if its.rpartition(".")[2] == leaf] or difflib.get_close_matches(key, known, n=1):
         return f"unknown key {key}: did you mean {' or '.join(same)}?"
     if leaf in trained:

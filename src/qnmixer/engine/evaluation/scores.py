@@ -7,7 +7,8 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from qnmixer.engine.config.logged import COLUMNS_OF_IMAGES, IN_WINDOW, deviation_name
-from qnmixer.engine.config.targets import MetricConfig, default_metrics
+from qnmixer.engine.config.run import section
+from qnmixer.engine.config.targets import MetricConfig
 from qnmixer.engine.data.splits import Overlap
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.reports.terminal import in_digits
@@ -16,7 +17,8 @@ from qnmixer.files import digest
 
 def with_usual(metrics: Mapping[str, MetricConfig]) -> dict[str, MetricConfig]:
     """The metrics of a final table: PSNR and SSIM, and the run's own."""
-    return default_metrics() | dict(metrics)
+    usual: dict[str, MetricConfig] = section("metrics", "default")
+    return usual | dict(metrics)
 
 
 def titles_of(metrics: Mapping[str, MetricConfig]) -> dict[str, str]:
