@@ -105,9 +105,9 @@ def test_the_lr_finder_sets_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyP
     trainer = L.Trainer(max_steps=2, **QUIET)
     finder = Tuner(trainer).lr_find(module, datamodule=data(), num_training=20)
     assert finder is not None
-    assert module.lr == finder.suggestion() != 1e-3
+    assert module.learning_rate == finder.suggestion() != 1e-3
     trainer.fit(module, datamodule=data())
-    assert trainer.optimizers[0].param_groups[0]["lr"] == module.lr
+    assert trainer.optimizers[0].param_groups[0]["lr"] == module.learning_rate
 
 
 def test_noise_is_a_measurement(tmp_path: Path) -> None:

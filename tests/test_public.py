@@ -1,0 +1,42 @@
+"""The public face: it changes only with a line in CHANGELOG.md, and everything that users read stands on it."""
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+
+from .pages import PAGES, ROOT
+from .public import MODULES, signatures
+
+FILE = Path(__file__).with_name("public.txt")
+READ_BY_USERS = [
+    *PAGES,
+    *sorted((ROOT / "notebooks").glob("*.ipynb")),
+    *(
+        path
+        for path in sorted((ROOT / "src" / "qnmixer" / "template").rglob("*"))
+        if path.suffix in (".py", ".ipynb", ".md")
+    ),
+]
+
+
+def test_a_change_of_a_public_name_is_in_the_changelog() -> None:
+    """The digest in CHANGELOG.md changes with the file, so nobody writes the file anew without opening it."""
+    text = FILE.read_text(encoding="utf-8")
+    way = "write the change into CHANGELOG.md, then: python tests/public.py > tests/public.txt"
+    assert signatures() == text.splitlines(), way
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    assert f"<!-- public names: {digest} -->" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), way
+
+
+@pytest.mark.parametrize("path", READ_BY_USERS, ids=lambda path: path.name)
+def test_what_users_read_imports_public_modules_only(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert re.findall(r"qnmixer\.engine[.\w]*", text) == []
+    imported = re.findall(r"^\W*(?:from|import) (qnmixer[.\w]*)", text, re.MULTILINE)
+    extra = {
+        "qnmixer.train",
+        "qnmixer.extras.comparison.statistics",
+    }  # a command, and what the comparison notebook shows
+    assert {*imported} - {*MODULES} - extra == set()
