@@ -225,6 +225,7 @@ def test_four_devices_are_as_one(recorded: dict[str, list[dict[str, Any]]], name
         # rounding is that of its terms. The same sums in float64 differ by less than 1e-12.
         for of, wanted in expected["gradients"].items():
             assert (found["gradients"][of] - wanted).norm() <= 5e-5 * expected["magnitudes"][of], of
+        assert overall(found["weights"], expected["weights"]) < 2e-5
         as_trained_as(found["weights"], expected["weights"])
 
 
