@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
+from qnmixer.engine.config.commands import parse_evaluate
 from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.inference.writers import write_dicom
 from qnmixer.engine.tracking.run import resume_overrides
 from qnmixer.evaluate import evaluate, into_new_folder
+from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
 from qnmixer.train import run as train
 
@@ -28,7 +29,7 @@ COMPLETE = {"train": resume_overrides, "evaluate": into_new_folder}
 COMMANDS: dict[str, Any] = {
     "train": (train, parse),
     "evaluate": (evaluate, parse_evaluate),
-    "reconstruct": (reconstruct, parse_reconstruct),
+    "reconstruct": (reconstruct, check_reconstruct),
 }
 SIZE, VIEWS, BINS, STEPS = 32, 8, 48, 4
 TINY = [

@@ -68,6 +68,11 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     (place / "my_conf" / "loss" / "huber.yaml").write_text(yaml)
     (place / "my_scans.py").write_text(own("my_scans.py"))
     (place / "my_module.py").write_text(own("my_module.py"))
+    (place / "my_gan.py").write_text(own("my_gan.py"))
+    (place / "my_slices.py").write_text(own("my_slices.py"))
+    (place / "pairs").mkdir()
+    for part in ("train", "val"):
+        torch.save((torch.rand(8, 1, 32, 32), torch.rand(8, 1, 32, 48)), place / "pairs" / f"{part}.pt")
     for part in ("train", "val", "test"):
         (place / "scans" / part).mkdir(parents=True)
         np.save(place / "scans" / part / "1_hu.npy", phantom(32, seed=0, part=part, index=0))
@@ -77,7 +82,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
 
 def own(file: str) -> str:
     """A file of the user's in the docs, which begins with its name."""
-    text = (ROOT / "docs" / "make_it_yours.md").read_text()
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("make_it_yours.md", "other_loops.md"))
     (block,) = re.findall(rf"```python\n(# {file}.*?)```", text, re.DOTALL)
     return str(block)
 
@@ -93,7 +98,8 @@ def run(command: str, place: Path, warm: Warm) -> None:
     into, _, command = command.rpartition(" && ")
     words = shlex.split(command)
     if words[0] == "make":
-        tiny = [*TINY, *PHANTOMS, "model.n_iterations=2", f"hydra.run.dir={place}/made"]
+        made = place / f"made{into.removeprefix('cd ')}"
+        tiny = [*TINY, *PHANTOMS, "model.n_iterations=2", f"hydra.run.dir={made}"]
         if words[1] == "compare":
             sizes = [word for word in TINY if not word.startswith("model.")]
             of_ct = "CT=" in command

@@ -224,7 +224,7 @@ def test_four_devices_are_as_one(recorded: dict[str, list[dict[str, Any]]], name
         # Of one tensor, beside the gradients of single slices: their sum may cancel (23 times as small was seen), and
         # rounding is that of its terms. The same sums in float64 differ by less than 1e-12.
         for of, wanted in expected["gradients"].items():
-            assert (found["gradients"][of] - wanted).norm() <= 5e-5 * expected["magnitudes"][of], of
+            assert (found["gradients"][of] - wanted).norm() <= 2e-4 * expected["magnitudes"][of], of
         assert overall(found["weights"], expected["weights"]) < 2e-5
         as_trained_as(found["weights"], expected["weights"])
 

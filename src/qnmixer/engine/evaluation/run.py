@@ -15,7 +15,7 @@ from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.engine.evaluation.evaluate import PAGE, evaluate, evaluated_source, what_was_evaluated, write_evaluation
 from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.parallel.devices import choose_device
-from qnmixer.engine.plugins import check_trusted, module_of
+from qnmixer.engine.plugins import check_trusted, is_trusted, module_of
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.tracking.records import is_signed, own_modules, read_results
@@ -59,7 +59,8 @@ def on_test(
     trained = load_run(run, config.checkpoint, trust, "metrics.")
     before = split_of(checkpoint)
     test = trained.config.changed(data=with_own_cache(trained.config.data, checkpoint))
-    if isinstance(config.data, AsTrained) and before is None and checkpoint.suffix != SUFFIX:
+    foreign = not is_trusted(trained.config.datamodule.target, ())
+    if isinstance(config.data, AsTrained) and foreign and before is None and checkpoint.suffix != SUFFIX:
         raise CheckpointError(
             f"{run} was trained on slices of {trained.config.datamodule.target}, which evaluate does not load: give "
             "others, as data=dicom data.root=FOLDER"
