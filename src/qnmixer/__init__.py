@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from qnmixer.models import UnrolledNetwork
 
-__all__ = ["load_pretrained"]
+__all__ = ["load_pretrained", "phantom"]
 
 
 def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ()) -> "UnrolledNetwork[Any]":
@@ -35,3 +37,17 @@ def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ())
     from qnmixer.engine.checkpoints import load_run
 
     return load_run(run, trust=trust).network.eval()
+
+
+def phantom(size: int, *, seed: int, part: str, index: int) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """One random slice [size, size] in HU, drawn on 400 mm: a body, or ellipses.
+
+    Args:
+        size: rows and columns.
+        seed: of the whole set.
+        part: "train", "val" or "test"; their phantoms never coincide.
+        index: number in the part; any non-negative integer.
+    """
+    from qnmixer.engine.data import phantoms
+
+    return phantoms.phantom(size, seed=seed, part=part, index=index)

@@ -10,7 +10,6 @@ from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.config.run import section
 from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.metrics import psnr, ssim
 from qnmixer.engine.parallel.pipeline import PipelineStrategy
@@ -36,7 +35,6 @@ __all__ = [
     "ShardedStrategy",
     "SliceDataModule",
     "memory_mode",
-    "phantom",
     "psnr",
     "slices",
     "ssim",

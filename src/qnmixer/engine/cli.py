@@ -404,7 +404,8 @@ def _own_option(group: str, name: str, words: Collection[str]) -> str:
     """What to add for an option of the user's own, whose folder was not given."""
     if any(key_of(word) == SEARCH_PATH or word.startswith(("--config-dir", "-cd")) for word in words):
         return ""
-    here = sorted(path.parents[1] for path in Path().glob(f"*/{group}/{glob.escape(name)}.yaml"))
+    file = f"{group}/{glob.escape(name)}.yaml"
+    here = sorted(path.parents[1] for level in ("*", "*/*") for path in Path().glob(f"{level}/{file}"))
     if not here and group != "experiment":
         return ""
     return f"; or add --config-dir {shlex.quote(str(here[0])) if here else f'FOLDER, for FOLDER/{group}/{name}.yaml'}"
