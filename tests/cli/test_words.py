@@ -215,6 +215,7 @@ def test_an_option_of_ones_own_needs_its_folder(group: str, typed: Typed, tmp_pa
 # Arguments of Lightning's Trainer
 
 
+@pytest.mark.long  # each value is a whole command line
 @pytest.mark.parametrize("name", [name for name in signature(lightning.Trainer.__init__).parameters if name != "self"])
 def test_every_argument_of_the_trainer_is_a_key_or_has_an_answer(name: str, typed: Typed) -> None:
     values = ["true", "3", "1.0", "simple", "norm", "00:00:01:00"]
@@ -346,6 +347,7 @@ def test_every_key_of_text_gets_what_was_typed(typed: Typed) -> None:
         assert_as_typed(typed, words, key, "1.10", is_list)
 
 
+@pytest.mark.long  # each value is a whole command line
 @pytest.mark.parametrize("token", SPELLINGS)
 def test_every_spelling(token: str, typed: Typed) -> None:
     assert_as_typed(typed, [], "tags", token, True)
