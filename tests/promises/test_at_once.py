@@ -150,8 +150,8 @@ BESIDE = [
         for it in ("tv", "fbp", "fbpconvnet", "regformer", "learn", "learned_primal_dual", "itnet")
     ),
     *(f"experiment=pretrained data={it} data.root=." for it in ("dicom", "numpy")),
-    *(f"{SEARCH_PATH} experiment=measured data={it} data.root=." for it in ("dicom", "numpy")),
-    *(f"{SEARCH_PATH} experiment=compare_small data={it} data.root=." for it in ("dicom", "numpy")),
+    *(f"experiment=measured data={it} data.root=." for it in ("dicom", "numpy")),
+    *(f"experiment=compare_small data={it} data.root=." for it in ("dicom", "numpy")),
     "experiment=paper_aapm data=phantoms",
 ]
 """Words of an experiment, beside an option that cannot have what the experiment sets."""
@@ -161,7 +161,9 @@ BESIDE = [
 def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, words: str) -> None:
     """All checks are before this line."""
     path = {"PYTHONPATH": path_without(tmp_path)}
-    done = cold.run("-m", "qnmixer.train", *words.split(), "hydra.run.dir=run", cwd=tmp_path, env=os.environ | path)
+    done = cold.run(
+        "-m", "qnmixer.train", *words.split(), SEARCH_PATH, "hydra.run.dir=run", cwd=tmp_path, env=os.environ | path
+    )
     assert (done.returncode, done.stderr) == (LOADED, "")
     (line, _) = done.stdout.splitlines()
     start, _, told = line.removesuffix(" (loading PyTorch …)").partition(": ")
@@ -172,7 +174,7 @@ def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, word
 @pytest.mark.parametrize("words", BESIDE)
 def test_what_an_experiment_sets_stops_no_other_option(words: str) -> None:
     """Each part that is named is the class that it is without the experiment."""
-    found = to_plain(parse(compose("train", words.split())))
+    found = to_plain(parse(compose("train", [SEARCH_PATH, *words.split()])))
     _, *others = words.split()
     alone = to_plain(parse(compose("train", others)))
     for group in (word.partition("=")[0] for word in others if not word.startswith("data.root")):
