@@ -22,7 +22,12 @@ import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[-1].partition("=")[2])
 begin = time.monotonic()
 (folder / "begun").touch()
-time.sleep(0.5)
+partner = folder.parent / f"partner_of_{{folder.name}}"  # a job that must have begun before this one ends
+while partner.exists() and not (folder.parent / partner.read_text() / "begun").exists():
+    if time.monotonic() > begin + 60:
+        break
+    time.sleep(0.01)
+time.sleep(0.1)
 (folder / "results.json").write_text(json.dumps({{
     "status": "done", "overrides": sys.argv[3:-1], "best": {{"val/psnr": 30.0}}, "seconds": 1,
     "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "threads": os.environ.get("OMP_NUM_THREADS"),
@@ -44,6 +49,13 @@ def job(folder: Path, number: int, *overrides: str) -> Job:
     return Job(folder / str(number), list(overrides), compose("train", list(overrides)))
 
 
+def meet(first: Job, second: Job) -> None:
+    """Let each of two jobs wait until the other one has begun."""
+    for it, other in ((first, second), (second, first)):
+        it.folder.parent.mkdir(exist_ok=True)
+        (it.folder.parent / f"partner_of_{it.folder.name}").write_text(other.folder.name)
+
+
 def overlap(first: Job, second: Job) -> bool:
     a, b = read_results(first.folder), read_results(second.folder)
     return a["begin"] < b["end"] and b["begin"] < a["end"]
@@ -59,12 +71,14 @@ def test_every_job_has_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
         job(tmp_path, 2, *ddp),  # all of them
         job(tmp_path, 3, *ddp, "trainer.devices=4"),  # more than there are
     ]
+    meet(jobs[0], jobs[1])
     assert run_jobs(jobs, at_once=None, check=parse) == [30.0] * 4
     assert [read_results(it.folder)["gpus"] for it in jobs] == ["4,5", "GPU-7", "4,5,GPU-7", "4,5,GPU-7"]
     assert overlap(jobs[0], jobs[1])
     assert not any(overlap(jobs[2], other) for other in (*jobs[:2], jobs[3]))
     assert (jobs[0].folder / "output.log").exists()
     shared = [job(tmp_path / "shared", n, "trainer.accelerator=cuda", f"seed={n}") for n in range(4)]
+    meet(shared[0], shared[3])
     run_jobs(shared, at_once=4, check=parse)  # more jobs than GPUs share them
     assert [read_results(it.folder)["gpus"] for it in shared] == ["4", "5", "GPU-7", "4"]
     assert overlap(shared[0], shared[3])
@@ -78,6 +92,7 @@ def test_jobs_on_a_cpu_run_one_at_a_time_by_default(tmp_path: Path) -> None:
     assert read_results(jobs[0].folder)["threads"] is None
 
     jobs = [job(tmp_path / "more", n, "trainer.accelerator=cpu", f"seed={n}") for n in range(2)]
+    meet(*jobs)
     run_jobs(jobs, at_once=2, check=parse)
     assert overlap(*jobs)
     assert read_results(jobs[0].folder)["threads"] == str(threads_each(2))
