@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.tuner import Tuner
 
 import qnmixer.lightning
+from qnmixer.engine.processes import process
 from qnmixer.errors import CheckpointError
 from qnmixer.lightning import Checkpointing, MeanWeights, Measurement, MemoryMonitor, ReconstructionModule, slices
 from qnmixer.models import QNMixer
@@ -24,6 +25,12 @@ from .pages import ROOT
 QUIET: dict[str, Any] = {
     "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process remembers the stop signal of an earlier test."""
+    monkeypatch.setattr(process, "_received", None)
 
 
 def network() -> QNMixer:
