@@ -8,6 +8,8 @@ MODULES = ("qnmixer", "qnmixer.models", "qnmixer.physics", "qnmixer.lightning", 
 
 def arguments(value: object) -> str:
     """The names of its arguments, with plain defaults; "" for what is not called."""
+    if hasattr(value, "model_fields"):  # a model of pydantic: its keys are those of conf/
+        return ""
     try:
         parameters = inspect.signature(value).parameters.values()  # type: ignore[arg-type]  # else a TypeError
     except (TypeError, ValueError):

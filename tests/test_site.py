@@ -40,7 +40,7 @@ def test_links_to_other_files_lead_to_the_repository(hooks: ModuleType) -> None:
     assert written("[a](../notebooks/x.ipynb)") == "[a](../notebooks/x.md)"
     kept = "[a](data.md#the-scan) [b](none.md) [c](https://d.e/f) [g](#h)"  # mkdocs finds that none.md is wrong
     assert written(kept) == kept
-    assert written("<!-- README: levers -->").count("| `memory=recompute` |") == 1
+    assert written("<!-- table: levers -->").count("| `memory=recompute` |") == 1
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
-    """Insert tables of README, and let links to other files of the repository lead to its address."""
+    """Insert tables of README and docs, and let links to other files of the repository lead to its address."""
     place = posixpath.dirname(page.file.src_uri)
-    readme = (ROOT / "README.md").read_text()
+    pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/memory.md"))
 
     def table(found: re.Match[str]) -> str:
-        (text,) = re.findall(rf"<!-- {found[1]} -->\n(.*?)<!-- end of", readme, re.DOTALL)
+        (text,) = re.findall(rf"<!-- {found[1]} -->\n(.*?)<!-- end of", pages, re.DOTALL)
         return str(text)
 
     def link(found: re.Match[str]) -> str:
@@ -55,7 +55,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         return f"{found[1]}{config.extra['repository']}/{kind}/main/{target}{found[3]}"
 
     markdown = re.sub(r"^(!\[.*\]\((.*)\))$", r"[\1](\2)", markdown, flags=re.MULTILINE)  # a phone opens it alone
-    return _LINK.sub(link, re.sub(r"<!-- README: (\w+) -->", table, markdown))
+    return _LINK.sub(link, re.sub(r"<!-- table: (\w+) -->", table, markdown))
 
 
 def on_post_page(output: str, page: Page, config: Any) -> str:

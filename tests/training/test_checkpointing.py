@@ -162,8 +162,9 @@ def test_a_run_that_was_stopped_after_training_comes_to_its_end(
 def test_the_best_is_by_its_mode_and_never_nan(tmp_path: Path, mode: str, scores: list[float], best: list[int]) -> None:
     """A NaN at the first validation is the best until another value comes, so a run always has a best.ckpt."""
     checkpointing, saved = Checkpointing(tmp_path, "val/x", None, mode), list[tuple[int, str]]()
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(reduce_boolean_decision=bool), callback_metrics={})
-    trainer.save_checkpoint = lambda path: saved.append((trainer.global_step, path.stem))
+    strategy = SimpleNamespace(reduce_boolean_decision=bool)
+    trainer: Any = SimpleNamespace(strategy=strategy, callback_metrics={}, fast_dev_run=False)
+    trainer.save_checkpoint = lambda path, **_: saved.append((trainer.global_step, path.stem))
     for trainer.global_step, score in enumerate(scores):
         trainer.callback_metrics["val/x"] = torch.tensor(score)
         checkpointing.save_validated(trainer)
