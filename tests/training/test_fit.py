@@ -99,13 +99,13 @@ def test_a_resume_that_is_refused_or_fails_leaves_what_the_run_is(
     with pytest.raises(CheckpointError, match=r"optimizer\.lr"):
         resume("optimizer.lr=0.5")
     with monkeypatch.context() as other:
-        other.setattr("qnmixer.engine.training.steps.build_data", raising(DataError("no slices")))
+        other.setattr("qnmixer.steps.build_data", raising(DataError("no slices")))
         with pytest.raises(DataError):
             resume("trainer.max_steps=5")
     assert read_results(tmp_path)["overrides"] == ["trainer.max_steps=2"]
     assert read_results(tmp_path)["status"] == "done"
     with monkeypatch.context() as other:  # before the first step
-        other.setattr("qnmixer.engine.training.steps.train", raising(RuntimeError("the device is busy")))
+        other.setattr("qnmixer.steps.train", raising(RuntimeError("the device is busy")))
         with pytest.raises(RuntimeError):
             resume("trainer.max_steps=6")
     after = read_results(tmp_path)

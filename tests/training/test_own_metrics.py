@@ -57,7 +57,9 @@ def some(config: Config) -> Batch:
     return batch
 
 
-def test_a_run_validates_and_tests_it_and_keeps_the_lowest(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_a_run_validates_and_tests_it_and_keeps_the_lowest(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     words = [*MINE, "monitor=val/mine", "trainer.max_steps=6", "test_after_training=true", "optimizer.lr=0.01"]
     best = fit(tiny_config(*words), Run(folder))
@@ -77,6 +79,8 @@ def test_a_run_validates_and_tests_it_and_keeps_the_lowest(tiny_config: TinyConf
     headings = (folder / "evaluation" / "table.csv").read_text().splitlines()[0]
     assert "likeness" in headings
     assert "mine" in (folder / "evaluation" / "images.csv").read_text().splitlines()[0].split(",")
+    load_run(folder, "best", (), "metrics.")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "of_a_stranger"))
     with pytest.raises(PluginError, match=r"names metrics\.mine\._target_=metrics_of_mine\.likeness"):
         load_run(folder, "best", (), "metrics.")
     assert load_run(folder).config.metrics["mine"].mode == "min"  # its network needs no code of the user
