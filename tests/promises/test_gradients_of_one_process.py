@@ -221,10 +221,11 @@ def test_four_devices_are_as_one(recorded: dict[str, list[dict[str, Any]]], name
     for found in recorded[name]:
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert overall(found["gradients"], expected["gradients"]) < 1e-5
-        # Of one tensor, beside the gradients of single slices: their sum may cancel (23 times as small was seen), and
-        # rounding is that of its terms. The same sums in float64 differ by less than 1e-12.
+        # Of one tensor, beside the gradients of single slices: their sum may cancel (23 times as small was seen). In
+        # float32 a ReLU that rounding turns on moves a tensor by 3.5e-4, on some CPUs. In float64 batches of any size
+        # agree to 1e-12. A share that is lost moves it by 25 %.
         for of, wanted in expected["gradients"].items():
-            assert (found["gradients"][of] - wanted).norm() <= 2e-4 * expected["magnitudes"][of], of
+            assert (found["gradients"][of] - wanted).norm() <= 1e-3 * expected["magnitudes"][of], of
         assert overall(found["weights"], expected["weights"]) < 2e-5
         as_trained_as(found["weights"], expected["weights"])
 
