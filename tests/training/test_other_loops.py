@@ -103,7 +103,7 @@ def test_two_processes_have_the_gradients_of_one(here: Path, warm: Warm, strateg
         done = train(warm, here, f"sgd_{strategy}_{name}", *words, *more)
         assert (done.returncode, done.stderr) == (0, "")
         found[name] = checkpoint(here / f"sgd_{strategy}_{name}")["state_dict"]
-    start = checkpoint_at_start(here, warm, words)
+    start = checkpoint_at_start(here, warm, words, f"start_{strategy}")
     for name, expected in found["one"].items():
         moved, other = expected - start[name], found[strategy][name] - start[name]
         assert float((moved - other).norm()) <= 1e-4 * float(moved.norm()) + 1e-7, name
@@ -111,11 +111,11 @@ def test_two_processes_have_the_gradients_of_one(here: Path, warm: Warm, strateg
             assert float(moved.norm()) > 0
 
 
-def checkpoint_at_start(here: Path, warm: Warm, words: list[str]) -> dict:
+def checkpoint_at_start(here: Path, warm: Warm, words: list[str], name: str) -> dict:
     """Weights after a step so small that nothing moves."""
-    done = train(warm, here, "start", *words, "trainer.max_steps=1", "optimizer.lr=1e-30", "+module.lr=1e-30")
+    done = train(warm, here, name, *words, "trainer.max_steps=1", "optimizer.lr=1e-30", "+module.lr=1e-30")
     assert done.returncode == 0
-    return checkpoint(here / "start")["state_dict"]
+    return checkpoint(here / name)["state_dict"]
 
 
 def test_what_pipeline_cannot_is_one_line(here: Path, warm: Warm) -> None:
