@@ -29,16 +29,26 @@ def python(core: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=core, capture_output=True, text=True, env=variables)
 
 
+WORDS = [*TINY, *PHANTOMS, "test_after_training=true", "hydra.run.dir=run"]
+
+
 @pytest.mark.slow
-def test_it_trains_to_the_table_and_resumes(core: Path) -> None:
-    words = [*TINY, *PHANTOMS, "test_after_training=true", "hydra.run.dir=run"]
-    for arguments in (words, ["resume=run", "trainer.max_steps=6"]):
+def test_it_trains_to_the_table(core: Path) -> None:
+    done = python(core, "-m", "qnmixer.train", *WORDS)
+    assert done.returncode == 0, done.stderr
+    assert "QN-Mixer over FBP" in done.stdout
+
+
+@pytest.mark.long
+def test_the_run_is_resumed_and_evaluated(core: Path) -> None:
+    run = "hydra.run.dir=resumed"
+    for arguments in ([*WORDS, run], ["resume=resumed", "trainer.max_steps=6"]):
         done = python(core, "-m", "qnmixer.train", *arguments)
         assert done.returncode == 0, done.stderr
         assert "QN-Mixer over FBP" in done.stdout
-    done = python(core, "-m", "qnmixer.evaluate", "run=run", "accelerator=cpu", "hydra.run.dir=scores")
+    done = python(core, "-m", "qnmixer.evaluate", "run=resumed", "accelerator=cpu", "hydra.run.dir=scores")
     assert done.returncode == 0, done.stderr
-    refused = python(core, "-m", "qnmixer.export", "run=run", "output=a.safetensors")
+    refused = python(core, "-m", "qnmixer.export", "run=resumed", "output=a.safetensors")
     assert refused.stderr.startswith("error: this copy has no qnmixer.extras, which this command needs: ")
     assert len(refused.stderr.splitlines()) == 1
 

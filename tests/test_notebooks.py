@@ -18,14 +18,8 @@ MOST_BYTES = 600_000
 Namespace = dict[str, Any]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[pytest.mark.long] * path.stem.startswith("your_data"), id=path.stem)
-        for path in NOTEBOOKS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     check = CHECKS[path.stem]
     matplotlib.use("Agg")

@@ -58,10 +58,8 @@ def scores(folder: Path) -> dict[tuple[str, str], tuple[float, float]]:
         }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("files", "reader"), [(lodopab, "h5py"), pytest.param(two_detect, "tifffile", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("files", "reader"), [(lodopab, "h5py"), (two_detect, "tifffile")])
 def test_a_run_trains_resumes_and_is_scored_as_the_set_is(
     files: Callable[[Path], list[str]], reader: str, tmp_path: Path, warm: Warm
 ) -> None:

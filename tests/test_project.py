@@ -53,6 +53,7 @@ def test_its_notebook_has_no_outputs(project: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_its_own_tests_pass(project: Path) -> None:
     """As by its `make test`, with this Python in place of a venv."""
     (command,) = re.findall(r"^test:.*\n\t\$\(BIN\)/python (.*)", (project / "Makefile").read_text(), re.MULTILINE)

@@ -27,7 +27,7 @@ FEW = (
 # A single slice, as the pipeline takes, has no tensor so large that it is offloaded.
 MODES = [
     pytest.param("strategy=ddp memory=offload", marks=pytest.mark.long),
-    "strategy=fsdp memory=recompute",
+    pytest.param("strategy=fsdp memory=recompute", marks=pytest.mark.long),
     pytest.param("strategy=pipeline", marks=pytest.mark.long),
 ]
 TOLERANCE = {"16-mixed": 5e-3, "bf16-mixed": 4e-2}

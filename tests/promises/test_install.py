@@ -177,6 +177,7 @@ def test_a_machine_without_a_build_is_refused_in_a_line(machine: Callable[..., M
     assert here.packages() == CPU
 
 
+@pytest.mark.long
 def test_the_fix_installs_a_build_that_the_next_install_keeps(machine: Callable[..., Machine]) -> None:
     """Both of its commands; and nothing stays of the build before."""
     here = machine(V100)

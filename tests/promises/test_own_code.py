@@ -202,6 +202,7 @@ def test_a_loss_on_the_iterates_is_that_of_every_memory_mode(here: Path, command
     assert abs(recomputed["train/grad_norm"] / without["train/grad_norm"] - 1) > 0.1
 
 
+@pytest.mark.long
 def test_a_pipeline_trains_and_logs_what_one_process_does(here: Path, command: Command) -> None:
     """A term on x_T and the values that the training step logs: means over the micro-batches, on every rank."""
     weights = {}

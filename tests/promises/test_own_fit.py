@@ -37,9 +37,10 @@ def here(tmp_path: Path) -> Path:
     ("strategy", "ranks"),
     [
         (["strategy=single"], 1),
-        (["strategy=ddp", "trainer.devices=2"], 2),
-        pytest.param(["strategy=fsdp", "trainer.devices=2"], 2, marks=pytest.mark.long),
-        pytest.param(["strategy=pipeline", "trainer.devices=2"], 2, marks=pytest.mark.long),
+        *(
+            pytest.param([f"strategy={name}", "trainer.devices=2"], 2, marks=pytest.mark.long)
+            for name in ("ddp", "fsdp", "pipeline")
+        ),
     ],
     ids=lambda it: it[0].removeprefix("strategy=") if isinstance(it, list) else str(it),
 )

@@ -99,6 +99,7 @@ def test_a_run_can_be_stopped(start: Start, number: signal.Signals, code: int) -
     assert len(command.losses()) == step
 
 
+@pytest.mark.long
 def test_nothing_stays_when_the_launcher_is_killed(start: Start) -> None:
     command = in_training(start, "strategy=ddp", "trainer.devices=2")
     assert len(command.family()) == 1 + 2 * (1 + 2)

@@ -117,7 +117,8 @@ UNSAVED = ["trainer.max_steps=100", "trainer.val_every_n_steps=1000", "trainer.s
 SAVED = ["trainer.max_steps=300", "trainer.val_every_n_steps=50"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_sweep_leaves_no_process_and_continues(
     start: Start, warm: Warm, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -30,6 +30,7 @@ class Noisy(Callback):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     tmp_path: Path, offline_runs: Callable[[Path], list[Any]], warm: Warm
 ) -> None:

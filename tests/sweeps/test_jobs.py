@@ -22,10 +22,9 @@ import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[-1].partition("=")[2])
 begin = time.monotonic()
 (folder / "begun").touch()
-partner = folder.parent / f"partner_of_{{folder.name}}"  # a job that must have begun before this one ends
-while partner.exists() and not (folder.parent / partner.read_text() / "begun").exists():
-    if time.monotonic() > begin + 60:
-        break
+partners = folder.parent / f"partners_of_{{folder.name}}"  # jobs that must have begun before this one ends
+names = partners.read_text().split() if partners.exists() else []
+while not all((folder.parent / name / "begun").exists() for name in names) and time.monotonic() < begin + 60:
     time.sleep(0.01)
 time.sleep(0.1)
 (folder / "results.json").write_text(json.dumps({{
@@ -49,11 +48,11 @@ def job(folder: Path, number: int, *overrides: str) -> Job:
     return Job(folder / str(number), list(overrides), compose("train", list(overrides)))
 
 
-def meet(first: Job, second: Job) -> None:
-    """Let each of two jobs wait until the other one has begun."""
-    for it, other in ((first, second), (second, first)):
-        it.folder.parent.mkdir(exist_ok=True)
-        (it.folder.parent / f"partner_of_{it.folder.name}").write_text(other.folder.name)
+def meet(*jobs: Job) -> None:
+    """Let each of these jobs wait until the others have begun."""
+    for job in jobs:
+        job.folder.parent.mkdir(exist_ok=True)
+        (job.folder.parent / f"partners_of_{job.folder.name}").write_text(" ".join(each.folder.name for each in jobs))
 
 
 def overlap(first: Job, second: Job) -> bool:
@@ -78,7 +77,7 @@ def test_every_job_has_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
     assert not any(overlap(jobs[2], other) for other in (*jobs[:2], jobs[3]))
     assert (jobs[0].folder / "output.log").exists()
     shared = [job(tmp_path / "shared", n, "trainer.accelerator=cuda", f"seed={n}") for n in range(4)]
-    meet(shared[0], shared[3])
+    meet(*shared)  # else the fourth would take the GPU of one that has ended
     run_jobs(shared, at_once=4, check=parse)  # more jobs than GPUs share them
     assert [read_results(it.folder)["gpus"] for it in shared] == ["4", "5", "GPU-7", "4"]
     assert overlap(shared[0], shared[3])

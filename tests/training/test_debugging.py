@@ -24,6 +24,7 @@ def trained(config: Config, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_overfitting_drives_the_loss_down(tiny_config: TinyConfig, tmp_path: Path) -> None:
     options = ["model.n_iterations=3", "model.channels=16", "optimizer.lr=3e-3", "trainer.val_every_n_steps=40"]
     results = trained(tiny_config("debug=overfit", *options, "trainer.max_steps=40"), tmp_path)

@@ -87,7 +87,7 @@ def test_a_resumed_gan_is_that_of_one_run_bit_for_bit(here: Path, alone: Path, w
     assert parts == whole
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_two_processes_have_the_gradients_of_one(here: Path, warm: Warm, strategy: str) -> None:
     """After one step of SGD the weights have moved by the gradients, those of both networks."""
     (here / "my_sgd_gan.py").write_text(

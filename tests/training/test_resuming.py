@@ -48,8 +48,11 @@ def test_other_batches_come_to_the_same_and_another_run_is_refused(
             assert word in str(error.value)
 
 
-@pytest.mark.parametrize("batches", [TOGETHER, PARTS], ids=["together", "parts"])
-@pytest.mark.parametrize("begun", [2, 3])
+@pytest.mark.parametrize(
+    ("begun", "batches"),
+    [(3, PARTS), *(pytest.param(*case, marks=pytest.mark.long) for case in [(2, PARTS), (2, TOGETHER), (3, TOGETHER)])],
+    ids=["3 parts", "2 parts", "2 together", "3 together"],
+)
 def test_the_rows_of_a_resumed_run_have_the_numbers_of_one_run(
     tiny_config: Callable[..., Config], tmp_path: Path, batches: list[str], begun: int
 ) -> None:

@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qnmixer.engine.config.checking import answer, as_typed, unknown_key
+from qnmixer.engine.config.checking import answer, as_typed
 from qnmixer.engine.config.compose import (
     OF_A_RUN,
     SEARCH_PATH,
@@ -42,8 +41,7 @@ from qnmixer.engine.config.compose import (
     with_search_path,
     without_null,
 )
-from qnmixer.engine.config.files import CONF, TARGET, files_of, flat_keys, option_of, owners
-from qnmixer.engine.config.sections import PassedOn
+from qnmixer.engine.config.files import CONF, TARGET, files_of, option_of
 from qnmixer.engine.config.texts import with_texts
 from qnmixer.engine.config.words import check_flags, check_groups, explain_key, explain_word
 from qnmixer.engine.processes.process import is_rank, rank, world_size
@@ -182,7 +180,9 @@ def _show(config_name: str, words: list[str]) -> None:
 def completed(arguments: list[str], config_name: str, complete: Complete = list) -> list[str]:
     """The arguments for Hydra, from those that the user gave. `complete` and the errors are as in `run`."""
     arguments = _in_hydras_form(arguments)
-    _check_words(arguments, config_name)
+    actions = get_args_parser()._option_string_actions
+    check_flags(arguments, {flag: action.nargs != 0 for flag, action in actions.items()}, config_name)
+    check_groups([*filter(is_override, arguments)])
     arguments = with_search_path(arguments)
     if config_name in OF_A_RUN and not _is_sweep(arguments):  # in a sweep the launcher does this for each job
         arguments = with_one_limit(arguments)
@@ -200,14 +200,6 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
         raise ConfigError(f"{error}: --hydra-help lists these flags") from error
     _check_flags(flags)
     return arguments
-
-
-def _check_words(arguments: list[str], config_name: str) -> None:
-    """Raise ConfigError for words that no config of the command can take."""
-    actions = get_args_parser()._option_string_actions
-    flags = {flag: action.nargs != 0 for flag, action in actions.items()}
-    check_flags(arguments, flags, partial(_known_words, config_name), partial(_explain_key, config_name=config_name))
-    check_groups([*filter(is_override, arguments)], CONF)
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
@@ -310,7 +302,7 @@ def _explain(error: BaseException, config_name: str, words: list[str]) -> str | 
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):  # from Hydra
         return "a group has no option of that name: give it the name of one, as in data=dicom"
     if isinstance(error, OverrideParseException):
-        return _explain_word(str(error.override), config_name, words)
+        return explain_word(str(error.override), config_name, words)
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name, words)
     return None
@@ -357,22 +349,6 @@ def _explain_untyped(line: str, words: list[str]) -> str:
     return f"{key}, which a config file sets, works with {owning.partition(' only')[0]} only: ~{key} leaves it out"
 
 
-def _explain_word(word: str, config_name: str, words: Collection[str]) -> str:
-    """The line for a word that Hydra's grammar does not take."""
-    if groups := sorted(path.parent.name for path in CONF.glob("*/*.yaml") if path.stem == word):
-        return f"{word} is not KEY=VALUE: write {groups[0]}={word}"
-    given, known = [*map(key_of, words)], _known_keys(config_name)
-    wanted = {"run", "sweep", *OmegaConf.missing_keys(_composed(config_name))}
-    if "=" not in word:
-        line = explain_word(word, [key for key in known if key in wanted and key not in given], known)
-        if line is not None:
-            return line
-    return (
-        f"{word} is not KEY=VALUE: leave out blanks around the =, and put quotes around a value with blanks, brackets, "
-        "commas or other letters than a to z: 'key=\"a b\"'"
-    )
-
-
 def _explain_composition(error: Exception, config_name: str, words: list[str]) -> str:
     """The line for what Hydra cannot compose; Hydra's own text if no user meets it often."""
     text = " ".join(str(error).split())
@@ -395,7 +371,7 @@ def _explain_composition(error: Exception, config_name: str, words: list[str]) -
         key = match[1] or match[2]
         return f"{key} exists already: leave out the + before it, as in {key}=…"
     if match := re.search(r"Could not [a-z. ]+ '([^']+)'", text):
-        return _explain_key(key_of(match[1]).split("@")[0], config_name, words)
+        return explain_key(key_of(match[1]).split("@")[0], config_name, words)
     text, why = text or "an option cannot be read", first_line(error.__cause__ or "")
     return text if why in text else f"{text} ({why})"
 
@@ -409,57 +385,6 @@ def _own_option(group: str, name: str, words: Collection[str]) -> str:
     if not here and group != "experiment":
         return ""
     return f"; or add --config-dir {shlex.quote(str(here[0])) if here else f'FOLDER, for FOLDER/{group}/{name}.yaml'}"
-
-
-def _explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str:
-    """The line for a key that the command does not have. `words`: of the command line."""
-    group, _, name = key.partition(".")
-    groups, known = {path.name for path in CONF.iterdir() if path.is_dir()}, _known_keys(config_name)
-    as_trained = (CONF / group / "as_trained.yaml").is_file() and group not in map(key_of, words)
-    if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
-        way = f", or choose another option of {group}" if group in known else ""
-        return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
-    own = group in map(key_of, words) or (group in known and answer(key, known))
-    if config_name not in OF_A_RUN and not (name and own):
-        if (answered := answer(key, known)) and ": use " in answered:
-            return answered
-        leaves = {name.rpartition(".")[2] for name in (*owners(), *_known_keys("train"))}
-        return explain_key(key, config_name, known, {*leaves, "lr"})
-    if key == "hydra" or key in groups:  # hydra=odd; a file's defaults that override another group, or their own
-        return f"{key} cannot be chosen here: name keys, as in {key}.KEY=…, and choose options on the command line"
-    line = str(unknown_key(key, {*groups, *known}, None if config_name in OF_A_RUN else known))
-    targets = (target for target in owners() if target.endswith(f".{TARGET}"))
-    takes_more = group in ("trainer", *(target.partition(".")[0] for target in targets))
-    if not line.startswith("unknown key") or not takes_more or not name:
-        return line
-    if group == "trainer" and name in PassedOn.model_fields:
-        line = f"unknown key {key}"  # what it is like would lead astray
-    elif line.endswith("?") and not any(word.startswith((f"{group}=custom", f"{group}.{TARGET}=")) for word in words):
-        return line
-    return f"{line}{'' if line.endswith('?') else '.'} An argument that is not in conf/ takes a plus: +{key}=…"
-
-
-def _known_words(config_name: str) -> list[str]:
-    """All keys of a command, and all groups of a training run."""
-    groups = [path.name for path in sorted(CONF.iterdir()) if path.is_dir()] if config_name in OF_A_RUN else []
-    return [*groups, *_known_keys(config_name)]
-
-
-@cache
-def _known_keys(config_name: str) -> list[str]:
-    """Dotted names of all keys of a command. Those of a run are in files of conf/, which a wrong key reads anyway."""
-    if config_name in OF_A_RUN:
-        files = [OmegaConf.load(CONF / f"{name}.yaml") for name in {"train", config_name}]
-        return [str(key) for file in files for key in file if key not in ("defaults", "hydra")] + [*owners()]
-    values = OmegaConf.to_container(_composed(config_name), resolve=False)
-    assert isinstance(values, dict)
-    return list(flat_keys({str(key): value for key, value in values.items()}))
-
-
-@cache
-def _composed(config_name: str) -> DictConfig:
-    """The config of a command without overrides."""
-    return compose(config_name, [])
 
 
 @contextmanager

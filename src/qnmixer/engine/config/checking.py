@@ -160,11 +160,10 @@ def unknown_key(key: str, known: Collection[str] = (), only: Collection[str] | N
         return ConfigError(f"{key} is no key: choose an option by its name, as in {section}={options(section)[0]}")
     if having := owners().get(key):
         return ConfigError(f"{key} works with {section}={' or '.join(having)} only: choose that, or leave {key} out")
-    groups = None if only is None else {other.partition(".")[0] for other in only}
-    all_keys = sorted(other for other in {*known, *owners()} if not other.endswith(TARGET))
-    others = [other for other in all_keys if groups is None or other.partition(".")[0] in groups]
-    same = [other for other in others if other.endswith(f".{leaf}")]
-    beside = {other.rpartition(".")[2]: other for other in others if other.rpartition(".")[0] == parent}
+    others = {*known} | {other for other in owners() if only is None or other.startswith(f"{section}.")}
+    keys = sorted(other for other in others if not other.endswith(TARGET))
+    same = [other for other in keys if other.endswith(f".{leaf}")]
+    beside = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == parent}
     near = [beside[word] for word in difflib.get_close_matches(leaf, beside, n=1)]
     if meant := [other for other in same if other.startswith(f"{section}.")] or same or near:
         return ConfigError(f"unknown key {key}: did you mean {' or '.join(meant)}?")
