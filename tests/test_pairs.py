@@ -13,7 +13,7 @@ import torch
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.checkpoints import load_run
-from qnmixer.engine.config.commands import parse_evaluate
+from qnmixer.engine.config.commands import EvaluateConfig
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
@@ -80,7 +80,7 @@ def test_a_run_trains_resumes_and_is_scored_as_the_set_is(
 
     module = load_run(tmp_path / "run").eval()
     data = SliceDataModule(module.config.data, geometry=module.projector.geometry)
-    noisy = parse_evaluate(compose("evaluate", [f"run={tmp_path / 'run'}", "noise=field", "accelerator=cpu"]))
+    noisy = EvaluateConfig.parse(compose("evaluate", [f"run={tmp_path / 'run'}", "noise=field", "accelerator=cpu"]))
     with pytest.raises(ConfigError, match=r"noise=field has no effect on the sinograms of data=.*: leave it out"):
         evaluate_run(noisy, tmp_path / "noisy", [])
     found = scores(tmp_path / "run" / "evaluation")

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.commands import CompareConfig, check_slices, parse_compare
+from qnmixer.engine.config.commands import CompareConfig, check_slices
 from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.targets import NoiseConfig
 from qnmixer.engine.sweeps import find_sweep
@@ -42,7 +42,7 @@ def output_of(config: CompareConfig, sweeps: list[Path]) -> Path:
 
 def check(cfg: DictConfig) -> CompareConfig:
     """Parse and check the config. Raises UserError also if the sweep or the slices do not exist."""
-    config = parse_compare(cfg)
+    config = CompareConfig.parse(cfg)
     if not config.sweep:
         raise ConfigError("sweep=[] has no sweep: give its folder, sweep=DIR")
     sweeps = [find_sweep(sweep) for sweep in config.sweep]

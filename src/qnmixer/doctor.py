@@ -14,7 +14,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.commands import DoctorConfig, parse_doctor
+from qnmixer.engine.config.commands import DoctorConfig
 from qnmixer.errors import say
 
 
@@ -36,7 +36,7 @@ def doctor(config: DoctorConfig) -> None:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-doctor`, so that a shell can complete its keys."""
-    cli.run(doctor, parse_doctor, "doctor")
+    cli.run(doctor, DoctorConfig.parse, "doctor")
 
 
 if __name__ == "__main__":

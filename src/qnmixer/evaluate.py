@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.commands import EvaluateConfig, check_slices, parse_evaluate
+from qnmixer.engine.config.commands import EvaluateConfig, check_slices
 from qnmixer.engine.tracking.run import folder_of, run_lock
 from qnmixer.errors import say, visible
 from qnmixer.files import check_unused
@@ -31,7 +31,7 @@ def evaluate(config: EvaluateConfig) -> None:
 
 def check(cfg: DictConfig) -> EvaluateConfig:
     """Parse and check the config. Raises UserError also if the run or the slices do not exist."""
-    config = parse_evaluate(cfg)
+    config = EvaluateConfig.parse(cfg)
     check_weights("run", config.run)
     check_slices(config.data)
     return config

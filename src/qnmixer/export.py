@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.commands import ExportConfig, parse_export
+from qnmixer.engine.config.commands import ExportConfig
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
 from qnmixer.weights import PRETRAINED, SUFFIX
@@ -27,7 +27,7 @@ def export(config: ExportConfig) -> None:
 
 def check(cfg: DictConfig) -> ExportConfig:
     """Parse and check the config. Raises UserError also if the run does not exist or is an exported file."""
-    config = parse_export(cfg)
+    config = ExportConfig.parse(cfg)
     if config.run == PRETRAINED or Path(config.run).suffix == SUFFIX:
         raise ConfigError(f"run={config.run} is a weights file already: give the run folder that it was exported from")
     check_there("run", config.run, "a run folder of qnmixer.train, or a checkpoint")

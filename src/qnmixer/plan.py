@@ -6,7 +6,7 @@ python -m qnmixer.plan memory=recompute format=json           # one object, for 
 """
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.commands import PlanConfig, parse_plan
+from qnmixer.engine.config.commands import PlanConfig
 
 
 def plan(config: PlanConfig) -> None:
@@ -18,7 +18,7 @@ def plan(config: PlanConfig) -> None:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-plan`, so that a shell can complete its keys."""
-    cli.run(plan, parse_plan, "plan")
+    cli.run(plan, PlanConfig.parse, "plan")
 
 
 if __name__ == "__main__":

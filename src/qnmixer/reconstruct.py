@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.commands import ReconstructConfig, parse_reconstruct
+from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.errors import ConfigError, say, visible
 from qnmixer.files import check_no_nifti, check_there, check_unused
 from qnmixer.weights import check_weights
@@ -26,7 +26,7 @@ def reconstruct(config: ReconstructConfig) -> None:
 
 def check(cfg: DictConfig) -> ReconstructConfig:
     """Parse and check the config. Raises UserError also if the run or input is missing, or if the output is in use."""
-    config = parse_reconstruct(cfg)
+    config = ReconstructConfig.parse(cfg)
     check_weights("run", config.run)
     check_there("input", config.input, "a file or folder of DICOM, .npy or 16-bit PNG")
     check_no_nifti("input", config.input)

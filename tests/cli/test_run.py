@@ -16,14 +16,14 @@ from omegaconf import DictConfig
 from qnmixer.engine import cli
 from qnmixer.engine.cli import explain
 from qnmixer.engine.config.checking import answer
-from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
+from qnmixer.engine.config.commands import EvaluateConfig, ReconstructConfig
 from qnmixer.engine.config.run import parse
 from qnmixer.engine.config.sections import TrainerConfig
 from qnmixer.errors import ConfigError, DataError, Stopped
 
 from ..studies import SEARCH_PATH
 
-CHECKS = {"train": parse, "evaluate": parse_evaluate, "reconstruct": parse_reconstruct}
+CHECKS = {"train": parse, "evaluate": EvaluateConfig.parse, "reconstruct": ReconstructConfig.parse}
 
 
 class Outcome:

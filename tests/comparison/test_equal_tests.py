@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.config.commands import parse_compare, parse_evaluate
+from qnmixer.engine.config.commands import CompareConfig, EvaluateConfig
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.data.cache import to_square
 from qnmixer.engine.data.phantoms import phantom
@@ -86,7 +86,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Comp
     for name, (written, others, _, _) in PAIRS.items():
         root = write_folder(place / name.replace(" ", "_"), **written)
         words.append([*JOB, "seed=1", *others, f"data.root={root}"])
-    config = parse_compare(compose("compare", [f"sweep={place}/sweep", "accelerator=cpu"]))
+    config = CompareConfig.parse(compose("compare", [f"sweep={place}/sweep", "accelerator=cpu"]))
     found = compare(config, [write_sweep(place / "sweep", words)], [])
     names = ["trained", *PAIRS]
     return place, {names[int(job.folder.name)]: replace(it, jobs=[job]) for it in found.methods for job in it.jobs}
@@ -120,7 +120,7 @@ def test_what_evaluate_says_of_a_pair_of_tests(name: str, jobs: tuple[Path, dict
     place, _ = jobs
     _, words, _, seen = PAIRS[name]
     overrides = [*EVALUATE, f"data.root={place}/{name.replace(' ', '_')}", *(word for word in words if "noise" in word)]
-    config = parse_evaluate(compose("evaluate", [f"run={place}/sweep/0", "accelerator=cpu", *overrides]))
+    config = EvaluateConfig.parse(compose("evaluate", [f"run={place}/sweep/0", "accelerator=cpu", *overrides]))
     _, slices, before = on_test(config, config.run, overrides)
     assert before is not None
     said = used_in_training(slices.trained("test", before))

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
+from qnmixer.engine.config.commands import EvaluateConfig, ReconstructConfig
 from qnmixer.engine.config.compose import compose, with_one_limit
 from qnmixer.engine.config.data import AsTrained, FolderData, PhantomData
 from qnmixer.engine.config.files import CONF
@@ -216,10 +216,12 @@ def test_epochs_given_alone_are_the_only_limit(overrides: list[str], length: tup
 
 
 def test_evaluate_as_trained_and_otherwise() -> None:
-    as_trained = parse_evaluate(compose("evaluate", ["run=runs/x"]))
+    as_trained = EvaluateConfig.parse(compose("evaluate", ["run=runs/x"]))
     assert as_trained.data == AsTrained(_target_=None, root=None, simulation_factor=None, disc=None)
     assert (as_trained.noise, as_trained.split, as_trained.trust) == (None, "test", [])
-    other = parse_evaluate(compose("evaluate", ["run=x", "data=dicom", "data.root=/ct", "noise=field", "trust=own"]))
+    other = EvaluateConfig.parse(
+        compose("evaluate", ["run=x", "data=dicom", "data.root=/ct", "noise=field", "trust=own"])
+    )
     assert isinstance(other.data, FolderData)
     assert (other.data.root, other.noise and other.noise.name, other.trust) == ("/ct", "field", ["own"])
 
@@ -234,7 +236,7 @@ def test_evaluate_as_trained_and_otherwise() -> None:
 )
 def test_reconstruct_refuses(override: str, message: str) -> None:
     usual: Any = ["run=x", "input=a", "output=b"]
-    assert parse_reconstruct(compose("reconstruct", usual)).formats
+    assert ReconstructConfig.parse(compose("reconstruct", usual)).formats
     with pytest.raises(ConfigError) as error:
-        parse_reconstruct(compose("reconstruct", [*usual, override]))
+        ReconstructConfig.parse(compose("reconstruct", [*usual, override]))
     assert str(error.value).startswith(message)

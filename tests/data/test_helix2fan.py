@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config.commands import parse_reconstruct
+from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse, section, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
@@ -175,15 +175,15 @@ def test_a_file_is_reconstructed_as_it_was_trained(tmp_path: Path, capsys: pytes
     its = {"format": 1, "config": to_plain(trained.config)}
     torch.save({CHECKPOINT_KEY: its, "state_dict": trained.state_dict()}, tmp_path / "a.ckpt")
     given = [f"run={tmp_path}/a.ckpt", f"input={path.parent}", f"output={tmp_path}/out", "formats=[npy]"]
-    reconstruct_input(parse_reconstruct(compose("reconstruct", given)))
+    reconstruct_input(ReconstructConfig.parse(compose("reconstruct", given)))
     found = np.load(tmp_path / "out" / "scan_001_flat_fan_projections_1_fbp.npy")
     sample = module(tmp_path).dataset("train")[1]
     expected = FanBeamProjector(scan(), "hann").fbp(sample["sinogram"][None])[0, 0].numpy() * 3000 - 1000
     assert np.abs(found - expected).max() < 30  # HU; angles between those of the file are interpolated
     assert "from the run's first view" in capsys.readouterr().err
     with pytest.raises(DataError, match="has angles and bins of its own"):
-        reconstruct_input(parse_reconstruct(compose("reconstruct", [*given, f"input={path}", "angle_span=3"])))
+        reconstruct_input(ReconstructConfig.parse(compose("reconstruct", [*given, f"input={path}", "angle_span=3"])))
     tifffile.imwrite(path, np.zeros((9, 9), np.uint8))  # a picture
     assert not holds_sinograms(
-        path.parent, trained.projector.geometry, parse_reconstruct(compose("reconstruct", given))
+        path.parent, trained.projector.geometry, ReconstructConfig.parse(compose("reconstruct", given))
     )

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from qnmixer.engine.config.commands import parse_evaluate
+from qnmixer.engine.config.commands import EvaluateConfig
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import DataConfig, FolderData
 from qnmixer.engine.config.run import Config, parse
@@ -20,7 +20,7 @@ def run_of(*overrides: str) -> Config:
 
 def others(trained: list[str], overrides: list[str]) -> DataConfig:
     """The slices of an evaluation, beside those of a run with these overrides."""
-    chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
+    chosen = EvaluateConfig.parse(compose("evaluate", ["run=.", *overrides]))
     assert isinstance(chosen.data, DataConfig)
     run = run_of(*trained)
     data, own = other_slices(chosen.data, run.data, run.geometry, overrides)
@@ -54,7 +54,7 @@ def own_folder(*given: str) -> FolderData:
     words = ["data=dicom", "data.root=/ct", "data.batch_size=3", "data.include='*.dcm'"]
     trained = run_of(*words)
     overrides = ["data=dicom", "data.root=/ct", *given]
-    chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
+    chosen = EvaluateConfig.parse(compose("evaluate", ["run=.", *overrides]))
     assert isinstance(chosen.data, DataConfig)
     data, own = other_slices(chosen.data, trained.data, trained.geometry, overrides)
     assert isinstance(data, FolderData)

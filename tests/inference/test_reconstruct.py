@@ -15,7 +15,7 @@ from pydicom import dcmread
 
 from qnmixer.engine.batch import to_hu
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config.commands import ReconstructConfig, parse_reconstruct
+from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
@@ -37,7 +37,7 @@ Build = Callable[..., ReconstructionModule]
 
 def settings(**values: object) -> ReconstructConfig:
     given = {"run": "x", "input": "y", "output": "z", "accelerator": "cpu"} | values
-    return parse_reconstruct(compose("reconstruct", [f"{key}={value}" for key, value in given.items()]))
+    return ReconstructConfig.parse(compose("reconstruct", [f"{key}={value}" for key, value in given.items()]))
 
 
 def save(module: ReconstructionModule, path: Path) -> Path:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qnmixer.engine.build import build_module, build_optimizer
-from qnmixer.engine.config.commands import device_memory, parse_plan
+from qnmixer.engine.config.commands import PlanConfig, device_memory
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, override, parse
 from qnmixer.engine.memory.modes import apply_memory_mode
@@ -278,7 +278,7 @@ def test_the_run_is_planned_by_its_fullest_device(planner: Planner) -> None:
 
 def test_the_tables_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     small = [*SMALL, *SIMPLE.split(), "strategy=pipeline", "trainer.devices=4", "data.batch_size=2", "device=V100-16"]
-    print_plan(parse_plan(compose("plan", small)))
+    print_plan(PlanConfig.parse(compose("plan", small)))
     printed = capsys.readouterr().out
     rows = {line.split()[1] for line in printed.splitlines() if line.startswith("│")}
     assert {"0", "3", "keep", "recompute", "offload", "V100-16"} <= rows

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from qnmixer.engine import cli
-from qnmixer.engine.config.commands import parse_evaluate
+from qnmixer.engine.config.commands import EvaluateConfig
 from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.inference.writers import write_dicom
@@ -28,7 +28,7 @@ from qnmixer.train import run as train
 COMPLETE = {"train": resume_overrides, "evaluate": into_new_folder}
 COMMANDS: dict[str, Any] = {
     "train": (train, parse),
-    "evaluate": (evaluate, parse_evaluate),
+    "evaluate": (evaluate, EvaluateConfig.parse),
     "reconstruct": (reconstruct, check_reconstruct),
 }
 SIZE, VIEWS, BINS, STEPS = 32, 8, 48, 4

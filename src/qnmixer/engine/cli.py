@@ -127,17 +127,17 @@ def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -
     failures: list[Exception] = []
     with _hydra(config_name) as app:
         job = _storing_errors(lambda _: task(config), failures)
-        done: JobReturn = app.run(config_name, job, overrides, with_log_configuration=False)
+        job_return: JobReturn = app.run(config_name, job, overrides, with_log_configuration=False)
     if failures:
         raise failures[0]
-    return done.return_value
+    return job_return.return_value
 
 
 def _run_jobs(job: Task, config_name: str, overrides: list[str], sweep: Sweep) -> None:
     """Run the jobs of a sweep. Raises the error of the first that failed, after the last."""
     failures: list[Exception] = []
-    first = compose_sweep(config_name, overrides)
-    with sweep(overrides, first) as one_more, _hydra(config_name) as app:
+    first_config = compose_sweep(config_name, overrides)
+    with sweep(overrides, first_config) as one_more, _hydra(config_name) as app:
         words = dict.fromkeys([*overrides, _SWEEP_MODE, one_more])
         app.multirun(config_name, _storing_errors(job, failures), [*words], with_log_configuration=False)
     if failures:
@@ -169,12 +169,12 @@ def _hydra(config_name: str) -> Iterator[Any]:
 def _show(config_name: str, words: list[str]) -> None:
     """Let Hydra do what its flags ask for, such as --cfg job."""
     sys.argv[1:] = words
-    before = os.environ.get(TRACEBACK)
+    value_before = os.environ.get(TRACEBACK)
     os.environ[TRACEBACK] = "1"  # else Hydra prints exceptions and exits
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(lambda cfg: None)()
     finally:
-        os.environ.pop(TRACEBACK) if before is None else os.environ.update({TRACEBACK: before})
+        os.environ.pop(TRACEBACK) if value_before is None else os.environ.update({TRACEBACK: value_before})
 
 
 def completed(arguments: list[str], config_name: str, complete: Complete = list) -> list[str]:
@@ -204,8 +204,13 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
 
 def _check_flags(flags: argparse.Namespace) -> None:
     """Raise ConfigError for flags of Hydra that Hydra itself answers with a traceback."""
-    given = {"--run": flags.run, "--cfg": flags.cfg, "--info": flags.info, "--shell-completion": flags.shell_completion}
-    if len(together := [flag for flag, value in given.items() if value]) > 1:
+    flag_values = {
+        "--run": flags.run,
+        "--cfg": flags.cfg,
+        "--info": flags.info,
+        "--shell-completion": flags.shell_completion,
+    }
+    if len(together := [flag for flag, value in flag_values.items() if value]) > 1:
         raise ConfigError(f"{' and '.join(together)} do not go together: give one of them")
     if flags.resolve and not (flags.cfg or flags.help):
         raise ConfigError("--resolve works with --cfg only: add --cfg job")
@@ -289,9 +294,9 @@ def _explain(error: BaseException, config_name: str, words: list[str]) -> str | 
         return f"W&B: {first_line(error)}: {login}leave logger.wandb.mode=offline"
     if type(error).__name__ == "MisconfigurationException":  # of Lightning, for callbacks that do not fit the run
         line = first_line(error)
-        if "manual optimization" in line and (found := re.search(r"Trainer\((\w+)=", line)):
-            off = {"gradient_clip_val": "null", "accumulate_grad_batches": "1"}.get(found[1], "null")
-            return f"this module optimizes by itself (automatic_optimization=False): set trainer.{found[1]}={off}"
+        if "manual optimization" in line and (argument := re.search(r"Trainer\((\w+)=", line)):
+            off = {"gradient_clip_val": "null", "accumulate_grad_batches": "1"}.get(argument[1], "null")
+            return f"this module optimizes by itself (automatic_optimization=False): set trainer.{argument[1]}={off}"
         return f"Lightning refuses this run: {line}"
     if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("qnmixer.extras"):
         return "this copy has no qnmixer.extras, which this command needs: take that folder from the whole qnmixer"
@@ -323,16 +328,18 @@ def _explain_system(error: OSError | RuntimeError) -> str | None:
     if isinstance(error, RuntimeError):
         return None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = f"the disk is full writing {error.filename or 'a file'}"
+        fault = f"the disk is full writing {error.filename or 'a file'}"
     elif error.filename:
-        what = f"{error.filename} cannot be used ({error.strerror or first_line(error)})"
+        fault = f"{error.filename} cannot be used ({error.strerror or first_line(error)})"
     elif "DataLoader worker" in text:  # torch keeps its text only
-        what = str(UserError(error))
+        fault = str(UserError(error))
     else:
         return None
     if error.errno == errno.ENOENT or "[Errno 2]" in text:
-        return f"{what}: if it was removed meanwhile start again, else choose another place (hydra.run.dir=…, output=…)"
-    return f"{what}: choose another place (hydra.run.dir=…, output=…)"
+        return (
+            f"{fault}: if it was removed meanwhile start again, else choose another place (hydra.run.dir=…, output=…)"
+        )
+    return f"{fault}: choose another place (hydra.run.dir=…, output=…)"
 
 
 def _explain_untyped(line: str, words: list[str]) -> str:
@@ -359,8 +366,8 @@ def _explain_composition(error: Exception, config_name: str, words: list[str]) -
     ):
         group, name = match.groups()
         left_out = "as_trained" if config_name in OF_A_RUN else ""
-        if known := [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml")) if path.stem != left_out]:
-            does_not_exist = f"{group}={name} does not exist: {suggest(name, known, most=99)}"
+        if option_names := [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml")) if path.stem != left_out]:
+            does_not_exist = f"{group}={name} does not exist: {suggest(name, option_names, most=99)}"
             return answer(f"{group}={name}") or f"{does_not_exist}{_own_option(group, name, words)}"
     if match := re.search(r"Could not delete '(\S+)=|The value of '(\S+)' is .* and not", text):
         key = match[1] or match[2]
@@ -381,10 +388,11 @@ def _own_option(group: str, name: str, words: Collection[str]) -> str:
     if any(key_of(word) == SEARCH_PATH or word.startswith(("--config-dir", "-cd")) for word in words):
         return ""
     file = f"{group}/{glob.escape(name)}.yaml"
-    here = sorted(path.parents[1] for level in ("*", "*/*") for path in Path().glob(f"{level}/{file}"))
-    if not here and group != "experiment":
+    folders = sorted(path.parents[1] for level in ("*", "*/*") for path in Path().glob(f"{level}/{file}"))
+    if not folders and group != "experiment":
         return ""
-    return f"; or add --config-dir {shlex.quote(str(here[0])) if here else f'FOLDER, for FOLDER/{group}/{name}.yaml'}"
+    place = shlex.quote(str(folders[0])) if folders else f"FOLDER, for FOLDER/{group}/{name}.yaml"
+    return f"; or add --config-dir {place}"
 
 
 @contextmanager
@@ -420,7 +428,7 @@ def usage(cfg: DictConfig, config_name: str) -> str:
         *_group_lines(choices),
         "",
         "KEYS of the chosen options (for another option: --help data=dicom)",
-        *_key_lines({str(key): it for key, it in values.items() if key != "hydra"}, comments, choices),
+        *_key_lines({str(key): value for key, value in values.items() if key != "hydra"}, comments, choices),
         "",
         "-m KEY=A,B runs every combination · --cfg job prints the config only · --hydra-help lists Hydra's own flags",
     ]
@@ -432,9 +440,9 @@ def _group_lines(choices: dict[str, str]) -> Iterator[str]:
     for group, chosen in sorted(choices.items()):
         for path in sorted((CONF / group).glob("*.yaml")):
             if not path.stem.startswith(_HIDDEN_OPTIONS) or path.stem == chosen:
-                first = next(line for line in path.read_text(encoding="utf-8").splitlines() if "@package" not in line)
+                comment = next(line for line in path.read_text(encoding="utf-8").splitlines() if "@package" not in line)
                 name = f"  {group}={path.stem}{' *' * (path.stem == chosen)}"
-                yield f"{name:<34} {_SENTENCE_END.split(first.lstrip('# '))[0]}"
+                yield f"{name:<34} {_SENTENCE_END.split(comment.lstrip('# '))[0]}"
 
 
 def _key_lines(

@@ -21,17 +21,17 @@ from qnmixer.errors import PluginError, first_line
 class Kind:
     """A kind of target, such as a loss. `fits` checks an imported object."""
 
-    what: str
+    description: str
     fits: Callable[[Any], bool]
 
 
 def subclass_of(base: str, but: str = "") -> Kind:
     """The kind of classes that can be built and derive from the class `base`, which is imported when it is needed."""
 
-    def fits(it: Any) -> bool:
+    def fits(loaded: Any) -> bool:
         module, _, name = base.rpartition(".")
-        of = getattr(importlib.import_module(module), name)
-        return isinstance(it, type) and issubclass(it, of) and not inspect.isabstract(it)
+        base_class = getattr(importlib.import_module(module), name)
+        return isinstance(loaded, type) and issubclass(loaded, base_class) and not inspect.isabstract(loaded)
 
     return Kind(f"a subclass of {base}{but}", fits)
 
@@ -44,10 +44,10 @@ def check_plugin(key: str, target: str) -> None:
     if os.getcwd() not in sys.path:  # `qnmixer-train` starts without it, `python -m` with it
         sys.path.append(os.getcwd())
     try:
-        found = importlib.util.find_spec(module) is not None
+        is_there = importlib.util.find_spec(module) is not None
     except Exception:  # a package that contains it is missing, or fails to import
-        found = False
-    if not found:
+        is_there = False
+    if not is_there:
         raise PluginError(
             f"{key}={target}, but there is no module {module}: put {module.replace('.', '/')}.py into the folder that "
             "you start from, or install its package"
@@ -104,10 +104,10 @@ def load_plugin(key: str, target: str, kind: Kind) -> Any:
         raise PluginError(f"{key}={target}: importing {module} fails ({first_line(error)})") from error
     if not hasattr(loaded, name):
         raise PluginError(f"{key}={target}: there is no {name} in {getattr(loaded, '__file__', module)}")
-    found = getattr(loaded, name)
-    if not kind.fits(found):
-        raise PluginError(f"{key}={target} is not {kind.what}")
-    return found
+    target_object = getattr(loaded, name)
+    if not kind.fits(target_object):
+        raise PluginError(f"{key}={target} is not {kind.description}")
+    return target_object
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
@@ -118,7 +118,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | Non
         return None
 
 
-def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def taken(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The offered arguments that a function or class has a parameter for."""
-    parameters = {it.name for it in parameters_of(function) or ()}
-    return {name: value for name, value in offered.items() if name in parameters}
+    parameters = {parameter.name for parameter in parameters_of(function) or ()}
+    return {name: value for name, value in arguments.items() if name in parameters}

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Collection, Mapping
 from math import isfinite
-from typing import Any
+from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
@@ -29,6 +29,12 @@ class Section(BaseModel):
     """
 
     model_config = VALUES | ConfigDict(extra="forbid", protected_namespaces=(), defer_build=True)
+
+    @classmethod
+    def parse(cls, cfg: DictConfig) -> Self:
+        """Check a composed config. Raises ConfigError, which names the key and how to fix it."""
+        config: Self = validated(cls, plain_values(cfg))
+        return config
 
     def plain(self) -> dict[str, Any]:
         """Its keys as on a command line, as numbers, texts, lists and dicts."""
@@ -65,8 +71,8 @@ def _check_numbers(key: str, value: Any, checked: Any) -> None:
         for name in [name for name in checked if name in value]:
             _check_numbers(f"{key}.{name}".lstrip("."), value[name], checked[name])
     elif isinstance(value, list | tuple) and isinstance(checked, list | tuple):
-        for one, item in zip(value, checked, strict=False):
-            _check_numbers(key, one, item)
+        for part, item in zip(value, checked, strict=False):
+            _check_numbers(key, part, item)
     elif isinstance(value, bool) and isinstance(checked, int | float) and not isinstance(checked, bool):
         raise ConfigError(f"{key}={as_typed(value)} should be a number")
     elif isinstance(value, int | float) and isinstance(checked, str) and key != "trainer.precision":  # 32 is its word
@@ -79,20 +85,20 @@ def _check_numbers(key: str, value: Any, checked: Any) -> None:
 
 def _line_of(error: ValidationError, schema: Any, values: Any, section: str) -> ConfigError:
     """The first error of pydantic, in words of the command line."""
-    first = error.errors()[0]
-    kind, says, wrong, keys = first["type"], first["msg"], first["input"], [section] if section else []
-    for part in first["loc"]:  # it also has the name of a member of a union, and numbers of items
+    fault = error.errors()[0]
+    kind, says, wrong, keys = fault["type"], fault["msg"], fault["input"], [section] if section else []
+    for part in fault["loc"]:  # it also has the name of a member of a union, and numbers of items
         if isinstance(values, Mapping) and part in values:
             keys, values = [*keys, str(part)], values[part]
             if part in getattr(schema, "model_fields", ()):
                 schema = schema.model_fields[part].annotation
-    if is_missing := kind == "missing" and isinstance(first["loc"][-1], str):
-        keys.append(str(first["loc"][-1]))
+    if is_missing := kind == "missing" and isinstance(fault["loc"][-1], str):
+        keys.append(str(fault["loc"][-1]))
     key = ".".join(keys)
     group, _, name = key.partition(".")
     if kind == "extra_forbidden":
-        known = getattr(schema, "model_fields", ())
-        return unknown_key(key, [".".join([*keys[:-1], name]) for name in known])
+        keys_of_schema = getattr(schema, "model_fields", ())
+        return unknown_key(key, [".".join([*keys[:-1], name]) for name in keys_of_schema])
     if kind == "value_error":  # a rule inside a section, which begins with a key of it
         return ConfigError(f"{key}.{says.removeprefix('Value error, ')}".lstrip("."))
     if group in NAMED and (name.endswith(TARGET) or (name and "." not in name)):
@@ -144,7 +150,7 @@ def has_no_value(key: str) -> ConfigError:
     return ConfigError(f"{key} has no value: give one with {key}=…")
 
 
-def unknown_key(key: str, known: Collection[str] = (), only: Collection[str] | None = None) -> ConfigError:
+def unknown_key(key: str, more_keys: Collection[str] = (), only: Collection[str] | None = None) -> ConfigError:
     """The error for a key that does not exist: the options that have it, or the nearest key.
 
     Args:
@@ -160,12 +166,14 @@ def unknown_key(key: str, known: Collection[str] = (), only: Collection[str] | N
         return ConfigError(f"{key} is no key: choose an option by its name, as in {section}={options(section)[0]}")
     if having := owners().get(key):
         return ConfigError(f"{key} works with {section}={' or '.join(having)} only: choose that, or leave {key} out")
-    others = {*known} | {other for other in owners() if only is None or other.startswith(f"{section}.")}
-    keys = sorted(other for other in others if not other.endswith(TARGET))
-    same = [other for other in keys if other.endswith(f".{leaf}")]
-    beside = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == parent}
+    candidates = {*more_keys} | {
+        candidate for candidate in owners() if only is None or candidate.startswith(f"{section}.")
+    }
+    keys = sorted(candidate for candidate in candidates if not candidate.endswith(TARGET))
+    with_leaf = [candidate for candidate in keys if candidate.endswith(f".{leaf}")]
+    beside = {candidate.rpartition(".")[2]: candidate for candidate in keys if candidate.rpartition(".")[0] == parent}
     near = [beside[word] for word in difflib.get_close_matches(leaf, beside, n=1)]
-    if meant := [other for other in same if other.startswith(f"{section}.")] or same or near:
+    if meant := [candidate for candidate in with_leaf if candidate.startswith(f"{section}.")] or with_leaf or near:
         return ConfigError(f"unknown key {key}: did you mean {' or '.join(meant)}?")
     if parent and 0 < len(beside) <= _MOST_LISTED:
         return ConfigError(f"unknown key {key}: choose {', '.join(sorted(beside.values()))}")
@@ -177,8 +185,8 @@ def answer(word: str, only: Collection[str] | None = None) -> str | None:
 
     only: the keys of a command that has no others. Ways that name others are no ways there.
     """
-    for known, ways in answers().items():
-        for way in ways if f"{word}.".startswith(f"{known}.") else ():
+    for word_from_elsewhere, ways in answers().items():
+        for way in ways if f"{word}.".startswith(f"{word_from_elsewhere}.") else ():
             if only is None or {*re.findall(r"(?:^|\buse )([a-z][\w.]*)=", way)} <= {*only}:
                 return f"{word} is not known here: {way}"
     return None

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from os.path import expanduser
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator, BeforeValidator, model_validator
@@ -18,8 +18,7 @@ from qnmixer.errors import ConfigError, suggest
 from qnmixer.files import check_there
 from qnmixer.weights import SUFFIX
 
-_Measuring = TypeVar("_Measuring", bound="MeasuringConfig")
-Which = Literal["best", "last"]
+CheckpointName = Literal["best", "last"]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """One text, or several."""
 Trust = Texts
@@ -45,13 +44,24 @@ def _noise_of_run(section: Any) -> Any:
 class MeasuringConfig(Section):
     """What trained networks are measured on."""
 
-    checkpoint: Which
+    checkpoint: CheckpointName
     split: Literal["train", "val", "test"]
     accelerator: Accelerator
     trust: Trust
     data: SourceOrAsTrained
     noise: Annotated[NoiseConfig | None, BeforeValidator(_noise_of_run)]  # None: the noise of training
     evaluation: EvaluationConfig
+
+    @classmethod
+    def parse(cls, cfg: DictConfig) -> Self:
+        """With the arguments of its targets checked. Raises ConfigError or PluginError."""
+        config = super().parse(cfg)
+        check_targets(config)
+        if isinstance(config.data, DataConfig):
+            config.data = config.data.checked()
+        if config.noise is not None:
+            config.noise = config.noise.checked()
+        return config
 
 
 class EvaluateConfig(MeasuringConfig):
@@ -67,20 +77,56 @@ class CompareConfig(MeasuringConfig):
     seed: Seed  # of test phantoms and noise
     output: str | None
 
+    @classmethod
+    def parse(cls, cfg: DictConfig) -> Self:
+        """As for an evaluation, without total variation, which is one of the networks."""
+        config = super().parse(cfg)
+        if config.evaluation.tv_weight is not None:  # of evaluation=default
+            raise unknown_key("evaluation.tv_weight")
+        return config
 
-class PlanConfig(Section):
-    """The checked config of one plan."""
+
+class WithRunConfig(Section):
+    """Keys of a command beside those of a run, which has a training step."""
+
+    run: Config
+
+    @classmethod
+    def parse(cls, cfg: DictConfig) -> Self:
+        """Raises ConfigError."""
+        values = plain_values(cfg)
+        command_values = {key: values.pop(key) for key in cls.model_fields if key != "run"}
+        run = parse(values)
+        if not run.model.has_weights:
+            raise ConfigError(
+                f"model={run.model.name} has no weights, so it has no training step: choose another model"
+            )
+        config: Self = validated(cls, command_values | {"run": run})
+        return config
+
+
+class PlanConfig(WithRunConfig):
+    """The checked config of one plan, which reads no slices."""
 
     format: Literal["table", "json", "levers"]
     device: Annotated[str, BeforeValidator(str)] | None  # None: all known devices
-    run: Config
+
+    @classmethod
+    def parse(cls, cfg: DictConfig) -> Self:
+        """Folders of slices may be missing. Raises ConfigError."""
+        for key in OmegaConf.missing_keys(cfg):
+            if key.startswith("data.") and key.endswith(".root"):
+                OmegaConf.update(cfg, key, ".")
+        config = super().parse(cfg)
+        if config.device is not None:
+            device_memory(config.device)
+        return config
 
 
-class DoctorConfig(Section):
+class DoctorConfig(WithRunConfig):
     """The checked config of one checkup."""
 
     format: Literal["table", "json"]
-    run: Config
 
 
 class ReconstructConfig(Section):
@@ -96,7 +142,7 @@ class ReconstructConfig(Section):
     water_attenuation: Length  # 1/mm
     detector_pitch: Length | None  # mm, of the scan; None: the run's
     angle_span: Length | None  # radians, of the scan; None: the run's
-    checkpoint: Which
+    checkpoint: CheckpointName
     accelerator: Accelerator
     batch_size: Count | None  # None: chosen by the device
     trust: Trust
@@ -124,62 +170,12 @@ class ExportConfig(Section):
         return self
 
 
-def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
-    """Parse and check the config of `qnmixer.evaluate`. Raises ConfigError."""
-    return _parsed_measuring(EvaluateConfig, cfg)
-
-
-def parse_compare(cfg: DictConfig) -> CompareConfig:
-    """Parse and check the config of `qnmixer.compare`. Raises ConfigError."""
-    config = _parsed_measuring(CompareConfig, cfg)
-    if config.evaluation.tv_weight is not None:  # of evaluation=default
-        raise unknown_key("evaluation.tv_weight")
-    return config
-
-
-def _parsed_measuring(schema: type[_Measuring], cfg: DictConfig) -> _Measuring:
-    config: _Measuring = validated(schema, plain_values(cfg))
-    check_targets(config)
-    if isinstance(config.data, DataConfig):
-        config.data = config.data.checked()
-    if config.noise is not None:
-        config.noise = config.noise.checked()
-    return config
-
-
 def check_slices(data: DataConfig | AsTrained) -> None:
     """Raise UserError if the slices of an evaluation do not exist."""
     if isinstance(data, DataConfig):
         check_data(data)
     elif data.root is not None:
         check_there("data.root", data.root, "the folder with the run's slices")
-
-
-def parse_plan(cfg: DictConfig) -> PlanConfig:
-    """Parse and check the config of `qnmixer.plan`, which reads no slices. Raises ConfigError."""
-    for key in OmegaConf.missing_keys(cfg):
-        if key.startswith("data.") and key.endswith(".root"):
-            OmegaConf.update(cfg, key, ".")
-    config: PlanConfig = _with_run(PlanConfig, cfg, "format", "device")
-    if config.device is not None:
-        device_memory(config.device)
-    return config
-
-
-def parse_doctor(cfg: DictConfig) -> DoctorConfig:
-    """Parse and check the config of `qnmixer.doctor`. Raises ConfigError."""
-    config: DoctorConfig = _with_run(DoctorConfig, cfg, "format")
-    return config
-
-
-def _with_run(schema: type[Section], cfg: DictConfig, *own: str) -> Any:
-    """The config of a command with these keys beside those of a run, which has a training step."""
-    values = plain_values(cfg)
-    its = {key: values.pop(key) for key in own}
-    run = parse(values)
-    if not run.model.has_weights:
-        raise ConfigError(f"model={run.model.name} has no weights, so it has no training step: choose another model")
-    return validated(schema, its | {"run": run})
 
 
 def device_memory(name: str) -> float:
@@ -193,15 +189,3 @@ def device_memory(name: str) -> float:
     if not (0 < size < math.inf):
         raise ConfigError(f"device={name} is not known: {suggest(name, DEVICES)}, or give a size in GB (device=24)")
     return 1024 * size
-
-
-def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
-    """Parse and check the config of `qnmixer.reconstruct`. Raises ConfigError."""
-    config: ReconstructConfig = validated(ReconstructConfig, plain_values(cfg))
-    return config
-
-
-def parse_export(cfg: DictConfig) -> ExportConfig:
-    """Parse and check the config of `qnmixer.export`. Raises ConfigError."""
-    config: ExportConfig = validated(ExportConfig, plain_values(cfg))
-    return config

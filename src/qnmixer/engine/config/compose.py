@@ -65,8 +65,8 @@ def without_null(overrides: list[str]) -> list[str]:
 
     Hydra takes null for a group in a file only.
     """
-    last = max((i for i, it in enumerate(overrides) if it == NO_EXPERIMENT), default=-1)
-    return [it for i, it in enumerate(overrides) if i > last or key_of(it) != "experiment"]
+    last_null = max((i for i, word in enumerate(overrides) if word == NO_EXPERIMENT), default=-1)
+    return [word for i, word in enumerate(overrides) if i > last_null or key_of(word) != "experiment"]
 
 
 def with_search_path(arguments: list[str]) -> list[str]:
@@ -76,18 +76,18 @@ def with_search_path(arguments: list[str]) -> list[str]:
     override. Raises ConfigError for a folder that does not exist, or that has a file with the name of one of ours:
     Hydra would take ours.
     """
-    rest, folders, given = [], [], list[str]()
+    other_words, folders, searched = [], [], list[str]()
     words = iter(arguments)
     for word in words:
         flag, equal, value = word.partition("=")
         if flag in _FLAGS:
             folders.append(value if equal else next(words, ""))
         elif key_of(word) == SEARCH_PATH:
-            given = _places(word)
+            searched = _places(word)
         else:
-            rest.append(word)
-    places = [*map(_located, [*folders, *given])]
-    return [f"{SEARCH_PATH}=[{','.join(map(quoted, places))}]", *rest] if places else rest
+            other_words.append(word)
+    places = [*map(_located, [*folders, *searched])]
+    return [f"{SEARCH_PATH}=[{','.join(map(quoted, places))}]", *other_words] if places else other_words
 
 
 def search_path_in(overrides: list[str]) -> list[str]:
@@ -112,9 +112,9 @@ def _located(place: str) -> str:
     folder = path_of(place.removeprefix(_FILE))
     if not place or not folder.is_dir():
         raise ConfigError(f"no config folder at {place or folder}: give it as --config-dir FOLDER")
-    ours = [path.relative_to(CONF) for path in sorted(CONF.rglob("*.yaml")) if folder.resolve() != CONF]
-    if same := next((path for path in ours if (folder / path).is_file()), None):
-        raise ConfigError(f"{folder / same} has the name of a file of qnmixer, which would be used instead: rename it")
+    our_files = [path.relative_to(CONF) for path in sorted(CONF.rglob("*.yaml")) if folder.resolve() != CONF]
+    if clash := next((path for path in our_files if (folder / path).is_file()), None):
+        raise ConfigError(f"{folder / clash} has the name of a file of qnmixer, which would be used instead: rename it")
     _check_sizes(folder)
     return _FILE + os.path.abspath(folder)
 
@@ -148,7 +148,7 @@ def _count_of_values(content: bytes) -> float:
         if id(node) not in counts:
             counts[id(node)] = math.inf  # until it is counted
             parts = node.value if isinstance(node, yaml.CollectionNode) else []
-            flat = [it for part in parts for it in (part if isinstance(part, tuple) else (part,))]
+            flat = [part_of_pair for part in parts for part_of_pair in (part if isinstance(part, tuple) else (part,))]
             counts[id(node)] = 1 + sum(map(count, flat))
         return counts[id(node)]
 
@@ -161,9 +161,9 @@ def _count_of_values(content: bytes) -> float:
 
 def with_one_limit(words: list[str]) -> list[str]:
     """max_epochs alone is the only limit of a run: max_steps of a file must not end it. Nothing is added twice."""
-    given = values_of([*filter(is_override, words)])
-    alone = given.get("trainer.max_epochs", "null") not in ("null", "") and "trainer.max_steps" not in given
-    return [*words, "trainer.max_steps=-1"] if alone else words
+    values = values_of([*filter(is_override, words)])
+    has_epochs_only = values.get("trainer.max_epochs", "null") not in ("null", "") and "trainer.max_steps" not in values
+    return [*words, "trainer.max_steps=-1"] if has_epochs_only else words
 
 
 def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
@@ -250,13 +250,15 @@ def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
     # A glob only finds names that exist.
     listed = [override for override in parsed if override.value_type != ValueType.GLOB_CHOICE_SWEEP]
     values = [list(_values(override)) for override in listed]
-    if empty := next((its.input_line for its, choices in zip(listed, values, strict=True) if not choices), None):
+    if empty := next(
+        (override.input_line for override, choices in zip(listed, values, strict=True) if not choices), None
+    ):
         raise ConfigError(f"{empty} has no value: give at least one")
-    first = [choices[0] for choices in values]
+    first_words = [choices[0] for choices in values]
     for i, choices in enumerate(values):
         for value in choices[1:]:
-            compose(config_name, [*first[:i], value, *first[i + 1 :]])
-    return compose(config_name, first, with_hydra=True)
+            compose(config_name, [*first_words[:i], value, *first_words[i + 1 :]])
+    return compose(config_name, first_words, with_hydra=True)
 
 
 def _values(override: Any) -> Iterator[str]:

@@ -43,7 +43,7 @@ class DataConfig(Target):
     group: ClassVar[str] = "data"
     kind: ClassVar[Kind] = Kind(
         "a class with __len__ and load",
-        lambda its: isinstance(its, type) and hasattr(its, "__len__") and hasattr(its, "load"),
+        lambda loaded: isinstance(loaded, type) and hasattr(loaded, "__len__") and hasattr(loaded, "load"),
     )
     n_positional: ClassVar[int] = 1
     supplied: ClassVar[tuple[str, ...]] = ("image_size", "fine", "geometry", "hu_max", "seed")
@@ -72,7 +72,9 @@ class DataConfig(Target):
     @property
     def at_true_size(self) -> bool:
         """Whether a source resamples its slices at the size that their files give."""
-        return any(isinstance(its, FolderData) and its.pixel_size == "header" for its in self.by_section().values())
+        return any(
+            isinstance(source, FolderData) and source.pixel_size == "header" for source in self.by_section().values()
+        )
 
     def by_section(self) -> dict[str, "DataConfig"]:
         """The sources of the slices, by config section: this source itself, or each source of a mix."""
@@ -114,7 +116,7 @@ class FolderData(DataConfig):
 
     kind: ClassVar[Kind] = Kind(
         "a class with kind, wanted and read, which data=custom does not need",
-        lambda its: isinstance(its, type) and all(hasattr(its, name) for name in ("kind", "wanted", "read")),
+        lambda loaded: isinstance(loaded, type) and all(hasattr(loaded, name) for name in ("kind", "wanted", "read")),
     )
     n_positional: ClassVar[int] = 0
     supplied: ClassVar[tuple[str, ...]] = ()
@@ -160,8 +162,8 @@ class MixedData(DataConfig):
         for name, share in self.shares.items():
             validated(Annotated[float, Ge(0), Le(1)], share, f"data.sources.{name}.share")
         if abs(sum(self.shares.values()) - 1) > 1e-6:
-            each = ", ".join(f"{name} {share:g}" for name, share in self.shares.items()) or "none"
-            raise ConfigError(f"the shares of data.sources ({each}) must add up to 1")
+            listed_shares = ", ".join(f"{name} {share:g}" for name, share in self.shares.items()) or "none"
+            raise ConfigError(f"the shares of data.sources ({listed_shares}) must add up to 1")
         if self.evaluate_on not in self.sources:
             raise ConfigError(f"data.evaluate_on={self.evaluate_on} is no source: give one of data.sources")
         sources = self.by_section()
@@ -177,21 +179,24 @@ class MixedData(DataConfig):
 
     def by_section(self) -> dict[str, DataConfig]:
         """The sources by their section of the config, each as it would be alone. Raises ConfigError."""
-        return {f"data.sources.{name}": self._source(f"data.sources.{name}", its) for name, its in self.sources.items()}
+        return {
+            f"data.sources.{name}": self._source(f"data.sources.{name}", section_keys)
+            for name, section_keys in self.sources.items()
+        }
 
     def _common(self) -> dict[str, Any]:
         """The keys that all sources share."""
         return {key: getattr(self, key) for key in DataConfig.model_fields if key != "target"}
 
-    def _source(self, section: str, given: dict[str, Any]) -> DataConfig:
+    def _source(self, section: str, section_keys: dict[str, Any]) -> DataConfig:
         common = self._common()
-        if both := next(iter(given.keys() & common.keys()), None):
-            raise ConfigError(f"{section}.{both} is the same for all sources: give it as data.{both}")
-        values = {key: value for key, value in given.items() if key not in ("share", "name")}
-        if TARGET not in given or "name" in given:
-            known = [option for option in (*options("data"), "custom") if option != self.name]
-            if (option := given.get("name")) not in known:
-                raise ConfigError(f"{section}.name={option} is not known: choose {', '.join(known)}")
+        if shared_key := next(iter(section_keys.keys() & common.keys()), None):
+            raise ConfigError(f"{section}.{shared_key} is the same for all sources: give it as data.{shared_key}")
+        values = {key: value for key, value in section_keys.items() if key not in ("share", "name")}
+        if TARGET not in section_keys or "name" in section_keys:
+            names = [option for option in (*options("data"), "custom") if option != self.name]
+            if (option := section_keys.get("name")) not in names:
+                raise ConfigError(f"{section}.name={option} is not known: choose {', '.join(names)}")
             values = values_of_option("data", str(option)) | values
         if missing := next((key for key, value in values.items() if value == "???"), None):
             raise has_no_value(f"{section}.{missing}")
@@ -208,7 +213,7 @@ class MixedData(DataConfig):
 
     def checked(self) -> Self:
         """With each source checked."""
-        return self.changed(sources=self._written({key: its.checked() for key, its in self.by_section().items()}))
+        return self.changed(sources=self._written({key: source.checked() for key, source in self.by_section().items()}))
 
     def targets(self) -> dict[str, str]:
         """The targets of all sources too."""
@@ -216,7 +221,7 @@ class MixedData(DataConfig):
 
     def without_places(self) -> Self:
         """Also without the private values of all sources."""
-        sources = {key: its.without_places() for key, its in self.by_section().items()}
+        sources = {key: source.without_places() for key, source in self.by_section().items()}
         return self.changed(sources=self._written(sources))
 
 
@@ -253,8 +258,8 @@ class PairData(DataConfig):
     @property
     def attenuation_of_one(self) -> float | None:  # type: ignore[override]  # as above
         """Attenuation in 1/mm of x = 1, which the set or its key `max_attenuation` fixes; None: that of hu_max."""
-        its: float | None = self.settings().get("max_attenuation") or self.load().attenuation_of_one
-        return its
+        value: float | None = self.settings().get("max_attenuation") or self.load().attenuation_of_one
+        return value
 
     @property
     def hu_scaling(self) -> tuple[float, float]:
@@ -300,9 +305,10 @@ SourceOrAsTrained = Annotated[_Source | Annotated[AsTrained, Tag("as trained")],
 def check_untouched(config: DataConfig) -> None:
     """Raise ConfigError for a key that changes images: measured sinograms would not follow."""
     for key, value in {"augment": False, "disc": False, "simulation_factor": 1, "scaling": "attenuation"}.items():
-        if (its := getattr(config, key)) != value:
+        if (current := getattr(config, key)) != value:
             raise ConfigError(
-                f"data.{key}={its} changes images, and a measured sinogram cannot change with its image: leave it out"
+                f"data.{key}={current} changes images, and a measured sinogram cannot change with its image: "
+                "leave it out"
             )
 
 
@@ -321,11 +327,11 @@ def check_data(config: DataConfig) -> None:
         if isinstance(source, PairData):
             continue
         folder = path_of(source.root).resolve()
-        for other, its in seen.items():
-            if folder.is_relative_to(its) or its.is_relative_to(folder):
+        for other_section, other_folder in seen.items():
+            if folder.is_relative_to(other_folder) or other_folder.is_relative_to(folder):
                 raise ConfigError(
-                    f"{section}.root={source.root} has slices of {other} too, and each would split them differently: "
-                    "give each source its own folder"
+                    f"{section}.root={source.root} has slices of {other_section} too, and each would split them "
+                    "differently: give each source its own folder"
                 )
         seen[section] = folder
         check_no_nifti(f"{section}.root", source.root)

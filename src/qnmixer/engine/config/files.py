@@ -86,14 +86,14 @@ def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 @cache
 def owners() -> dict[str, list[str]]:
     """The options that have a key, by the key as on a command line."""
-    found: dict[str, list[str]] = {}
+    options_by_key: dict[str, list[str]] = {}
     for path in sorted(CONF.glob("*/*.yaml")):
         group, option = path.parent.name, path.stem
         if group not in _WITHOUT_KEYS and option in options(group):
             prefix = f"logger.{option}." if group == "logger" else f"{group}."
             for key in flat_keys(values_of_option(group, option), prefix):
-                found.setdefault(key, []).append(option)
-    return found
+                options_by_key.setdefault(key, []).append(option)
+    return options_by_key
 
 
 @cache

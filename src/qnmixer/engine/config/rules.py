@@ -28,10 +28,10 @@ def scan_of_set(data: DataConfig, geometry: GeometryConfig) -> None:
         return
     of_set = data.load()
     for key, value in of_set.scan.items() if data.measured else ():
-        now = getattr(geometry, key)
-        if now != value and not (isinstance(value, float) and math.isclose(now, value, rel_tol=1e-4)):
+        value_here = getattr(geometry, key)
+        if value_here != value and not (isinstance(value, float) and math.isclose(value_here, value, rel_tol=1e-4)):
             raise ConfigError(
-                f"geometry.{key}={now} is not that of data={data.name}, {value}: take geometry={data.name}"
+                f"geometry.{key}={value_here} is not that of data={data.name}, {value}: take geometry={data.name}"
             )
     for key, value in {"scaling": "attenuation", "hu_max": getattr(of_set, "hu_max", data.hu_max)}.items():
         if getattr(data, key) != value:
@@ -118,14 +118,14 @@ def fitting_pipeline(strategy: StrategyConfig, trainer: TrainerConfig, model: Mo
     if trainer.devices is None:  # the rest is checked when the devices are counted
         return
     devices, size = strategy.devices_per_replica(trainer), strategy.microbatch_size
-    n, rest = divmod(data.batch_size * devices, size)
+    n, remainder = divmod(data.batch_size * devices, size)
     if devices == 1:
         raise ConfigError("strategy=pipeline needs at least two devices: give trainer.devices=…, or strategy=single")
     if trainer.devices % devices:
         raise ConfigError(f"strategy.devices_per_pipeline={devices} does not divide trainer.devices={trainer.devices}")
     if devices > T:
         raise ConfigError(f"{devices} stages are more than model.n_iterations={T}: lower strategy.devices_per_pipeline")
-    if rest or (strategy.schedule == "1f1b" and n < devices):
+    if remainder or (strategy.schedule == "1f1b" and n < devices):
         raise ConfigError(
             f"strategy.schedule={strategy.schedule} cannot cut data.batch_size={data.batch_size} × {devices} devices "
             f"by strategy.microbatch_size={size}: choose data.batch_size={size}"

@@ -182,7 +182,7 @@ def override(config: Config, overrides: str | Sequence[str]) -> Config:
             values.merge_with_dotlist([item])
     plain = OmegaConf.to_container(values)  # text with ${…} stays text
     assert isinstance(plain, dict)
-    config = parse_file({str(key): its for key, its in plain.items()})
+    config = parse_file({str(key): value for key, value in plain.items()})
     check_targets(config)
     # Not the loss of a checkpoint, say, whose code nobody has trusted.
     return checked(config, *touched.intersection(_READ_AT_ONCE))

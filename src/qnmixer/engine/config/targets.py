@@ -9,7 +9,7 @@ import importlib
 import inspect
 import re
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 
@@ -71,8 +71,8 @@ class Target(Section):
 
     @model_validator(mode="after")
     def _words_of_hydra(self) -> Self:
-        if odd := next((name for name in self.arguments if name.startswith("_") and name not in _WORDS), None):
-            raise ValueError(f"{odd} is not known: give {TARGET} and arguments of the target")
+        if word := next((name for name in self.arguments if name.startswith("_") and name not in _WORDS), None):
+            raise ValueError(f"{word} is not known: give {TARGET} and arguments of the target")
         return self
 
     def at(self, place: str) -> Self:
@@ -121,8 +121,8 @@ class Target(Section):
 
     def targets(self) -> dict[str, str]:
         """All classes and functions that it names, by key, also inside values."""
-        inner = {f"{key}.{TARGET}": str(part[TARGET]) for key, part in _parts(self.section, self.arguments)}
-        return {self.key: self.target} | inner
+        named_inside = {f"{key}.{TARGET}": str(part[TARGET]) for key, part in _parts(self.section, self.arguments)}
+        return {self.key: self.target} | named_inside
 
     def load(self) -> Any:
         """Import the target. Raises PluginError if this fails, or if it is of another kind."""
@@ -135,8 +135,8 @@ class Target(Section):
 
     def defaults(self) -> dict[str, Any]:
         """The defaults of the arguments that the config may give. Imports the target."""
-        own = [parameter for parameter in parameters_of(self.load()) or () if parameter.name not in self.supplied]
-        return {its.name: _listed(its.default) for its in own if its.default is not its.empty}
+        defaults = _defaults(parameters_of(self.load()) or ())
+        return {name: _listed(value) for name, value in defaults.items() if name not in self.supplied}
 
     def settings(self) -> dict[str, Any]:
         """The arguments that the config may give, given or default. Imports the target."""
@@ -154,26 +154,26 @@ class Target(Section):
         section.__pydantic_extra__ = {key: _listed(arguments.get(key, value)) for key, value in self.arguments.items()}
         return section
 
-    def build(self, *args: Any, supplied: Mapping[str, Any] | None = None, **given: Any) -> Any:
+    def build(self, *args: Any, supplied: Mapping[str, Any] | None = None, **keywords: Any) -> Any:
         """Call the target with these arguments and those of the config. Raises PluginError if it does not take them."""
-        target = self.bound(supplied, **given)
+        target = self.bound(supplied, **keywords)
         try:
             return target(*args)
         except (TypeError, ValueError) as error:
             raise PluginError(f"{self.as_typed} refuses its arguments ({first_line(error)})") from error
 
-    def bound(self, supplied: Mapping[str, Any] | None = None, **given: Any) -> Any:
+    def bound(self, supplied: Mapping[str, Any] | None = None, **arguments: Any) -> Any:
         """The target with all but its positional arguments. It gets `supplied` ones that it has a parameter for."""
         function, keywords = self.load(), self.keywords()
-        given |= taken(function, {name: value for name, value in (supplied or {}).items() if name not in keywords})
+        arguments |= taken(function, {name: value for name, value in (supplied or {}).items() if name not in keywords})
         built = {key: self._built(f"{self.section}.{key}", value) for key, value in keywords.items()}
-        return partial(function, **given, **self._typed(function, built, given))
+        return partial(function, **arguments, **self._typed(function, built, arguments))
 
     def positional(self, function: Any) -> int:
         """How many of its first arguments qnmixer gives."""
         return 0 if self.kind is FUNCTION_OR_MODULE and isinstance(function, type) else self.n_positional
 
-    def _typed(self, function: Any, arguments: dict[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
+    def _typed(self, function: Any, arguments: dict[str, Any], bound: Collection[str] = ()) -> dict[str, Any]:
         """The arguments as the types that its signature declares; parts with a target are left out.
 
         Raises ConfigError for arguments that the target lacks or misses.
@@ -182,16 +182,16 @@ class Target(Section):
         parameters = parameters_of(function)
         if parameters is None:  # it is written in C
             return arguments
-        own = {it.name: it for it in parameters[n_positional:] if it.kind in _BY_NAME and it.name not in given}
+        named = {p.name: p for p in parameters[n_positional:] if p.kind in _BY_NAME and p.name not in bound}
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        if (odd := next((name for name in arguments if name not in own), None)) and not takes_all:
-            raise _no_argument(self, odd, own)
-        for name, parameter in own.items():
+        if (stray := next((name for name in arguments if name not in named), None)) and not takes_all:
+            raise _no_argument(self, stray, named)
+        for name, parameter in named.items():
             if parameter.default is parameter.empty and name not in (*arguments, *self.supplied):
                 raise PluginError(f"{self.section} needs an argument {name}: give it as +{self.section}.{name}=VALUE")
         typed = {}
         for name, value in arguments.items():
-            hint = _type_of(function, own[name]) if name in own and not [*_parts(name, value)] else None
+            hint = _type_of(function, named[name]) if name in named and not [*_parts(name, value)] else None
             typed[name] = value if hint is None else validated(hint, value, f"{self.section}.{name}")
         return typed
 
@@ -211,14 +211,18 @@ class Target(Section):
             raise PluginError(f"{key} cannot be built: {first_line(error.__cause__ or error)}") from error
 
 
-def _no_argument(section: Target, name: str, own: Collection[str]) -> ConfigError:
+def _defaults(parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def _no_argument(section: Target, name: str, arguments: Collection[str]) -> ConfigError:
     """The error for an argument that a target does not have."""
     key, target = f"{section.section}.{name}", section.target
     if answer(key) or key in owners():
         return unknown_key(key)
-    if near := difflib.get_close_matches(name, own, n=1):
+    if near := difflib.get_close_matches(name, arguments, n=1):
         return PluginError(f"unknown key {key}: did you mean {section.section}.{near[0]}?")
-    takes = f"only {', '.join(own)}" if own else "and takes none"
+    takes = f"only {', '.join(arguments)}" if arguments else "and takes none"
     return PluginError(f"{key}: {target} has no such argument, {takes}")
 
 
@@ -311,23 +315,23 @@ class ModelConfig(Target):
 
     def divisors(self) -> dict[str, int]:
         """Numbers that must divide the image size, by the key that sets each."""
-        divisors: dict[str, int] = self.load().divisors(self._all())
+        divisors: dict[str, int] = self.load().divisors(self._all_arguments())
         return divisors
 
     def checked(self) -> Self:
         """Check the rules between its arguments too."""
         section = super().checked()
         try:
-            section.load().rules(section._all())
+            section.load().rules(section._all_arguments())
         except ConfigError as error:  # it names its arguments as a program does
             raise ConfigError(f"{self.group}: {error}") from error
         return section
 
-    def _all(self) -> dict[str, Any]:
+    def _all_arguments(self) -> dict[str, Any]:
         """The arguments, and those that the classes have from which it derives."""
         bases = [base for base in reversed(self.load().__mro__) if "__init__" in vars(base)]
-        own = [parameter for base in bases for parameter in parameters_of(base.__init__) or ()]
-        return {its.name: its.default for its in own if its.default is not its.empty} | self.settings()
+        parameters = [parameter for base in bases for parameter in parameters_of(base.__init__) or ()]
+        return _defaults(parameters) | self.settings()
 
 
 class LossConfig(Target):
@@ -381,7 +385,7 @@ class ScheduleConfig(Target):
     """
 
     group: ClassVar[str] = "schedule"
-    kind: ClassVar[Kind] = Kind("a function (step, n_steps)", lambda its: callable(its) and not isinstance(its, type))
+    kind: ClassVar[Kind] = Kind("a function (step, n_steps)", lambda f: callable(f) and not isinstance(f, type))
     n_positional: ClassVar[int] = 2
     supplied: ClassVar[tuple[str, ...]] = ("n_warmup",)
 
@@ -477,9 +481,9 @@ def _chosen_loggers(sections: Any) -> Any:
     """
     if not isinstance(sections, Mapping):
         return _named("logger", sections or {})
-    inner = {name: its for name, its in sections.items() if isinstance(its, Mapping) and TARGET in its}
-    rest = {name: its for name, its in sections.items() if name not in {*inner, *options("logger")}}
-    return _named("logger", inner | ({_CUSTOM: rest} if TARGET in sections else rest))
+    chosen = {name: part for name, part in sections.items() if isinstance(part, Mapping) and TARGET in part}
+    keys = {name: part for name, part in sections.items() if name not in {*chosen, *options("logger")}}
+    return _named("logger", chosen | ({_CUSTOM: keys} if TARGET in sections else keys))
 
 
 def _placed(group: str, sections: dict[str, Any]) -> dict[str, Any]:
@@ -518,8 +522,8 @@ def modes_of(metrics: Mapping[str, MetricConfig]) -> dict[str, str]:
 
 def check_monitor(monitor: str, metrics: Mapping[str, MetricConfig]) -> None:
     """Raise ConfigError if no validation gives the monitored metric."""
-    if monitor not in (known := modes_of(metrics)):
+    if monitor not in (modes := modes_of(metrics)):
         raise ConfigError(
-            f"monitor={monitor} is not known: choose {', '.join(known)}, or add a metric: "
+            f"monitor={monitor} is not known: choose {', '.join(modes)}, or add a metric: "
             f"+metrics.NAME.{TARGET}=my_file.my_metric"
         )

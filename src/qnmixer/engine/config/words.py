@@ -123,7 +123,7 @@ def explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str:
             way = f", or choose another option of {group}" if group in keys else ""
             return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
         line = str(unknown_key(key, keys, keys))
-        trained = {other.rpartition(".")[2] for other in (*owners(), *_known_keys("train"))} | {"lr"}
+        trained = {option.rpartition(".")[2] for option in (*owners(), *_known_keys("train"))} | {"lr"}
         is_unlike = line.startswith("unknown key") and "did you mean" not in line
         if is_unlike and key.rpartition(".")[2] in trained and not (name and is_chosen):
             return f"{key} comes from the run and cannot change in {config_name}: leave it out"
