@@ -24,7 +24,11 @@ from qnmixer.train import check
 
 CHECKS: dict[str, Callable[..., Any]] = {
     "train": check,
-    **{name: getattr(commands, f"parse_{name}") for name in ("evaluate", "reconstruct", "export", "compare", "plan")},
+    "evaluate": commands.EvaluateConfig.parse,
+    "reconstruct": commands.ReconstructConfig.parse,
+    "export": commands.ExportConfig.parse,
+    "compare": commands.CompareConfig.parse,
+    "plan": commands.PlanConfig.parse,
 }
 
 
