@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adjoint": {"data_term": "adjoint"},
     "first order": {"hessian": "identity"},
     "momentum": {"hessian": "momentum"},
+    "gradients": {"hessian": "gradients"},
     "detached": {"hessian_gradient": "detach"},
     "details, trust and a wider codec": {"detail_channels": 6, "learned_trust": True, "codec_kernel": 3},
     "details that see the image alone": {"detail_channels": 6, "detail_data_step": False, "data_steps": 2},

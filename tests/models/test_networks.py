@@ -114,7 +114,7 @@ def test_sizes_are_the_published_ones(projector: FanBeamProjector, network: Any)
     ("network", "options", "message"),
     [
         (LEARN, {"data_term": "fpb"}, "choose fbp or adjoint"),
-        (QNMixer, {"hessian": "bgfs"}, "choose bfgs or identity or momentum"),
+        (QNMixer, {"hessian": "bgfs"}, "choose bfgs or identity or momentum or gradients"),
         (QNMixer, {"codec": "vq"}, "choose orthonormal or strided"),
         (QNMixer, {"regularizer": nn.Identity}, "set detail_channels=0"),
     ],

@@ -91,6 +91,19 @@ def test_momentum_is_the_heavy_ball(projector: FanBeamProjector) -> None:
     torch.testing.assert_close(network.iterates(y), x[1:], rtol=1e-4, atol=1e-5)
 
 
+def test_a_mix_of_all_gradients_can_be_momentum(projector: FanBeamProjector) -> None:
+    """s_t = −r_t + β_t s_{t−1} is −Σ_k β_{k+1} … β_t r_k; and from α = 0 it is first order."""
+    network, momentum, first = (small(projector, hessian=name) for name in ("gradients", "momentum", "identity"))
+    y = projector(torch.rand(2, 1, 16, 16))
+    torch.testing.assert_close(network.iterates(y), first.iterates(y))
+    beta = torch.linspace(0.3, 0.7, len(momentum.momenta))
+    with torch.no_grad():
+        for t, (mix, parameter) in enumerate(zip(network.mixes, momentum.momenta, strict=True), start=1):
+            parameter.fill_(beta[t - 1])
+            mix.copy_(torch.stack([beta[k:t].prod() for k in range(t)]))
+    torch.testing.assert_close(network.iterates(y), momentum.iterates(y), rtol=1e-4, atol=1e-5)
+
+
 def test_trust_goes_from_first_order_to_bfgs(projector: FanBeamProjector) -> None:
     trusting, first, second = (
         small(projector, **options) for options in ({"learned_trust": True}, {"hessian": "identity"}, {})

@@ -24,7 +24,7 @@ class QNState(NamedTuple):
     pairs: tuple[Pair, ...] = ()
     s: Tensor | None = None  # s_{t−1} [B, L] divided by its scale; None before the first iteration
     scale: Tensor | None = None  # largest entry of s_{t−1} [B, 1]
-    r: Tensor | None = None  # r_{t−1} [B, L]; only with hessian="bfgs"
+    r: Tensor | None = None  # with hessian="bfgs" r_{t−1} [B, L], with "gradients" r_0 to r_{t−1} [B, t, L]
 
 
 class QNMixer(UnrolledNetwork[QNState]):
@@ -60,8 +60,9 @@ class QNMixer(UnrolledNetwork[QNState]):
         data_term: A† = "fbp" (author, field), here by the exact transpose, or "adjoint", Aᵀ/‖A‖².
         data_steps: steps along the data term in an iteration, each with a λ of its own (figure: 1).
         nonnegative: the image is max(0, x_t) for t ≥ 1. The next iteration still starts from x_t. False: x_t (figure).
-        hessian: "bfgs"; or, of first order, "identity" (H_t = I) or "momentum" (H_t = I, and s_t = −r_t + β_t s_{t−1}
-            with a learned β_t per iteration, from 0; ours, to compare BFGS with).
+        hessian: "bfgs"; or, of first order and to compare BFGS with, "identity" (H_t = I), "momentum" (s_t = −r_t +
+            β_t s_{t−1}, ours) or "gradients" (s_t = −r_t − Σ_{k<t} α_{tk} r_k, as the memory of DeMUN, arXiv
+            2501.04608). β and α are learned, from 0.
         hessian_gradient: "full" differentiates through H; "detach" treats its pairs as constants.
         learned_trust: use τ_t, with hessian="bfgs". False: H_t itself (figure).
         regularizer: a module x → G(x) in place of the Incept-Mixer, copied for each iteration that has its own, or a
@@ -113,7 +114,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         data_term: Literal["fbp", "adjoint"] = "fbp",
         data_steps: Annotated[int, Ge(1), Le(1000)] = 4,
         nonnegative: bool = True,
-        hessian: Literal["bfgs", "identity", "momentum"] = "bfgs",
+        hessian: Literal["bfgs", "identity", "momentum", "gradients"] = "bfgs",
         hessian_gradient: Literal["full", "detach"] = "full",
         learned_trust: bool = True,
         regularizer: Callable[[int, int], nn.Module] | nn.Module | None = None,
@@ -121,7 +122,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         self.rules(locals())
         super().__init__(n_iterations)
         check_choice("codec", codec, ("orthonormal", "strided"))
-        check_choice("hessian", hessian, ("bfgs", "identity", "momentum"))
+        check_choice("hessian", hessian, ("bfgs", "identity", "momentum", "gradients"))
         check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
         image_size = projector.geometry.image_size  # the mixer has weights for each row and column of patches
         self.projector = projector
@@ -162,12 +163,11 @@ class QNMixer(UnrolledNetwork[QNState]):
             for _ in range(1 if shared_step_size else n_iterations)
         )
 
-        def scalars(wanted: bool) -> nn.ParameterList:
-            """One for each iteration but the first: it has no pair, and DDP fails on a parameter without a gradient."""
-            return nn.ParameterList(torch.zeros(1) for _ in range(n_iterations - 1 if wanted else 0))
-
-        self.momenta = scalars(hessian == "momentum")
-        self.trust = scalars(hessian == "bfgs" and learned_trust)
+        # Not for the first iteration: it has no pair, and DDP fails on a parameter without a gradient.
+        later = range(1, n_iterations)
+        self.momenta = nn.ParameterList(torch.zeros(1) for _ in later if hessian == "momentum")
+        self.mixes = nn.ParameterList(torch.zeros(t) for t in later if hessian == "gradients")
+        self.trust = nn.ParameterList(torch.zeros(1) for _ in later if hessian == "bfgs" and learned_trust)
 
     def start(self, y: Tensor) -> QNState:
         """x₀ = FBP(y), and no pairs: H₀ = I."""
@@ -185,7 +185,13 @@ class QNMixer(UnrolledNetwork[QNState]):
             r = code.flatten(1).to(state.x.dtype)
             s, pairs = self.direction(t, r, state)
             x = state.x + self.codec.decode(s.view(code.shape))
-            return QNState(x, pairs, *split_scale(s), r if self.hessian == "bfgs" else None)
+            return QNState(x, pairs, *split_scale(s), self.kept_gradients(r, state.r))
+
+    def kept_gradients(self, r: Tensor, earlier: Tensor | None) -> Tensor | None:
+        """What later iterations need of r_t [B, L] and of what was kept before it."""
+        if self.hessian == "gradients":
+            return r[:, None] if earlier is None else torch.cat([earlier, r[:, None]], 1)
+        return r if self.hessian == "bfgs" else None
 
     def direction(self, t: int, r: Tensor, state: QNState) -> tuple[Tensor, tuple[Pair, ...]]:
         """s_t = −H_t r_t [B, L], and the pairs of H_t. Another method than BFGS goes here, in a subclass."""
@@ -195,6 +201,8 @@ class QNMixer(UnrolledNetwork[QNState]):
         if self.hessian == "momentum":
             return -r + self.momenta[t - 1] * scale * s, ()
         assert state.r is not None
+        if self.hessian == "gradients":
+            return -r - torch.einsum("t, btl -> bl", self.mixes[t - 1], state.r), ()
         z = (r - state.r) / scale  # as s is: H depends on their ratio only
         if self.hessian_gradient == "detach":
             s, z = s.detach(), z.detach()
@@ -224,8 +232,8 @@ class QNMixer(UnrolledNetwork[QNState]):
         return [module for module in self.modules() if isinstance(module, MixerLayer)]
 
     def step_scalars(self) -> list[nn.Parameter]:
-        """λ_t, β_t and τ_t."""
-        return [*self.step_sizes, *self.momenta, *self.trust]
+        """λ_t, β_t, α_t and τ_t."""
+        return [*self.step_sizes, *self.momenta, *self.mixes, *self.trust]
 
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
         """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems early."""
