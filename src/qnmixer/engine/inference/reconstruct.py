@@ -170,12 +170,12 @@ class _Writer:
         target = name = Path(self.config.output) / _file_name(scan.name)
         numbers = count(self.count)
         while True:
-            wanted = {target, _with_end(target, _FBP)} if scan.measured else {target}
-            files = {_with_end(it, ending) for it in wanted for ending in _ENDINGS.values()}
-            if self._written.isdisjoint(wanted) and self._folders.isdisjoint(files):
+            targets = {target, _with_end(target, _FBP)} if scan.measured else {target}
+            files = {_with_end(path, ending) for path in targets for ending in _ENDINGS.values()}
+            if self._written.isdisjoint(targets) and self._folders.isdisjoint(files):
                 break
             target = _with_end(name, f"_{next(numbers)}")
-        self._written |= wanted
+        self._written |= targets
         return target
 
     def _write(
@@ -187,7 +187,7 @@ class _Writer:
         window: tuple[float, float],
         files: list[Path],
     ) -> None:
-        for form in (it for it in _ENDINGS if it in self.config.formats):
+        for form in (form for form in _ENDINGS if form in self.config.formats):
             path = _with_end(target, _ENDINGS[form])
             if form == "npy":
                 write_npy(path, hu)

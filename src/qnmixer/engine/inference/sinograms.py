@@ -127,11 +127,11 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
     else:
         count, scanner = _scanner_of_npy(file, geometry, config)
         angles, read = scanner.angles(), partial(read_frame, file)
-    of_one = 1.0
+    attenuation_of_one = 1.0
     if config.unit == "attenuation":  # of some sets x = 1 is fixed, whatever the attenuation of water is
         data = module.config.data
-        of_water = attenuation_per_value(config.water_attenuation, data.hu_max)
-        of_one = of_water if data.attenuation_of_one is None else data.attenuation_of_one
+        attenuation_of_water = attenuation_per_value(config.water_attenuation, data.hu_max)
+        attenuation_of_one = attenuation_of_water if data.attenuation_of_one is None else data.attenuation_of_one
     if abs(turned := angles[0] - geometry.angles()[0]) > 1e-6:
         warn(f"{file} starts {np.degrees(turned):.4g}° from the run's first view, so the image is turned by that angle")
     for k in range(count):
@@ -142,7 +142,7 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
             fitted, missing = fit_scan(sinogram, angles, scanner, geometry, f"{file}{end}")
             scan = Scan(
                 name=f"{name}{end}", offset=offset, scale=scale, measured=True,
-                sinogram=torch.from_numpy(fitted / np.float32(of_one))[None, None].to(module.device),
+                sinogram=torch.from_numpy(fitted / np.float32(attenuation_of_one))[None, None].to(module.device),
                 missing=torch.from_numpy(missing).to(module.device) if missing.any() else None,
             )  # fmt: skip
             _check_scan(f"{file}{end}", scan, _noise_of(sinogram), module, config.unit)
@@ -198,8 +198,8 @@ def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeam
         raise DataError(f"{path} needs scipy, which is not installed: pip install scipy") from error
     try:
         content: dict[str, Any] = loadmat(path, simplify_cells=True)
-        its = next(v for v in content.values() if isinstance(v, dict) and {"sinogram", "parameters"} <= v.keys())
-        sinogram, parameters = np.asarray(its["sinogram"], np.float32), its["parameters"]
+        struct = next(v for v in content.values() if isinstance(v, dict) and {"sinogram", "parameters"} <= v.keys())
+        sinogram, parameters = np.asarray(struct["sinogram"], np.float32), struct["parameters"]
         angles = np.radians(np.atleast_1d(np.asarray(parameters["angles"], np.float64)))
         to_axis, to_detector = (float(parameters[f"distanceSource{end}"]) for end in ("Origin", "Detector"))
         if sinogram.ndim != 2 or angles.shape != sinogram.shape[:1] or not (np.abs(angles) < _LARGEST_ANGLE).all():
@@ -221,7 +221,7 @@ def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeam
 
 def _noise_of(sinogram: FloatArray) -> float:
     """Noise of neighbouring bins [v, d], as a share of the sinogram's norm. Rows of NaN do not count."""
-    rough, norm = (float(np.nansum(np.square(it, dtype=np.float64))) for it in (np.diff(sinogram, 2), sinogram))
+    rough, norm = (float(np.nansum(np.square(values, dtype=np.float64))) for values in (np.diff(sinogram, 2), sinogram))
     return math.sqrt(rough / 6 / norm)
 
 
