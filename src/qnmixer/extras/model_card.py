@@ -77,9 +77,9 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
 
 def _training(seed: int, finetune: str | None, checkpoint: Path, record: dict[str, Any]) -> dict[str, str]:
     # The config of a resumed run no longer says where its first part began, but its record does.
-    began = finetune or values_of(record.get("overrides", [])).get("finetune", "null") != "null"
+    base = finetune or values_of(record.get("overrides", [])).get("finetune", "null") != "null"
     return {
-        "started from": "the weights of another run (finetune)" if began else "random weights" if record else _NO_VALUE,
+        "started from": "the weights of another run (finetune)" if base else "random weights" if record else _NO_VALUE,
         "checkpoint": f"{checkpoint.stem}, after {steps_of(checkpoint)} of {record.get('steps', _NO_VALUE)} steps",
         "seed": str(seed),
         "time": f"{duration(record['seconds'])}, the whole run" if "seconds" in record else _NO_VALUE,

@@ -161,6 +161,7 @@ def line_integrals(
         raise SkipFile("detector bins without light in its flat fields")
     transmission = (_binned(sinogram[[*views]]) - dark_counts) / light
     if moved:
+        # The shift leaves no value for the last bin: its two neighbours are continued.
         last_bin = 2 * transmission[:, -1:] - transmission[:, -2:-1]
         transmission = np.concatenate([transmission[:, 1:], last_bin], axis=1)
     return -np.log(np.maximum(transmission, _LEAST)).astype(np.float32)

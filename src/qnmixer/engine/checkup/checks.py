@@ -65,12 +65,13 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
     A check that depends on a failed check is skipped. Raises KeyboardInterrupt on Ctrl-C.
     """
     this_node = config.changed(trainer=config.trainer.changed(num_nodes=1))
-    failed = []
+    failures = []
     for check in _machine(this_node, folder):
         yield check
-        failed += [check.name] * (check.status == "FAIL" and check.name not in ("shared memory", "disk"))
-    if failed:
-        yield Check("training", "SKIP", f"not tried, because {' and '.join(failed)} failed")
+        if check.status == "FAIL" and check.name not in ("shared memory", "disk"):
+            failures.append(check.name)
+    if failures:
+        yield Check("training", "SKIP", f"not tried, because {' and '.join(failures)} failed")
     else:
         yield from check_run(resolve_devices(this_node))
 
@@ -104,10 +105,10 @@ def _machine(config: Config, folder: Path) -> Iterator[Check]:
     if (shared := Path("/dev/shm")).is_dir():
         mend = "docker run --shm-size=8g (or --ipc=host), or lower data.num_workers"
         yield _space("shared memory", "data workers need", shared_memory_needed(resolved), shared, mend)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    ancestor = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     mend = "free some space, or another folder (hydra.run.dir=…)"
     # best, last, and one that is being written
-    yield _space("disk", "3 checkpoints need", 3 * checkpoint_bytes(resolved), existing, mend)
+    yield _space("disk", "3 checkpoints need", 3 * checkpoint_bytes(resolved), ancestor, mend)
 
 
 def _space(name: str, need: str, needed: int, folder: Path, mend: str) -> Check:

@@ -56,7 +56,7 @@ def evaluated_source(data: DataConfig) -> DataConfig:
 
 def conditions_of(module: Reconstructor, data: SliceDataModule, contents: Sequence[int]) -> Conditions:
     """What tells a test from others. `contents`: digests of its slices, in their order."""
-    drawn: tuple[str, ...] = ()
+    noise_digests: tuple[str, ...] = ()
     scan = {**asdict(module.projector.geometry), "factor": data.config.simulation_factor}
     if data.measured:
         scan |= {"measured": True}
@@ -65,13 +65,16 @@ def conditions_of(module: Reconstructor, data: SliceDataModule, contents: Sequen
         keys = asdict(noise_model) if is_dataclass(noise_model) else module.config.noise.plain()
         # The noise of a slice depends on its number.
         noise = digest([module.config.noise.target, keys], sort_keys=True)
-        drawn = noise, str(module.config.seed), digest([*contents])
-    return Conditions(digest(sorted(contents)), digest(scan, sort_keys=True), *drawn)
+        noise_digests = noise, str(module.config.seed), digest([*contents])
+    return Conditions(digest(sorted(contents)), digest(scan, sort_keys=True), *noise_digests)
 
 
 def _content(batch: Mapping[str, Any], b: int, measured: bool) -> int:
     """A digest of the b-th truth of a batch, with its scale, and of its sinogram, if that was measured."""
-    parts = [batch[name][b] for name in ("image", "hu_offset", "hu_scale", *["sinogram"] * measured)]
+    names = ["image", "hu_offset", "hu_scale"]
+    if measured:
+        names.append("sinogram")
+    parts = [batch[name][b] for name in names]
     return digest_of_bytes(b"".join(part.numpy().tobytes() for part in parts))
 
 

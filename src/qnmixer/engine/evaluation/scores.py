@@ -171,10 +171,10 @@ class Evaluation:
     def gain(self) -> str:
         """The caption of the table: the gain of the network over every other method."""
         *rivals, network = self.methods
-        over = ", ".join(f"over {rival}: {self._mean_gain(rival):+.2f} dB" for rival in rivals)
+        gains = ", ".join(f"over {rival}: {self._mean_gain(rival):+.2f} dB" for rival in rivals)
         scale = "data range of each reference, SSIM as skimage's" if self.own_range else "data range 1"
         line = f"mean over {self.n_images} images ({scale})"
-        return f"{network} {over}, {line}" if rivals else line
+        return f"{network} {gains}, {line}" if rivals else line
 
     def warnings(self) -> list[str]:
         """Warnings above the table: slices of the training set, a network below another method, pixels of no number."""

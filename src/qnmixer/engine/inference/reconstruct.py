@@ -59,8 +59,8 @@ def reconstruct_input(config: ReconstructConfig) -> int:
         for scan, x in images_of(module, scans, batch_size):
             written = writer.write(scan, scan.hu(x))
             if written and scan.measured:
-                far = misfit(module.projector, x, scan)
-                console.print(f"{scan.name}: A x differs from the sinogram by {far:.1%}", soft_wrap=True)
+                distance = misfit(module.projector, x, scan)
+                console.print(f"{scan.name}: A x differs from the sinogram by {distance:.1%}", soft_wrap=True)
             progress.advance(task)
     if not writer.count and not writer.failed:
         raise DataError(f"input={path} has nothing to reconstruct: see the warning above")
@@ -154,8 +154,8 @@ class _Writer:
         if not np.isfinite(hu).all():
             raise DataError(f"the reconstruction of {scan.name} has NaN or infinite values: evaluate the run first")
         target = self._new_target(scan)
-        chosen = self.config.window
-        window = (chosen[0], chosen[1]) if chosen else window_of(hu) if scan.measured else _ABDOMEN
+        limits = self.config.window
+        window = (limits[0], limits[1]) if limits else window_of(hu) if scan.measured else _ABDOMEN
         self._write(target, scan, hu, self.module.network.title, window, files)
         if scan.measured:
             with torch.no_grad():

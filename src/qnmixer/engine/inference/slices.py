@@ -101,8 +101,8 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
         raise DataError(f"input has no usable slice ({summary}): give CT in DICOM, HU in .npy or 16-bit PNG")
     if skipped:
         warn(summary)
-    if doubtful := doubted(groups, signs):
-        warn(doubt(str(path), doubtful, len(set(groups)), "files or folders"))
+    if doubtful_groups := doubted(groups, signs):
+        warn(doubt(str(path), doubtful_groups, len(set(groups)), "files or folders"))
     if stacks:
         warn(turned(str(path if path.is_dir() else path.parent), [*stacks]))
 

@@ -24,7 +24,7 @@ from qnmixer.errors import DataError
 from qnmixer.files import atomic_file
 
 CT_IMAGE = "1.2.840.10008.5.1.4.1.1.2"
-_INTERCEPT = -1024
+_INTERCEPT = -1024  # HU of a stored 0, as scanners have it
 
 # Tags of the patient, the study, the scanner and the place of the slice: they are also true for a reconstruction. Other
 # tags may describe the source's pixels, name the patient elsewhere (OriginalAttributesSequence), or be unknown here.

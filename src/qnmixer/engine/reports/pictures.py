@@ -59,9 +59,9 @@ def draw_slices(path: Path, slices: Sequence[SliceImages]) -> None:
             for x, span in ((0, strip), (strip + space, bar))
         )
         array = torch.cat([pad(image, (0, gap), value=nan) for image in images], dim=1)[:, :-gap]
-        drawn = axes.imshow(array.numpy(), cmap=look, vmin=limits[0], vmax=limits[1], interpolation="nearest")
+        strip_image = axes.imshow(array.numpy(), cmap=look, vmin=limits[0], vmax=limits[1], interpolation="nearest")
         axes.set_axis_off()
-        figure.colorbar(drawn, cax=bar_axes, label=label, ticks=ticks)
+        figure.colorbar(strip_image, cax=bar_axes, label=label, ticks=ticks)
         return axes
 
     for k, slice_ in enumerate(slices):
@@ -75,6 +75,7 @@ def draw_slices(path: Path, slices: Sequence[SliceImages]) -> None:
         ):
             middle = n * (slice_.truth.shape[1] + gap) + slice_.truth.shape[1] / 2
             axes.annotate(title, (middle, -0.5), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    # Not pyplot: it keeps each figure until it is closed, and may choose a backend that needs a screen.
     FigureCanvasAgg(figure)
     with atomic_file(path) as stream:
         figure.savefig(stream, dpi=130, format="png")

@@ -138,10 +138,10 @@ def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collecti
     for folder, values in zip(jobs, settings, strict=True):
         overrides = tuple(f"{key}={values[key]}" for key in varying if key in values)
         groups.setdefault(overrides, []).append(_job(folder, checkpoint, trust))
-    finished = {overrides: [job for job in group if job is not None] for overrides, group in groups.items()}
-    networks = {overrides: method_name(group[0].config) if group else "" for overrides, group in finished.items()}
+    finished_jobs = {overrides: [job for job in group if job is not None] for overrides, group in groups.items()}
+    networks = {overrides: method_name(group[0].config) if group else "" for overrides, group in finished_jobs.items()}
     return [
-        ComparedMethod(_name_of(overrides, networks), finished[overrides], len(group))
+        ComparedMethod(_name_of(overrides, networks), finished_jobs[overrides], len(group))
         for overrides, group in groups.items()
     ]
 

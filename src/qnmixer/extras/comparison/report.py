@@ -43,8 +43,9 @@ def write_comparison(folder: Path, comparison: Comparison, console: Console) -> 
         tables += [_methods(comparison, methods, of_test), _pairs(comparison, methods, of_test)]
     tables = [table for table in tables if table.rows]
     title = f"Comparison of {', '.join(sweep.name for sweep in comparison.sweeps)}"
-    parts = [f"# {title}", *[f"**{warning}**"] * bool(warning)]
+    parts = [f"# {title}"]
     if warning:
+        parts.append(f"**{warning}**")
         console.warn(warning, style="bold red")
     for table in tables:
         parts += [f"## {table.title}", markdown_table(table.headings, table.rows), table.note]
@@ -110,8 +111,8 @@ def _methods(comparison: Comparison, methods: list[ComparedMethod], of_test: str
 
 def _pairs(comparison: Comparison, methods: list[ComparedMethod], of_test: str) -> Table:
     shown, rows = _in_full(comparison), []
-    best = [method for method in methods if method.measured][:_MOST_PAIRED]
-    for method, rival in combinations(best, 2):  # the better first
+    measured_methods = [method for method in methods if method.measured][:_MOST_PAIRED]
+    for method, rival in combinations(measured_methods, 2):  # the better first
         if (psnr := method.minus(rival, "psnr")) is None:
             continue  # they have no patient in common
         row = [method.name, rival.name]

@@ -1,4 +1,4 @@
-"""Fit a measured sinogram to the views and detector bins that a network was trained for."""
+"""Regrid a measured sinogram to the views and detector bins that a network was trained for."""
 
 import math
 
@@ -25,10 +25,10 @@ _TOLERANCE = 1e-3
 """Share of a step, or of a distance, that counts as equal."""
 
 
-def fit_scan(
+def regrid_scan(
     sinogram: FloatArray, angles: FloatList, scanner: FanBeamGeometry, geometry: FanBeamGeometry, name: str
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    """Fit a sinogram [v, d] to the rays of a geometry. Returns [V, D], and which of its views are missing.
+    """Regrid a sinogram [v, d] to the rays of a geometry. Returns [V, D], and which of its views are missing.
 
     Missing views are rows of NaN, or of zeros. Along the detector, rows are interpolated linearly, or averaged if bins
     become wider. Views at angles that were not measured are interpolated linearly between their neighbours. They count
@@ -50,8 +50,8 @@ def fit_scan(
     n_measured = np.count_nonzero(~missing)
     if not np.isfinite(sinogram[~missing]).all():
         raise DataError(f"{name} has NaN or infinite values in part of a view: interpolate the dead bins first")
-    nearer = scanner.source_to_axis / geometry.source_to_axis
-    if scanner.beam != geometry.beam or (geometry.is_fan and abs(nearer - 1) > _TOLERANCE):
+    ratio = scanner.source_to_axis / geometry.source_to_axis
+    if scanner.beam != geometry.beam or (geometry.is_fan and abs(ratio - 1) > _TOLERANCE):
         raise DataError(
             f"{name} was measured with beam {scanner.beam} and the source {scanner.source_to_axis:g} mm from the axis, "
             f"but the run was trained for {geometry.beam} and {geometry.source_to_axis:g} mm: train with the geometry "
@@ -62,16 +62,16 @@ def fit_scan(
             f"{name} has {n_measured} measured views (others are NaN or zeros), but the run was trained for "
             f"{geometry.n_views}: train with geometry.n_views as measured"
         )
-    rows = _fit_bins(sinogram[~missing], scanner, geometry, name)
+    rows = _regrid_bins(sinogram[~missing], scanner, geometry, name)
     turned = math.copysign(1, geometry.angle_span) * (angles - angles[0])
-    return _fit_views(rows, turned[~missing], geometry, name)
+    return _regrid_views(rows, turned[~missing], geometry, name)
 
 
-def _fit_bins(rows: FloatArray, scanner: FanBeamGeometry, geometry: FanBeamGeometry, name: str) -> FloatArray:
+def _regrid_bins(rows: FloatArray, scanner: FanBeamGeometry, geometry: FanBeamGeometry, name: str) -> FloatArray:
     """Rows [v, d] at the geometry's rays, [v, D], with air beyond the ends of the detector."""
     # Rays of a fan at equal angles are the same rays. So detectors at other distances differ by their magnification.
-    magnified = scanner.source_to_detector / geometry.source_to_detector if geometry.is_fan else 1.0
-    positions, width = magnified * geometry.bin_positions(), magnified * geometry.detector_pitch
+    magnification = scanner.source_to_detector / geometry.source_to_detector if geometry.is_fan else 1.0
+    positions, width = magnification * geometry.bin_positions(), magnification * geometry.detector_pitch
     centres, pitch = scanner.bin_positions(), scanner.detector_pitch
     starts, ends = positions - width / 2, positions + width / 2
     slack, air = _TOLERANCE * len(centres) * pitch / 2, _AIR * rows.max()
@@ -84,18 +84,21 @@ def _fit_bins(rows: FloatArray, scanner: FanBeamGeometry, geometry: FanBeamGeome
         )
     if width <= pitch:
         return np.stack([np.interp(positions, centres, row, left=0, right=0) for row in rows]).astype(np.float32)
+    # A row counts as constant within a measured bin. Then its integral is linear there, and means over wider bins are
+    # exact.
     edges = np.append(centres, centres[-1] + pitch) - pitch / 2
     sums = np.pad(np.cumsum(rows * pitch, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
     until_starts, until_ends = (np.stack([np.interp(points, edges, row) for row in sums]) for points in (starts, ends))
     return ((until_ends - until_starts) / width).astype(np.float32)
 
 
-def _fit_views(
+def _regrid_views(
     rows: FloatArray, angles: FloatList, geometry: FanBeamGeometry, name: str
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
     """Rows [v, D] as views [V, D] of the geometry, and which views are missing. Angles start at the first view."""
     turn = 2 * np.pi
     order = np.argsort(angles % turn)
+    # Three turns, so that each view of the geometry has a measured one on both sides.
     measured_angles = np.concatenate([(angles % turn)[order] + k * turn for k in (-1, 0, 1)])
     step = abs(geometry.angle_step)
     view_angles = np.arange(geometry.n_views) * step
