@@ -16,9 +16,9 @@ from torch import Tensor
 from qnmixer.engine.checkpoints import load_run
 from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.data.slices import FloatArray
+from qnmixer.engine.inference.input_slices import simulated_scans, slice_files
 from qnmixer.engine.inference.scan import Scan, misfit, warn
 from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
-from qnmixer.engine.inference.slices import simulated_scans, slice_files
 from qnmixer.engine.inference.writers import window_of, write_dicom, write_npy, write_png
 from qnmixer.engine.memory.usage import is_out_of_memory
 from qnmixer.engine.parallel.devices import choose_device
