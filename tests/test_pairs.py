@@ -17,8 +17,8 @@ from qnmixer.engine.config.commands import EvaluateConfig
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.evaluation.command import evaluate_run
 from qnmixer.engine.evaluation.evaluate import title_of
-from qnmixer.engine.evaluation.run import evaluate_run
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.training.steps import build_trainer

@@ -20,7 +20,7 @@ from qnmixer.weights import check_weights
 def evaluate(config: EvaluateConfig) -> None:
     """Print the table of one evaluation, and write table, picture and scores per image into a folder."""
     say(visible(f"evaluating {config.run} (loading PyTorch …)"))
-    from qnmixer.engine.evaluation.run import evaluate_run
+    from qnmixer.engine.evaluation.command import evaluate_run
 
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)

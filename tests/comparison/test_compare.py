@@ -72,7 +72,7 @@ def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(tmp_path
     module.load_state_dict(torch.load(sweep / "0" / "checkpoints" / "best.ckpt")["state_dict"])
     evaluation = evaluate(module, SliceDataModule(config.data), "test", config.evaluation, torch.device("cpu"))
     for method in ("QN-Mixer", "FBP"):
-        expected = [(score.slice, score.values["psnr"], score.values["ssim"]) for score in evaluation.of(method)]
+        expected = [(score.slice, score.values["psnr"], score.values["ssim"]) for score in evaluation.scores_of(method)]
         its = [line for line in images if (line["method"], line["seed"]) == (method, "1")]
         assert [(line["slice"], float(line["psnr"]), float(line["ssim"])) for line in its] == expected
     fbp = {seed: [line["psnr"] for line in images if (line["method"], line["seed"]) == ("FBP", seed)] for seed in "12"}

@@ -14,7 +14,7 @@ from qnmixer.engine.config.commands import CompareConfig, EvaluateConfig
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.data.cache import to_square
 from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.evaluation.run import on_test
+from qnmixer.engine.evaluation.command import on_test
 from qnmixer.engine.evaluation.scores import titles_of, used_in_training
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages
 from qnmixer.engine.reports.terminal import Console

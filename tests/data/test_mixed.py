@@ -13,8 +13,8 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import AsTrained, MixedData, check_data
 from qnmixer.engine.config.run import parse, section, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.evaluation.command import as_trained
 from qnmixer.engine.evaluation.evaluate import evaluated_source
-from qnmixer.engine.evaluation.run import as_trained
 from qnmixer.errors import CheckpointError, ConfigError, DataError, PluginError
 
 N_PATIENTS, N_EACH = 5, 2

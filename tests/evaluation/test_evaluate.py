@@ -49,20 +49,20 @@ def test_every_slice_is_scored_once_by_each_method_on_the_same_sinogram(module: 
         name: found.means()[method]["psnr"] for name, method in of_loggers.items()
     }
     for method in found.methods:
-        assert [(score.number, score.slice) for score in found.of(method)] == [*enumerate(names)]
+        assert [(score.number, score.slice) for score in found.scores_of(method)] == [*enumerate(names)]
     for index, batch in enumerate(slices_of(5, batch_size=1).loader("test")):
         truth = batch["image"]
         with torch.no_grad():
             y = module.measure(batch, "test")
             images = {"FBP": module.projector.fbp(y), "QN-Mixer": module.network(y)}
         for method, image in images.items():
-            values = found.of(method)[index].values
+            values = found.scores_of(method)[index].values
             assert values["psnr"] == pytest.approx(psnr(image, truth).item(), abs=1e-3)
             assert values["ssim"] == pytest.approx(100 * ssim(image, truth).item(), abs=1e-2)
             windowed = [to_window(to_hu(batch, x), (WINDOW[0], WINDOW[1])) for x in (image, truth)]
             assert values["window_psnr"] == pytest.approx(psnr(*windowed).item(), abs=1e-3)
             assert values["window_ssim"] == pytest.approx(100 * ssim(*windowed).item(), abs=1e-2)
-    worst_first = sorted(found.of("QN-Mixer"), key=lambda score: score.values["psnr"])
+    worst_first = sorted(found.scores_of("QN-Mixer"), key=lambda score: score.values["psnr"])
     assert [*found.slices] == [score.number for score in worst_first]
     for score in worst_first:
         shown = found.slices[score.number]
@@ -133,7 +133,7 @@ def test_files_hold_the_scores(scores: Evaluation, tmp_path: Path) -> None:
         "QN-Mixer over FBP: +9.75 dB, mean over 2 images (data range 1)",
     ]  # fmt: skip
     assert "QN-Mixer over FBP: +9.75 dB, mean over 2 images (data range 1)" in (tmp_path / "page.html").read_text()
-    assert Evaluation(scores.of("FBP")).gain() == "mean over 2 images (data range 1)"
+    assert Evaluation(scores.scores_of("FBP")).gain() == "mean over 2 images (data range 1)"
 
 
 def test_what_is_missing_or_no_number_is_seen(scores: Evaluation, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from qnmixer.engine.config.commands import EvaluateConfig
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import DataConfig, FolderData
 from qnmixer.engine.config.run import Config, parse
-from qnmixer.engine.evaluation.run import other_slices
+from qnmixer.engine.evaluation.command import other_slices
 from qnmixer.errors import CheckpointError, ConfigError
 
 

@@ -21,7 +21,7 @@ from tests.limits import within_limits
 
 from qnmixer.engine.data.dicom import DicomReader
 from qnmixer.engine.data.slices import SkipFile
-from qnmixer.engine.inference.slices import InputSlice, read_slices, slice_files
+from qnmixer.engine.inference.input_slices import InputSlice, read_slices, slice_files
 from qnmixer.engine.inference.writers import write_dicom
 from qnmixer.errors import DataError
 

@@ -14,7 +14,7 @@ from pydicom.uid import generate_uid
 
 from qnmixer.engine.data.cache import to_square
 from qnmixer.engine.data.slices import FloatArray
-from qnmixer.engine.inference.slices import InputSlice, read_slices, slice_files
+from qnmixer.engine.inference.input_slices import InputSlice, read_slices, slice_files
 from qnmixer.engine.inference.writers import write_dicom, write_npy, write_png
 from qnmixer.errors import DataError
 

@@ -12,7 +12,7 @@ import torch
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.inference.fit import fit_scan
+from qnmixer.engine.inference.regrid import regrid_scan
 from qnmixer.engine.inference.sinograms import read_mat
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import DataError
@@ -46,7 +46,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
 
 def fitted(scanner: FanBeamGeometry, geometry: FanBeamGeometry) -> tuple[np.ndarray, np.ndarray]:
     """What a scan by one geometry becomes for another."""
-    return fit_scan(scan_of(scanner), scanner.angles(), scanner, geometry, "a scan")
+    return regrid_scan(scan_of(scanner), scanner.angles(), scanner, geometry, "a scan")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_tenth_of_the_views_missing_costs_little() -> None:
     y = scan_of(geometry)
     holes = y.copy()
     holes[[0, 9, 10]] = np.nan
-    found, missing = fit_scan(holes, geometry.angles(), geometry, geometry, "a scan")
+    found, missing = regrid_scan(holes, geometry.angles(), geometry, geometry, "a scan")
     assert np.flatnonzero(missing).tolist() == [0, 9, 10]
     np.testing.assert_allclose(found[~missing], y[~missing], atol=1e-4)
     np.testing.assert_allclose(found[0], (y[-1] + y[1]) / 2, rtol=1e-4, atol=1e-4)
@@ -144,7 +144,7 @@ def test_views_that_cannot_be_made_good_are_refused(fault: str, words: str) -> N
     else:
         y[3, 5] = np.nan if fault == "dead bin" else np.inf
     with pytest.raises(DataError, match=f"scan.npy .*{words}"):
-        fit_scan(y, angles, geometry, geometry, "scan.npy")
+        regrid_scan(y, angles, geometry, geometry, "scan.npy")
 
 
 # Files
@@ -201,7 +201,7 @@ def test_measured_scans_have_the_geometry_of_the_config(real_ct: Path, name: str
     pytest.importorskip("scipy.io")
     geometry = build_geometry(parse(compose("train", ["geometry=htc2022"])))
     sinogram, measured, angles = read_mat(real_ct / "measured" / f"{name}_category7.mat", geometry)
-    found, missing = fit_scan(sinogram, angles, measured, geometry, name)
+    found, missing = regrid_scan(sinogram, angles, measured, geometry, name)
     assert not missing.any()
     np.testing.assert_allclose(found, sinogram, atol=1e-5)
     seen = found > 0.15

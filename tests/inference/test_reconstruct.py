@@ -20,10 +20,10 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse, to_plain
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.inference.input_slices import read_slices, simulated_scans, slice_files
 from qnmixer.engine.inference.reconstruct import images_of, reconstruct_input
 from qnmixer.engine.inference.scan import Scan
 from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
-from qnmixer.engine.inference.slices import read_slices, simulated_scans, slice_files
 from qnmixer.errors import DataError, OutOfMemory
 from qnmixer.module import ReconstructionModule
 from qnmixer.physics.projector import system_matrix

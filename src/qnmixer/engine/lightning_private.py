@@ -63,25 +63,25 @@ def number_rows(trainer: L.Trainer) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
-def set_position(checkpoint: dict[str, Any], epoch: int, batches: int, before: int, validating: bool) -> None:
+def set_position(checkpoint: dict[str, Any], epoch: int, batches: int, batches_before: int, validating: bool) -> None:
     """Write a position into the state of Lightning's loops, which count the batches of one process.
 
     Args:
         checkpoint: whose state is changed.
         epoch: epochs that are completed.
         batches: of the epoch that has begun.
-        before: batches of all epochs before.
+        batches_before: of all epochs before.
         validating: whether a validation was interrupted: Lightning runs it before it trains.
     """
-    begun = epoch + (batches > 0)  # in its middle, an epoch counts as started but not as completed
-    epochs = {"ready": begun, "started": begun, "processed": epoch, "completed": epoch}
+    n_begun = epoch + (batches > 0)  # in its middle, an epoch counts as started but not as completed
+    epochs = {"ready": n_begun, "started": n_begun, "processed": epoch, "completed": epoch}
     interrupted = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
 
-    def counted(total: dict[str, int], current: int) -> dict[str, Any]:
+    def progress(total: dict[str, int], current: int) -> dict[str, Any]:
         return {"total": total, "current": dict.fromkeys(epochs, current), "is_last_batch": False}
 
     checkpoint["loops"]["fit_loop"] |= {
         "epoch_progress": {"total": epochs, "current": epochs},
-        "epoch_loop.batch_progress": counted(dict.fromkeys(epochs, before + batches), batches),
-        "epoch_loop.val_loop.batch_progress": counted(interrupted if validating else dict.fromkeys(epochs, 0), 0),
+        "epoch_loop.batch_progress": progress(dict.fromkeys(epochs, batches_before + batches), batches),
+        "epoch_loop.val_loop.batch_progress": progress(interrupted if validating else dict.fromkeys(epochs, 0), 0),
     }

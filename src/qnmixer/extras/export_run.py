@@ -23,7 +23,7 @@ def export_run(config: ExportConfig) -> None:
         raise CheckpointError(f"{path} is of model={module.config.model.name}, which has no weights: give another run")
     output = path_of(config.output)
     card = output.with_suffix(".md")
-    if taken := next((it for it in (output, card) if it.exists()), None):
+    if taken := next((file for file in (output, card) if file.exists()), None):
         raise ConfigError(f"{taken} exists already and is not overwritten: remove it, or give another output=")
     content = encode(module.config, module.state_dict())
     text = model_card(module, path, output)

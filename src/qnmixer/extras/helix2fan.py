@@ -22,7 +22,7 @@ from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.physics.sparse import cached
 
 _PARTS = "train", "val", "test"
-_SAME = 1e-3
+_TOLERANCE = 1e-3
 """Share of a length that counts as equal."""
 
 
@@ -56,7 +56,7 @@ class Helix2FanSource:
 
     def __init__(self, part: str, geometry: FanBeamGeometry, hu_max: float, *, root: str) -> None:
         folder = path_of(root)
-        if not any((folder / it).is_dir() for it in _PARTS):
+        if not any((folder / name).is_dir() for name in _PARTS):
             raise DataError(
                 f"data.root={root} has no folder train, val or test: make them, with the *_flat_fan_projections.tif of "
                 "whole patients in each"
@@ -64,18 +64,20 @@ class Helix2FanSource:
         self.geometry, self.hu_max = geometry, hu_max
         self._slices: list[tuple[FanTiff, list[int], float, int]] = []
         skipped: list[tuple[str, str]] = []
-        for path in sorted(it for it in (folder / part).glob("*") if it.suffix.lower() in TIFF and it.is_file()):
+        for path in sorted(
+            path for path in (folder / part).glob("*") if path.suffix.lower() in TIFF and path.is_file()
+        ):
             try:
                 fan = open_fan(path)
                 middle = slice(max(0, fan.n_detectors // 2 - 8), fan.n_detectors // 2 + 8)  # all would be a gigabyte
-                whole = np.flatnonzero(fan.values()[:, middle].any(axis=1).all(axis=0))  # lacking views are zeros
+                numbers = np.flatnonzero(fan.values()[:, middle].any(axis=1).all(axis=0))  # lacking views are zeros
             except SkipFile as reason:
                 skipped.append((path.name, str(reason)))
                 continue
             _require_same_rays(fan, geometry)
             turned = fan.nearest(geometry.angles()[0])[1]
             views = views_of(geometry, fan.first_angle - turned, fan.step, fan.n_views, "helix2fan")
-            self._slices += [(fan, views, turned, int(z)) for z in whole]
+            self._slices += [(fan, views, turned, int(z)) for z in numbers]
         self.warnings = [summarise_skipped(str(folder / part), skipped)] if skipped else []
         self.patients = [str(fan.path) for fan, *_ in self._slices]
 
@@ -101,11 +103,14 @@ class Helix2FanSource:
 
 def _require_same_rays(fan: FanTiff, geometry: FanBeamGeometry) -> None:
     """Raise ConfigError if a scan has other rays than those of a file. It says which to give."""
-    its, line = fan.scan(geometry), ""
+    scan, line = fan.scan(geometry), ""
     for key in ("beam", "n_detectors", "detector_pitch", "detector_offset", "source_to_axis", "axis_to_detector"):
-        measured, ours = getattr(its, key), getattr(geometry, key)
-        if ours != measured and not (isinstance(measured, float) and abs(ours - measured) <= _SAME * abs(measured)):
-            line += f" geometry.{key}={measured:.8g}" if isinstance(measured, float) else f" geometry.{key}={measured}"
+        measured, setting = getattr(scan, key), getattr(geometry, key)
+        if isinstance(measured, float):
+            if abs(setting - measured) > _TOLERANCE * abs(measured):
+                line += f" geometry.{key}={measured:.8g}"
+        elif setting != measured:
+            line += f" geometry.{key}={measured}"
     if line:
         raise ConfigError(f"{fan.path} was measured with other rays than those of the config: give{line}")
 
@@ -125,5 +130,5 @@ def _images(path: Path, written: int, scan: FanBeamGeometry) -> FloatArray:
         axis = (np.arange(scan.image_size) - (scan.image_size - 1) / 2) * scan.pixel_size
         return [np.where(np.hypot(axis, axis[:, None]) < scan.ray_distances().max(), images, 0)]
 
-    (found,) = cached(f"true images of {path} ({written})", scan, build)
-    return found
+    (images,) = cached(f"true images of {path} ({written})", scan, build)
+    return images

@@ -99,7 +99,7 @@ def _rows(path: Path, shape: tuple[int, int]) -> int:
     """The number of arrays of this shape in a file. Raises DataError for another layout."""
     h5py = optional("h5py", "lodopab")
     with usable(path, "unzip it again"), reading("no whole HDF5 file of LoDoPaB-CT"), h5py.File(path, "r") as stream:
-        its = stream["data"].shape
-        if len(its) != 3 or its[1:] != shape:
-            raise SkipFile(f"values {[*its]} in `data`, not [n, {shape[0]}, {shape[1]}]")
-        return int(its[0])
+        dimensions = stream["data"].shape
+        if len(dimensions) != 3 or dimensions[1:] != shape:
+            raise SkipFile(f"values {[*dimensions]} in `data`, not [n, {shape[0]}, {shape[1]}]")
+        return int(dimensions[0])

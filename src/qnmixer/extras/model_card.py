@@ -50,7 +50,7 @@ does not know its training slices: in a folder that has them, they count as test
 - It is for one scan and one grid. Slices are resampled to that grid, and scans with other rays are interpolated.
 - It is one run with one seed. How much other seeds differ is not known.
 """
-_UNKNOWN = "unknown"
+_NO_VALUE = "unknown"
 _SECTIONS = ("model", "geometry", "data", "noise", "loss", "optimizer", "schedule", "strategy", "trainer")
 
 
@@ -77,15 +77,15 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
 
 def _training(seed: int, finetune: str | None, checkpoint: Path, record: dict[str, Any]) -> dict[str, str]:
     # The config of a resumed run no longer says where its first part began, but its record does.
-    began = finetune or values_of(record.get("overrides", [])).get("finetune", "null") != "null"
+    base = finetune or values_of(record.get("overrides", [])).get("finetune", "null") != "null"
     return {
-        "started from": "the weights of another run (finetune)" if began else "random weights" if record else _UNKNOWN,
-        "checkpoint": f"{checkpoint.stem}, after {steps_of(checkpoint)} of {record.get('steps', _UNKNOWN)} steps",
+        "started from": "the weights of another run (finetune)" if base else "random weights" if record else _NO_VALUE,
+        "checkpoint": f"{checkpoint.stem}, after {steps_of(checkpoint)} of {record.get('steps', _NO_VALUE)} steps",
         "seed": str(seed),
-        "time": f"{duration(record['seconds'])}, the whole run" if "seconds" in record else _UNKNOWN,
-        "device": str(record.get("device", _UNKNOWN)),
-        "commit": str(record.get("git_commit") or _UNKNOWN),
-        "versions": ", ".join(f"{it} {version}" for it, version in record.get("versions", {}).items()) or _UNKNOWN,
+        "time": f"{duration(record['seconds'])}, the whole run" if "seconds" in record else _NO_VALUE,
+        "device": str(record.get("device", _NO_VALUE)),
+        "commit": str(record.get("git_commit") or _NO_VALUE),
+        "versions": ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items()) or _NO_VALUE,
     }
 
 
@@ -103,6 +103,6 @@ def evaluations(run: Path, weights: str) -> Iterator[Path]:
     """
     for path in sorted(run.rglob("table.md")):
         by_training = path.parent == run / "evaluation"
-        its = read_results(path.parent) or (read_results(run) if by_training else {})
-        if its.get("status") == "done" and its.get("evaluated", {}).get("weights") == weights:
+        results = read_results(path.parent) or (read_results(run) if by_training else {})
+        if results.get("status") == "done" and results.get("evaluated", {}).get("weights") == weights:
             yield path.parent

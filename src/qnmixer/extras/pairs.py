@@ -5,31 +5,31 @@ import numpy as np
 from qnmixer.errors import ConfigError
 from qnmixer.physics import FanBeamGeometry
 
-_SAME = 1e-3
+_TOLERANCE = 1e-3
 """Share of a step between views that counts as equal."""
 
 
-def views_of(geometry: FanBeamGeometry, first: float, step: float, count: int, extra: str) -> list[int]:
+def views_of(geometry: FanBeamGeometry, first_angle: float, step: float, count: int, extra: str) -> list[int]:
     """Indices of the measured views that the scan has, in the order of the scan.
 
     Raises ConfigError if a view was not measured.
 
     Args:
         geometry: the scan.
-        first: angle of the first measured view in radians.
+        first_angle: angle of the first measured view in radians.
         step: signed angle between measured views, a divisor of a full turn.
         count: number of measured views.
         extra: the set's option of `geometry`, for the message.
     """
     turn = round(2 * np.pi / abs(step))
-    place = (geometry.angles() - first) / step
+    place = (geometry.angles() - first_angle) / step
     nearest = np.rint(place)
     index = np.mod(nearest, turn).astype(int)  # −6° is 354°
-    if (wrong := np.flatnonzero((np.abs(place - nearest) > _SAME) | (index >= count))).size:
+    if (wrong := np.flatnonzero((np.abs(place - nearest) > _TOLERANCE) | (index >= count))).size:
         j = int(wrong[0])
         raise ConfigError(
             f"view {j} of geometry, at {np.degrees(geometry.angles()[j]):.4g}°, is not one of the {count} measured "
             f"views: use geometry={extra} with n_views a divisor of {count}, or first_angle and angle_span in whole "
             f"steps of {np.degrees(abs(step)):.3g}°"
         )
-    return [int(it) for it in index]
+    return [int(view) for view in index]

@@ -24,7 +24,7 @@ _MOVED = range(1, 2831), range(5521, 5871)
 _VIEWS, _RAW_BINS, _SIZE = 3600, 1912, 1024
 _RAW = "sinogram.tif", "dark.tif", "flat1.tif", "flat2.tif"
 _REFERENCE = "reconstruction.tif"
-_OTHER = "files of another size than those of 2DeteCT"
+_OTHER_SIZE = "files of another size than those of 2DeteCT"
 _PIXEL = 0.113797
 """Millimetres of the references, whose values are attenuation per pixel."""
 _LEAST = 1e-6
@@ -76,14 +76,14 @@ class TwoDetectSource:
         folders, skipped = _folders(path_of(root)), list[tuple[str, str]]()
         if not folders:
             raise DataError(f"data.root={root} has no folder slice00001 or the like: unzip 2DeteCT there")
-        wanted = {name: f"mode{mode}/{name}" for name in _RAW} | {_REFERENCE: f"mode2/{_REFERENCE}"}
+        places = {name: f"mode{mode}/{name}" for name in _RAW} | {_REFERENCE: f"mode2/{_REFERENCE}"}
         for number in sorted(folders.keys() & {*_PARTS[part]}):
-            below = {name: [folder / its for folder in folders[number]] for name, its in wanted.items()}
-            found = {name: path for name, its in below.items() for path in its if path.is_file()}
-            if missing := [its for name, its in wanted.items() if name not in found]:
+            candidates = {name: [folder / place for folder in folders[number]] for name, place in places.items()}
+            files = {name: path for name, paths in candidates.items() for path in paths if path.is_file()}
+            if missing := [place for name, place in places.items() if name not in files]:
                 skipped.append((f"slice{number:05d}", f"without {missing[0]}"))
             else:
-                self._files[number] = found
+                self._files[number] = files
         self._numbers = [*self._files]
         self.warnings = [summarise_skipped(str(root), skipped)] if skipped else []
 
@@ -92,15 +92,15 @@ class TwoDetectSource:
 
     def load(self, index: int) -> FloatArray:
         """Reference [1024, 1024] with HU = −1000 + (hu_max + 1000)·x. Raises SkipFile if it cannot be used."""
-        with reading(_OTHER):
+        with reading(_OTHER_SIZE):
             attenuation = _reference(_read(self._files[self._numbers[index]][_REFERENCE]))
         return np.float32(self.scaling.offset) + attenuation * np.float32(self.scaling.scale / self.max_attenuation)
 
     def sinogram(self, index: int) -> FloatArray:
         """Sinogram [V, 956], value × mm. Raises SkipFile if it cannot be used."""
-        moved = any(self._numbers[index] in its for its in _MOVED)
+        moved = any(self._numbers[index] in slices for slices in _MOVED)
         files = self._files[self._numbers[index]]
-        with reading(_OTHER):
+        with reading(_OTHER_SIZE):
             sinogram, dark, *flats = (_read(files[name]) for name in _RAW)
             p = line_integrals(sinogram, dark, flats, self._views, moved=moved)
         return p / np.float32(self.max_attenuation)
@@ -112,11 +112,11 @@ class TwoDetectSource:
 
 def _folders(root: Path) -> dict[int, list[Path]]:
     """The folders of each slice, by its number. A slice has several if archives were unpacked side by side."""
-    found: dict[int, list[Path]] = {}
+    folders: dict[int, list[Path]] = {}
     for level in ("", "*/", "*/*/"):
         for folder in sorted(root.glob(f"{level}slice[0-9][0-9][0-9][0-9][0-9]")):
-            found.setdefault(int(folder.name[-5:]), []).append(folder)
-    return found
+            folders.setdefault(int(folder.name[-5:]), []).append(folder)
+    return folders
 
 
 def _read(path: Path) -> np.ndarray[Any, Any]:
@@ -155,14 +155,15 @@ def line_integrals(
         SkipFile: a bin of the detector had no light.
         ValueError or IndexError: another size.
     """
-    none, *full = (_binned(it.reshape(_RAW_BINS)) for it in (dark, *flats))
-    light = np.mean(full, axis=0) - none
+    dark_counts, *flat_counts = (_binned(counts.reshape(_RAW_BINS)) for counts in (dark, *flats))
+    light = np.mean(flat_counts, axis=0) - dark_counts
     if light.min() <= 0:
         raise SkipFile("detector bins without light in its flat fields")
-    transmission = (_binned(sinogram[[*views]]) - none) / light
+    transmission = (_binned(sinogram[[*views]]) - dark_counts) / light
     if moved:
-        last = 2 * transmission[:, -1:] - transmission[:, -2:-1]
-        transmission = np.concatenate([transmission[:, 1:], last], axis=1)
+        # The shift leaves no value for the last bin: its two neighbours are continued.
+        last_bin = 2 * transmission[:, -1:] - transmission[:, -2:-1]
+        transmission = np.concatenate([transmission[:, 1:], last_bin], axis=1)
     return -np.log(np.maximum(transmission, _LEAST)).astype(np.float32)
 
 

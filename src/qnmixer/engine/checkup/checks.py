@@ -46,17 +46,17 @@ class Check:
 
     name: str
     status: str
-    found: str
+    finding: str
     mend: str = ""
 
     def line(self) -> str:
         """The line of the table."""
-        return f"{self.status}  {self.name:<15}{self.found}{self.mend and '. Fix: '}{self.mend}"
+        return f"{self.status}  {self.name:<15}{self.finding}{self.mend and '. Fix: '}{self.mend}"
 
 
-def judged(name: str, passes: bool, found: str, mend: str) -> Check:
+def judged(name: str, passes: bool, finding: str, mend: str) -> Check:
     """A check that was tried."""
-    return Check(name, "PASS", found) if passes else Check(name, "FAIL", found, mend)
+    return Check(name, "PASS", finding) if passes else Check(name, "FAIL", finding, mend)
 
 
 def checkup(config: Config, folder: Path) -> Iterator[Check]:
@@ -65,12 +65,13 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
     A check that depends on a failed check is skipped. Raises KeyboardInterrupt on Ctrl-C.
     """
     this_node = config.changed(trainer=config.trainer.changed(num_nodes=1))
-    failed = []
+    failures = []
     for check in _machine(this_node, folder):
         yield check
-        failed += [check.name] * (check.status == "FAIL" and check.name not in ("shared memory", "disk"))
-    if failed:
-        yield Check("training", "SKIP", f"not tried, because {' and '.join(failed)} failed")
+        if check.status == "FAIL" and check.name not in ("shared memory", "disk"):
+            failures.append(check.name)
+    if failures:
+        yield Check("training", "SKIP", f"not tried, because {' and '.join(failures)} failed")
     else:
         yield from check_run(resolve_devices(this_node))
 
@@ -93,8 +94,8 @@ def _machine(config: Config, folder: Path) -> Iterator[Check]:
         yield Check(name, "FAIL", *_split(str(error)))
         return
     n = resolved.trainer.devices or 1
-    what = f"{n} × {gpu}" if gpu else f"{n} on {n_cores()} CPU cores"
-    yield Check(name, "PASS", f"strategy={config.strategy.name}, {what} of this node")
+    hardware = f"{n} × {gpu}" if gpu else f"{n} on {n_cores()} CPU cores"
+    yield Check(name, "PASS", f"strategy={config.strategy.name}, {hardware} of this node")
     backend = "nccl" if gpu else "gloo"
     if n == 1:
         yield Check("backend", "SKIP", "a single device needs no communication")
@@ -104,16 +105,16 @@ def _machine(config: Config, folder: Path) -> Iterator[Check]:
     if (shared := Path("/dev/shm")).is_dir():
         mend = "docker run --shm-size=8g (or --ipc=host), or lower data.num_workers"
         yield _space("shared memory", "data workers need", shared_memory_needed(resolved), shared, mend)
-    existing = next(it for it in (folder, *folder.absolute().parents) if it.exists())
+    ancestor = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     mend = "free some space, or another folder (hydra.run.dir=…)"
     # best, last, and one that is being written
-    yield _space("disk", "3 checkpoints need", 3 * checkpoint_bytes(resolved), existing, mend)
+    yield _space("disk", "3 checkpoints need", 3 * checkpoint_bytes(resolved), ancestor, mend)
 
 
-def _space(name: str, what: str, needed: int, folder: Path, mend: str) -> Check:
-    free = shutil.disk_usage(folder).free
-    found = f"{what} {needed / MIB:,.0f} MiB, {free / MIB:,.0f} MiB are free in {folder}"
-    return judged(name, free >= needed, found, mend)
+def _space(name: str, need: str, needed: int, folder: Path, mend: str) -> Check:
+    free_bytes = shutil.disk_usage(folder).free
+    finding = f"{need} {needed / MIB:,.0f} MiB, {free_bytes / MIB:,.0f} MiB are free in {folder}"
+    return judged(name, free_bytes >= needed, finding, mend)
 
 
 def shared_memory_needed(config: Config) -> int:
@@ -142,7 +143,7 @@ def check_run(config: Config) -> Iterator[Check]:
                 examine(config, Run(folder))
             else:
                 run_ranks(config, folder, n)
-            train_a_little(reference, alone(config, read_report(folder, 0).manual), folder, n_steps=1)
+            train_a_little(reference, single_process(config, read_report(folder, 0).manual), folder, n_steps=1)
         except Exception as error:
             failure = explain(error, "doctor") or f"{type(error).__name__}: {' '.join(str(error).split())}"
             if isinstance(error, UserError) and not isinstance(error, RankFailed):
@@ -164,12 +165,12 @@ def check_run(config: Config) -> Iterator[Check]:
     else:
         yield Check("training", "PASS", f"{STEPS} steps, T = {config.model.T}: {time.monotonic() - start:.0f} s")
     if not config.datamodule.is_of_slices:
-        found = f"several devices share the slices of {config.datamodule.target} in another order"
-        yield Check("gradients", "SKIP", found)
+        finding = f"several devices share the slices of {config.datamodule.target} in another order"
+        yield Check("gradients", "SKIP", finding)
     elif reference.gradients and all(report.gradients for report in reports):
         rounded_to_10_bits = config.trainer.tf32 and config.trainer.accelerator == "cuda"
         precision = "16-mixed" if rounded_to_10_bits and config.trainer.precision == "32" else config.trainer.precision
-        yield compare_gradients([it.gradients for it in reports], reference.gradients, TOLERANCE[precision])
+        yield compare_gradients([report.gradients for report in reports], reference.gradients, TOLERANCE[precision])
     else:
         yield Check("gradients", "SKIP", "the first step had no finite gradients on all ranks")
     yield check_sharding(config, reports)
@@ -177,7 +178,7 @@ def check_run(config: Config) -> Iterator[Check]:
     yield check_finite(config.trainer.precision, reports)
 
 
-def alone(config: Config, at_once: bool = False) -> Config:
+def single_process(config: Config, at_once: bool = False) -> Config:
     """The same optimizer step in one process, one slice at a time, or all slices at once."""
     batch = effective_batch(config)
     trainer = config.trainer.changed(devices=1, accumulate_grad_batches=1 if at_once else batch)
@@ -187,28 +188,30 @@ def alone(config: Config, at_once: bool = False) -> Config:
     return config.changed(strategy=SingleConfig(), trainer=trainer, memory=memory, data=data)
 
 
-def compare_gradients(found: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor], tolerance: float) -> Check:
+def compare_gradients(
+    gradients_of_ranks: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor], tolerance: float
+) -> Check:
     """Compare the gradients of each rank, by parameter, with those of one process over the same slices."""
     smallest = _SMALLEST_GRADIENT * math.sqrt(sum(float(gradient.square().sum()) for gradient in expected.values()))
     errors = []
-    for rank, gradients in enumerate(found):
+    for rank, gradients in enumerate(gradients_of_ranks):
         for name, truth in expected.items():
             difference = gradients.get(name, torch.zeros(())) - truth
             error = difference.norm() / truth.norm().clamp_min(smallest)
             errors.append((float(error.nan_to_num(nan=math.inf)), rank, name))
     largest, rank, parameter = max(errors)
     passes = largest <= tolerance
-    what = "every rank has those of" if passes else f"rank {rank}: gradients differ from"
+    verdict = "every rank has those of" if passes else f"rank {rank}: gradients differ from"
     found_error = f"relative error {largest:.1e} in {parameter}, {tolerance:.0e} allowed"
     fix = "look for code that changes gradients on these ranks only: no_sync, a hook, parameters that only some use"
-    return judged("gradients", passes, f"{what} one process over the same slices: {found_error}", fix)
+    return judged("gradients", passes, f"{verdict} one process over the same slices: {found_error}", fix)
 
 
 def check_sharding(run: Config, reports: Sequence[Report]) -> Check:
     """Check that the ranks share every sample of an epoch once, in training and validation."""
     if not all(report.shares for report in reports):
-        own = "" if run.datamodule.is_of_slices else f", or {run.datamodule.target} shares its slices itself"
-        return Check("sharding", "SKIP", f"training failed before it loaded data{own}")
+        reason = "" if run.datamodule.is_of_slices else f", or {run.datamodule.target} shares its slices itself"
+        return Check("sharding", "SKIP", f"training failed before it loaded data{reason}")
     lengths, problems = reports[0].lengths, list[str]()
     # All devices of a pipeline train on the same samples.
     for part, by in (("train", reports[:: devices_per_replica(run)]), ("val", reports)):
@@ -216,9 +219,9 @@ def check_sharding(run: Config, reports: Sequence[Report]) -> Check:
         times = Counter(n for report in by for n, weight in report.shares[part] if weight > 0)
         wrong = [n for n in sorted({*times, *range(lengths[part])}) if times[n] != (n < lengths[part])]
         problems += [f"{part}: sample {n} {times[n]} times" for n in wrong]
-    found = f"every slice once in an epoch: {lengths['train']} of train and {lengths['val']} of val"
+    finding = f"every slice once in an epoch: {lengths['train']} of train and {lengths['val']} of val"
     fix = "put no sampler between EpochSampler and the loaders (use_distributed_sampler stays False)"
-    return judged("sharding", not problems, "; ".join(problems[:4]) or found, fix)
+    return judged("sharding", not problems, "; ".join(problems[:4]) or finding, fix)
 
 
 def check_growth(reports: Sequence[Report]) -> Check:
@@ -228,11 +231,11 @@ def check_growth(reports: Sequence[Report]) -> Check:
         return Check(name, "SKIP", "training did not get so far")
     for rank, report in enumerate(reports):
         steps = list(pairwise(report.held[2:]))
-        graphs = min(after[0] - before[0] for before, after in steps)
-        n_bytes = min(after[1] - before[1] for before, after in steps)
+        graphs = min(end[0] - start[0] for start, end in steps)
+        n_bytes = min(end[1] - start[1] for start, end in steps)
         if graphs > 0 or n_bytes >= _LEAST_GROWTH:
-            found = f"rank {rank}: {graphs} more tensors with graphs and {n_bytes / MIB:.2g} MiB more after each step"
-            return Check(name, "FAIL", found, fix)
+            finding = f"rank {rank}: {graphs} more tensors with graphs and {n_bytes / MIB:.2g} MiB more after each step"
+            return Check(name, "FAIL", finding, fix)
     return Check(name, "PASS", f"no tensors are kept from step to step, in {len(reports[0].held)} steps")
 
 
@@ -262,5 +265,5 @@ def _silence() -> Iterator[None]:
 
 def _split(line: str, fix: str = "") -> tuple[str, str]:
     """Split the line of an error at its last colon: before it is what is wrong, after it is how to fix it."""
-    found, _, rest = line.rpartition(": ")
-    return (line, fix) if fix or not found else (found, rest)
+    finding, _, remedy = line.rpartition(": ")
+    return (line, fix) if fix or not finding else (finding, remedy)

@@ -59,9 +59,9 @@ class Report:
             torch.save(vars(self), stream)
 
 
-def read_report(folder: Path, of: int) -> Report:
+def read_report(folder: Path, number: int) -> Report:
     """The report of a rank; an empty one if it wrote none."""
-    path = folder / f"report_{of}.pt"
+    path = folder / f"report_{number}.pt"
     return Report(**torch.load(path, weights_only=True)) if path.exists() else Report()
 
 
@@ -82,9 +82,9 @@ def run_ranks(config: Config, folder: Path, n: int) -> None:
         launch(["-m", "qnmixer.engine.training.worker", str(path)], n)
     except RankFailed as error:
         for log in sorted(folder.glob("log_*.txt")):
-            before, hangs, _ = log.read_text(encoding="utf-8", errors="replace").partition("Timeout (")
+            output, hangs, _ = log.read_text(encoding="utf-8", errors="replace").partition("Timeout (")
             if hangs:
-                number, doing = log.stem.removeprefix("log_"), before.rpartition(_NOTE)[2].splitlines()[0]
+                number, doing = log.stem.removeprefix("log_"), output.rpartition(_NOTE)[2].splitlines()[0]
                 raise RankFailed(f"rank {number}: no progress for {PATIENCE} s in {doing}") from error
         raise
 
@@ -207,15 +207,15 @@ class Probe(Callback):
         report, named = self.report, [(name, p.grad) for name, p in pl_module.named_parameters() if p.grad is not None]
         # For fsdp this is a collective, so every rank must get here, also one that needs no gradients.
         gradients = {name: gather(gradient) for name, gradient in named}
-        bad = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
+        bad_names = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
         step, scaled = len(report.held) + 1, getattr(trainer.precision_plugin, "scaler", None) is not None
-        if bad and not (scaled and step < STEPS):  # a GradScaler may skip the first steps, but not the last
-            report.not_finite = f"the gradient of {bad[0]} is not finite in step {step}"
-        if step == 1 and not bad:
+        if bad_names and not (scaled and step < STEPS):  # a GradScaler may skip the first steps, but not the last
+            report.not_finite = f"the gradient of {bad_names[0]} is not finite in step {step}"
+        if step == 1 and not bad_names:
             # Of each optimizer in its turn: another one's may be left from a backward pass before.
-            ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            of = {name for name, p in pl_module.named_parameters() if id(p) in ours}
-            gradients = {name: gradient for name, gradient in gradients.items() if name in of}
+            parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            names = {name for name, p in pl_module.named_parameters() if id(p) in parameter_ids}
+            gradients = {name: gradient for name, gradient in gradients.items() if name in names}
             report.gradients |= {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -227,9 +227,10 @@ class Probe(Callback):
 def held(device: torch.device) -> tuple[int, int]:
     """The tensors that hold a graph, and the bytes in all tensors. Both are exact, unlike the memory of a process."""
     gc.collect()  # garbage in cycles would look like a leak
-    tensors = [it for it in gc.get_objects() if issubclass(type(it), Tensor) and it.layout is torch.strided]
-    n_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else sum(it.nbytes for it in tensors)
-    return sum(it.grad_fn is not None for it in tensors), n_bytes
+    # isinstance would ask each object for its __class__, which a dead weak proxy answers with an error.
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and value.layout is torch.strided]
+    n_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else sum(tensor.nbytes for tensor in tensors)
+    return sum(tensor.grad_fn is not None for tensor in tensors), n_bytes
 
 
 def untrained(config: Config) -> Any:

@@ -56,22 +56,25 @@ def evaluated_source(data: DataConfig) -> DataConfig:
 
 def conditions_of(module: Reconstructor, data: SliceDataModule, contents: Sequence[int]) -> Conditions:
     """What tells a test from others. `contents`: digests of its slices, in their order."""
-    drawn: tuple[str, ...] = ()
+    noise_digests: tuple[str, ...] = ()
     scan = {**asdict(module.projector.geometry), "factor": data.config.simulation_factor}
     if data.measured:
         scan |= {"measured": True}
-    elif not isinstance(its := module.measurement.noise, NoNoise):
+    elif not isinstance(noise_model := module.measurement.noise, NoNoise):
         # The defaults of a class may be left out of a config.
-        keys = asdict(its) if is_dataclass(its) else module.config.noise.plain()
+        keys = asdict(noise_model) if is_dataclass(noise_model) else module.config.noise.plain()
         # The noise of a slice depends on its number.
         noise = digest([module.config.noise.target, keys], sort_keys=True)
-        drawn = noise, str(module.config.seed), digest([*contents])
-    return Conditions(digest(sorted(contents)), digest(scan, sort_keys=True), *drawn)
+        noise_digests = noise, str(module.config.seed), digest([*contents])
+    return Conditions(digest(sorted(contents)), digest(scan, sort_keys=True), *noise_digests)
 
 
 def _content(batch: Mapping[str, Any], b: int, measured: bool) -> int:
     """A digest of the b-th truth of a batch, with its scale, and of its sinogram, if that was measured."""
-    parts = [batch[name][b] for name in ("image", "hu_offset", "hu_scale", *["sinogram"] * measured)]
+    names = ["image", "hu_offset", "hu_scale"]
+    if measured:
+        names.append("sinogram")
+    parts = [batch[name][b] for name in names]
     return digest_of_bytes(b"".join(part.numpy().tobytes() for part in parts))
 
 
@@ -117,13 +120,13 @@ def evaluate(
             images = {name: [method(y)] for name, method in baselines.items() if name != network.title}
             # For a solver with hundreds of iterations only x_T.
             images[network.title] = network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
-        values = {name: _values_of(batch, of[-1], config.window, metrics) for name, of in images.items()}
+        values = {name: _values_of(batch, iterates[-1], config.window, metrics) for name, iterates in images.items()}
         for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight:  # else it only fills the batch
-                slice_ = batch["name"][b]
+                file_name = batch["name"][b]
                 content = _content(host_batch, b, data.measured)
                 scores[n] = [
-                    ImageScore(n, slice_, method, of[b], patients[n], content) for method, of in values.items()
+                    ImageScore(n, file_name, method, rows[b], patients[n], content) for method, rows in values.items()
                 ]
                 slices[n] = _slice(n, batch, b, images, scores[n])
         slices = worst_of(slices, scores, drawn)
@@ -131,8 +134,8 @@ def evaluate(
         shares: list[tuple[dict[int, list[ImageScore]], dict[int, SliceImages]]]
         shares = [({}, {})] * dist.get_world_size()
         dist.all_gather_object(shares, (scores, slices))
-        scores = {n: its for its_scores, _ in shares for n, its in its_scores.items()}
-        slices = worst_of({n: its for _, its_slices in shares for n, its in its_slices.items()}, scores, drawn)
+        scores = {n: slice_scores for share, _ in shares for n, slice_scores in share.items()}
+        slices = worst_of({n: slice_ for _, share in shares for n, slice_ in share.items()}, scores, drawn)
     return Evaluation(
         title=title_of(module.config.noise, module.projector.geometry.n_views, data, split),
         scores=[score for n in sorted(scores) for score in scores[n]],
@@ -157,8 +160,8 @@ def worst_of(
     """Those of the picture, and of the others the worst by PSNR of the last method. The worst come first."""
     psnrs = {n: scores[n][-1].values["psnr"] for n in slices}
     numbers = sorted(slices, key=lambda n: (-inf if isnan(psnrs[n]) else psnrs[n], n))
-    others = [n for n in numbers if n not in drawn][:_N_WORST]
-    return {n: slices[n] for n in numbers if n in drawn or n in others}
+    worst = [n for n in numbers if n not in drawn][:_N_WORST]
+    return {n: slices[n] for n in numbers if n in drawn or n in worst}
 
 
 def _slice(n: int, batch: Batch, b: int, images: dict[str, list[Tensor]], scores: list[ImageScore]) -> SliceImages:
@@ -168,9 +171,9 @@ def _slice(n: int, batch: Batch, b: int, images: dict[str, list[Tensor]], scores
         return to_hu(batch, image)[b, 0].cpu()
 
     methods = []
-    for (name, of), score in zip(images.items(), scores, strict=True):
+    for (name, iterates), score in zip(images.items(), scores, strict=True):
         caption = "{psnr:.2f} dB, SSIM {ssim:.2f}".format(**score.values)
-        methods.append(MethodImages(name, [hu(x) for x in of], caption))
+        methods.append(MethodImages(name, [hu(x) for x in iterates], caption))
     return SliceImages(f"slice {n}", hu(batch["image"]), methods)
 
 
@@ -178,14 +181,14 @@ def _values_of(
     batch: Batch, image: Tensor, window: list[float], metrics: Mapping[str, ImageMetric]
 ) -> list[dict[str, float | None]]:
     """The metrics of each image of a batch, by name."""
-    x, truth = (to_window(to_hu(batch, it), (window[0], window[1])) for it in (image, batch["image"]))
+    x, truth = (to_window(to_hu(batch, x), (window[0], window[1])) for x in (image, batch["image"]))
     columns = {name: metric(image, batch) for name, metric in metrics.items()}
     columns |= {"window_psnr": psnr(x, truth), "window_ssim": ssim_percent(x, truth)}
     rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-    found: list[dict[str, float | None]] = [dict(zip(columns, row, strict=True)) for row in rows]
+    scores: list[dict[str, float | None]] = [dict(zip(columns, row, strict=True)) for row in rows]
     # With nothing in the window a reconstruction that has nothing there either would be infinitely good.
     empty = truth.flatten(1).amax(1) == truth.flatten(1).amin(1)
-    return [its | dict.fromkeys(IN_WINDOW) if nothing else its for its, nothing in zip(found, empty, strict=True)]
+    return [row | dict.fromkeys(IN_WINDOW) if is_empty else row for row, is_empty in zip(scores, empty, strict=True)]
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation, console: Console) -> Path:

@@ -74,13 +74,13 @@ def by_patient(scores: Sequence[ImageScore], metric: str) -> dict[str, float]:
         contents.setdefault(patient, []).append(score.content)
         if (value := score.values.get(metric)) is not None:
             values.setdefault(patient, []).append(value)
-    found: dict[str, float] = {}
-    for patient, its in values.items():
+    means: dict[str, float] = {}
+    for patient, patient_values in values.items():
         name = digest(sorted(contents[patient]))
-        while name in found:  # a copy of the patient
+        while name in means:  # a copy of the patient
             name += "+"
-        found[name] = mean(its)
-    return found
+        means[name] = mean(patient_values)
+    return means
 
 
 @dataclass
@@ -117,13 +117,13 @@ class Evaluation:
         """How many slices were evaluated."""
         return len({score.number for score in self.scores})
 
-    def of(self, method: str) -> list[ImageScore]:
+    def scores_of(self, method: str) -> list[ImageScore]:
         """The scores of one method."""
         return [score for score in self.scores if score.method == method]
 
     def values(self, method: str, metric: str) -> list[float]:
         """One metric of one method, over the images that have it. [NaN] if none has."""
-        values = [score.values[metric] for score in self.of(method)]
+        values = [score.values[metric] for score in self.scores_of(method)]
         return [value for value in values if value is not None] or [nan]
 
     @property
@@ -147,67 +147,67 @@ class Evaluation:
         for method in self.methods:
             columns = [self.values(method, metric) for metric in self.titles]
             cells = [in_digits(mean(values), deviation(values)) for values in columns]
-            body.append(
-                [method, *("–" if its in self.empty else cell for its, cell in zip(self.titles, cells, strict=True))]
-            )
+            shown = ("–" if metric in self.empty else cell for metric, cell in zip(self.titles, cells, strict=True))
+            body.append([method, *shown])
         return ["method", *self.titles.values()], body
 
     def numbers(self) -> tuple[list[str], list[list[str | float]]]:
         """The same table for programs: means and standard deviations are numbers in separate columns."""
-        headings = ["method", *(name for it in self.titles for name in (it, deviation_name(it)))]
+        headings = ["method", *(name for metric in self.titles for name in (metric, deviation_name(metric)))]
         body: list[list[str | float]] = []
         for method in self.methods:
             columns = [self.values(method, metric) for metric in self.titles]
-            body.append([method, *(it for values in columns for it in (mean(values), deviation(values) or 0.0))])
+            pairs = [(mean(values), deviation(values) or 0.0) for values in columns]
+            body.append([method, *(number for pair in pairs for number in pair)])
         return headings, body
 
     def lines(self) -> list[list[Any]]:
         """Headings and rows of images.csv."""
-        *first, last = COLUMNS_OF_IMAGES
-        return [[*first, *self.titles, last]] + [
+        *columns, patient_column = COLUMNS_OF_IMAGES
+        return [[*columns, *self.titles, patient_column]] + [
             [s.number, s.slice, s.method, *(s.values[name] for name in self.titles), s.patient] for s in self.scores
         ]
 
     def gain(self) -> str:
         """The caption of the table: the gain of the network over every other method."""
-        *others, last = self.methods
-        over = ", ".join(f"over {other}: {self._mean_gain(other):+.2f} dB" for other in others)
+        *rivals, network = self.methods
+        gains = ", ".join(f"over {rival}: {self._mean_gain(rival):+.2f} dB" for rival in rivals)
         scale = "data range of each reference, SSIM as skimage's" if self.own_range else "data range 1"
         line = f"mean over {self.n_images} images ({scale})"
-        return f"{last} {over}, {line}" if others else line
+        return f"{network} {gains}, {line}" if rivals else line
 
     def warnings(self) -> list[str]:
         """Warnings above the table: slices of the training set, a network below another method, pixels of no number."""
-        *others, last = self.methods
+        *rivals, network = self.methods
         lines = used_in_training(self.trained)
-        for other in others:
-            if (gain := self._mean_gain(other)) < 0:
+        for rival in rivals:
+            if (gain := self._mean_gain(rival)) < 0:
                 why = "it has not learned enough, or was trained for other data"
-                lines.append(f"{last} is BELOW {other} by {-gain:.2f} dB: {why}")
+                lines.append(f"{network} is BELOW {rival} by {-gain:.2f} dB: {why}")
         for method in self.methods:
-            if bad := sum(isnan(value) or value == -inf for value in self.values(method, "psnr")):
-                of = f"{bad} of {self.n_images} slices"
-                lines.append(f"{method} gives NaN or infinite pixels for {of}, which images.csv names")
+            if n_bad := sum(isnan(value) or value == -inf for value in self.values(method, "psnr")):
+                share = f"{n_bad} of {self.n_images} slices"
+                lines.append(f"{method} gives NaN or infinite pixels for {share}, which images.csv names")
         if empty := [self.titles[metric] for metric in self.empty]:
             lines.append(f"no slice has {' or '.join(empty)}: no pixel lies in evaluation.window, choose another one")
         return lines
 
-    def _mean_gain(self, other: str) -> float:
+    def _mean_gain(self, rival: str) -> float:
         """Mean PSNR difference of the last method and another one."""
-        pairs = zip(self.values(self.methods[-1], "psnr"), self.values(other, "psnr"), strict=True)
+        pairs = zip(self.values(self.methods[-1], "psnr"), self.values(rival, "psnr"), strict=True)
         return mean(a - b for a, b in pairs)
 
 
-def used_in_training(found: Overlap) -> list[str]:
+def used_in_training(overlap: Overlap) -> list[str]:
     """The warnings about slices of a test that a network was trained on."""
     lines = []
-    if found.same:
-        lines.append(f"{found.same} of the slices were used in training: the scores are too good")
-    if found.likely:
-        others = "other slices" if found.same else "of the slices"
+    if overlap.same:
+        lines.append(f"{overlap.same} of the slices were used in training: the scores are too good")
+    if overlap.likely:
+        subject = "other slices" if overlap.same else "of the slices"
         lines.append(
-            f"{found.likely} {others} look like training slices in another size, or have the PatientID or UID of one: "
-            "the scores may be too good"
+            f"{overlap.likely} {subject} look like training slices in another size, or have the PatientID or UID of "
+            "one: the scores may be too good"
         )
     return lines
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from qnmixer.engine.checkpoints import load_run
 from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.data.slices import FloatArray
+from qnmixer.engine.inference.input_slices import simulated_scans, slice_files
 from qnmixer.engine.inference.scan import Scan, misfit, warn
 from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
-from qnmixer.engine.inference.slices import simulated_scans, slice_files
 from qnmixer.engine.inference.writers import window_of, write_dicom, write_npy, write_png
 from qnmixer.engine.memory.usage import is_out_of_memory
 from qnmixer.engine.parallel.devices import choose_device
@@ -59,8 +59,8 @@ def reconstruct_input(config: ReconstructConfig) -> int:
         for scan, x in images_of(module, scans, batch_size):
             written = writer.write(scan, scan.hu(x))
             if written and scan.measured:
-                far = misfit(module.projector, x, scan)
-                console.print(f"{scan.name}: A x differs from the sinogram by {far:.1%}", soft_wrap=True)
+                distance = misfit(module.projector, x, scan)
+                console.print(f"{scan.name}: A x differs from the sinogram by {distance:.1%}", soft_wrap=True)
             progress.advance(task)
     if not writer.count and not writer.failed:
         raise DataError(f"input={path} has nothing to reconstruct: see the warning above")
@@ -154,8 +154,8 @@ class _Writer:
         if not np.isfinite(hu).all():
             raise DataError(f"the reconstruction of {scan.name} has NaN or infinite values: evaluate the run first")
         target = self._new_target(scan)
-        chosen = self.config.window
-        window = (chosen[0], chosen[1]) if chosen else window_of(hu) if scan.measured else _ABDOMEN
+        limits = self.config.window
+        window = (limits[0], limits[1]) if limits else window_of(hu) if scan.measured else _ABDOMEN
         self._write(target, scan, hu, self.module.network.title, window, files)
         if scan.measured:
             with torch.no_grad():
@@ -170,12 +170,12 @@ class _Writer:
         target = name = Path(self.config.output) / _file_name(scan.name)
         numbers = count(self.count)
         while True:
-            wanted = {target, _with_end(target, _FBP)} if scan.measured else {target}
-            files = {_with_end(it, ending) for it in wanted for ending in _ENDINGS.values()}
-            if self._written.isdisjoint(wanted) and self._folders.isdisjoint(files):
+            targets = {target, _with_end(target, _FBP)} if scan.measured else {target}
+            files = {_with_end(path, ending) for path in targets for ending in _ENDINGS.values()}
+            if self._written.isdisjoint(targets) and self._folders.isdisjoint(files):
                 break
             target = _with_end(name, f"_{next(numbers)}")
-        self._written |= wanted
+        self._written |= targets
         return target
 
     def _write(
@@ -187,7 +187,7 @@ class _Writer:
         window: tuple[float, float],
         files: list[Path],
     ) -> None:
-        for form in (it for it in _ENDINGS if it in self.config.formats):
+        for form in (form for form in _ENDINGS if form in self.config.formats):
             path = _with_end(target, _ENDINGS[form])
             if form == "npy":
                 write_npy(path, hu)

@@ -44,8 +44,9 @@ class Scan:
 def misfit(projector: FanBeamProjector, x: Tensor, scan: Scan, bins: int = 1) -> float:
     """‖A x − y‖ / ‖y‖ of an image [1, 1, S, S] over the views that were measured, with means of `bins` neighbours."""
     views = slice(None) if scan.missing is None else ~scan.missing
-    y, left = (avg_pool2d(it[:, :, views], (1, bins)) for it in (scan.sinogram, projector(x) - scan.sinogram))
-    return float(left.norm() / y.norm())
+    residual = projector(x) - scan.sinogram
+    residual, y = (avg_pool2d(sinogram[:, :, views], (1, bins)) for sinogram in (residual, scan.sinogram))
+    return float(residual.norm() / y.norm())
 
 
 def warn(line: str) -> None:

@@ -17,7 +17,7 @@ from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.data.fan_tiff import TIFF, open_fan
 from qnmixer.engine.data.numpy_files import open_stack, read_frame
 from qnmixer.engine.data.slices import FloatArray, SkipFile, require_size, usable
-from qnmixer.engine.inference.fit import FloatList, fit_scan
+from qnmixer.engine.inference.regrid import FloatList, regrid_scan
 from qnmixer.engine.inference.scan import Scan, misfit, warn
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import ConfigError, DataError, GeometryError, first_line
@@ -127,11 +127,11 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
     else:
         count, scanner = _scanner_of_npy(file, geometry, config)
         angles, read = scanner.angles(), partial(read_frame, file)
-    of_one = 1.0
+    attenuation_of_one = 1.0
     if config.unit == "attenuation":  # of some sets x = 1 is fixed, whatever the attenuation of water is
         data = module.config.data
-        of_water = attenuation_per_value(config.water_attenuation, data.hu_max)
-        of_one = of_water if data.attenuation_of_one is None else data.attenuation_of_one
+        attenuation_of_water = attenuation_per_value(config.water_attenuation, data.hu_max)
+        attenuation_of_one = attenuation_of_water if data.attenuation_of_one is None else data.attenuation_of_one
     if abs(turned := angles[0] - geometry.angles()[0]) > 1e-6:
         warn(f"{file} starts {np.degrees(turned):.4g}° from the run's first view, so the image is turned by that angle")
     for k in range(count):
@@ -139,10 +139,10 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
         with usable(file, _FIX):
             sinogram = read(k)
         try:
-            fitted, missing = fit_scan(sinogram, angles, scanner, geometry, f"{file}{end}")
+            regridded, missing = regrid_scan(sinogram, angles, scanner, geometry, f"{file}{end}")
             scan = Scan(
                 name=f"{name}{end}", offset=offset, scale=scale, measured=True,
-                sinogram=torch.from_numpy(fitted / np.float32(of_one))[None, None].to(module.device),
+                sinogram=torch.from_numpy(regridded / np.float32(attenuation_of_one))[None, None].to(module.device),
                 missing=torch.from_numpy(missing).to(module.device) if missing.any() else None,
             )  # fmt: skip
             _check_scan(f"{file}{end}", scan, _noise_of(sinogram), module, config.unit)
@@ -198,8 +198,8 @@ def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeam
         raise DataError(f"{path} needs scipy, which is not installed: pip install scipy") from error
     try:
         content: dict[str, Any] = loadmat(path, simplify_cells=True)
-        its = next(v for v in content.values() if isinstance(v, dict) and {"sinogram", "parameters"} <= v.keys())
-        sinogram, parameters = np.asarray(its["sinogram"], np.float32), its["parameters"]
+        struct = next(v for v in content.values() if isinstance(v, dict) and {"sinogram", "parameters"} <= v.keys())
+        sinogram, parameters = np.asarray(struct["sinogram"], np.float32), struct["parameters"]
         angles = np.radians(np.atleast_1d(np.asarray(parameters["angles"], np.float64)))
         to_axis, to_detector = (float(parameters[f"distanceSource{end}"]) for end in ("Origin", "Detector"))
         if sinogram.ndim != 2 or angles.shape != sinogram.shape[:1] or not (np.abs(angles) < _LARGEST_ANGLE).all():
@@ -221,15 +221,18 @@ def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeam
 
 def _noise_of(sinogram: FloatArray) -> float:
     """Noise of neighbouring bins [v, d], as a share of the sinogram's norm. Rows of NaN do not count."""
-    rough, norm = (float(np.nansum(np.square(it, dtype=np.float64))) for it in (np.diff(sinogram, 2), sinogram))
-    return math.sqrt(rough / 6 / norm)
+    # Second differences, 1 −2 1, remove a smooth object. They have 6 times the variance of white noise.
+    roughness, norm = (
+        float(np.nansum(np.square(values, dtype=np.float64))) for values in (np.diff(sinogram, 2), sinogram)
+    )
+    return math.sqrt(roughness / 6 / norm)
 
 
-def _check_scan(where: str, scan: Scan, noise: float, module: Reconstructor, unit: str) -> None:
+def _check_scan(place: str, scan: Scan, noise: float, module: Reconstructor, unit: str) -> None:
     """Refuse counts, transmissions, a wrong unit, and a scan that no image explains.
 
     Args:
-        where: file and number, for errors.
+        place: file and number, for errors.
         scan: in the unit of the network.
         noise: from `_noise_of`.
         module: the network with its scan.
@@ -237,24 +240,25 @@ def _check_scan(where: str, scan: Scan, noise: float, module: Reconstructor, uni
     """
     x = module.projector.least_squares(scan.sinogram, _STEPS)
     bins = max(1, scan.sinogram.shape[-1] // 64)
-    far, allowed = misfit(module.projector, x, scan, bins), _OF_NOISE * noise
-    if far > _ABSURD + allowed:
+    distance, allowance = misfit(module.projector, x, scan, bins), _OF_NOISE * noise
+    if distance > _ABSURD + allowance:
         raise DataError(
-            f"{where} fits no image: the best one differs from it by {far:.0%}, with noise of {noise:.0%}. It is no "
-            "−log of transmission (unit=attenuation), or its views or bins are not those of the run, in another order, "
-            "or empty (set missing views to NaN, give angle_span= and detector_pitch=, or train with its geometry), or "
-            "the object is wider than geometry.field_of_view"
+            f"{place} fits no image: the best one differs from it by {distance:.0%}, with noise of {noise:.0%}. It is "
+            "no −log of transmission (unit=attenuation), or its views or bins are not those of the run, in another "
+            "order, or empty (set missing views to NaN, give angle_span= and detector_pitch=, or train with its "
+            "geometry), or the object is wider than geometry.field_of_view"
         )
     blocks = avg_pool2d(x, max(1, x.shape[-1] // 64))  # less noise
+    # A mean weighted by x itself, so that air around the object counts little.
     density = float(blocks.square().sum() / blocks.sum())
     if not _DENSITIES[0] < density < _DENSITIES[1]:
         raise DataError(
-            f"{where} would be an object of {scan.offset + scan.scale * density:.0f} HU on average. It is not in unit="
+            f"{place} would be an object of {scan.offset + scan.scale * density:.0f} HU on average. It is not in unit="
             f"{unit} (unit=attenuation is −log(counts / unattenuated counts), unit=value the network's value × mm), it "
             "is no −log of transmission, or detector_pitch= is not that of its bins"
         )
-    if far > _FAR + allowed:
+    if distance > _FAR + allowance:
         warn(
-            f"{where}: the best image differs from it by {far:.1%}, so its geometry may be a little wrong, or "
+            f"{place}: the best image differs from it by {distance:.1%}, so its geometry may be a little wrong, or "
             "the object reaches beyond the image"
         )

@@ -24,11 +24,11 @@ from qnmixer.errors import DataError
 from qnmixer.files import atomic_file
 
 CT_IMAGE = "1.2.840.10008.5.1.4.1.1.2"
-_INTERCEPT = -1024
+_INTERCEPT = -1024  # HU of a stored 0, as scanners have it
 
 # Tags of the patient, the study, the scanner and the place of the slice: they are also true for a reconstruction. Other
 # tags may describe the source's pixels, name the patient elsewhere (OriginalAttributesSequence), or be unknown here.
-_KEPT = (
+_KEPT_TAGS = (
     "SpecificCharacterSet", "TimezoneOffsetFromUTC",
     "PatientName", "PatientID", "IssuerOfPatientID", "OtherPatientIDs", "PatientBirthDate", "PatientSex", "PatientAge",
     "PatientSize", "PatientWeight", "PatientComments", "PatientIdentityRemoved", "DeidentificationMethod",
@@ -76,9 +76,9 @@ def write_png(path: Path, hu: FloatArray, *, window: tuple[float, float]) -> Non
     """HU [H, W] as an 8-bit PNG, from black to white in the window. Its Description gives the window."""
     low, high = window
     pixels = np.rint(np.clip((hu - low) / (high - low), 0, 1) * 255).astype(np.uint8)
-    said, encoded = PngInfo(), io.BytesIO()
-    said.add_text("Description", f"{low:g} HU is black, {high:g} HU is white")
-    Image.fromarray(pixels).save(encoded, format="PNG", pnginfo=said)
+    metadata, encoded = PngInfo(), io.BytesIO()
+    metadata.add_text("Description", f"{low:g} HU is black, {high:g} HU is white")
+    Image.fromarray(pixels).save(encoded, format="PNG", pnginfo=metadata)
     _save(path, encoded)
 
 
@@ -132,7 +132,7 @@ def write_dicom(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd values in the source
         source = _anonymous(hu.shape, pixel_spacing) if template is None else template
-        dataset = _kept(source, frame)
+        dataset = _kept_tags(source, frame)
         _set_source(dataset, source, frame)
         _set_grid(dataset, (int(source.Rows), int(source.Columns)), hu.shape, field_of_view)
         if instance_number is not None:
@@ -153,10 +153,10 @@ def _anonymous(shape: tuple[int, ...], pixel_spacing: float) -> Dataset:
     return source
 
 
-def _kept(source: Dataset, frame: int) -> Dataset:
+def _kept_tags(source: Dataset, frame: int) -> Dataset:
     """The tags of a frame of a source that are also true for an image derived from it."""
     dataset = Dataset()
-    for keyword in _KEPT:
+    for keyword in _KEPT_TAGS:
         with suppress(Exception):  # damaged ones, which pydicom cannot read, or reads but cannot write
             group = functional_group(source, frame, _GROUPS.get(keyword, ""))
             element = copy.deepcopy((source if group is None or keyword not in group else group)[keyword])
@@ -190,21 +190,23 @@ def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...],
     orientation = _numbers(dataset, "ImageOrientationPatient", 6)
     if not spacing:
         return
-    side, top, left = square_padding(source)
-    new = [side / n * mm for n, mm in zip(shape, spacing, strict=True)]
+    side, *paddings = square_padding(source)  # above and left of the source
+    pixel_size = [side / n * mm for n, mm in zip(shape, spacing, strict=True)]
     # From the centre of the source's first pixel to that of the new one, mm
-    down, right = ((its - mm) / 2 - pad * mm for its, mm, pad in zip(new, spacing, (top, left), strict=True))
+    down, right = (
+        (size - mm) / 2 - padding * mm for size, mm, padding in zip(pixel_size, spacing, paddings, strict=True)
+    )
     if field_of_view is not None:
-        new = [field_of_view / n for n in shape]
+        pixel_size = [field_of_view / n for n in shape]
         down, right = (
-            ((n - 1) * mm - (field_of_view - its)) / 2 for n, mm, its in zip(source, spacing, new, strict=True)
+            ((n - 1) * mm - (field_of_view - size)) / 2 for n, mm, size in zip(source, spacing, pixel_size, strict=True)
         )
-    dataset.PixelSpacing = [format_number_as_ds(its) for its in new]
+    dataset.PixelSpacing = [format_number_as_ds(size) for size in pixel_size]
     if not position or not orientation:
         return
     to_next_column, to_next_row = np.asarray(orientation[:3]), np.asarray(orientation[3:])  # directions of length 1
-    first = np.asarray(position) + to_next_column * right + to_next_row * down
-    dataset.ImagePositionPatient = [format_number_as_ds(float(value)) for value in first]
+    first_pixel = np.asarray(position) + to_next_column * right + to_next_row * down
+    dataset.ImagePositionPatient = [format_number_as_ds(float(value)) for value in first_pixel]
 
 
 def _numbers(dataset: Dataset, keyword: str, count: int) -> list[float]:
@@ -220,20 +222,20 @@ def _numbers(dataset: Dataset, keyword: str, count: int) -> list[float]:
 
 def _mark_as_derived(dataset: Dataset, series_uid: str, description: str) -> None:
     """Give the image a new identity, and the tags that say that it is derived."""
-    now = datetime.datetime.now()
+    time = datetime.datetime.now()
     dataset.SOPClassUID = CT_IMAGE
     dataset.SeriesInstanceUID = series_uid
-    for keyword, what in (("StudyInstanceUID", "study"), ("FrameOfReferenceUID", "frame of reference")):
+    for keyword, label in (("StudyInstanceUID", "study"), ("FrameOfReferenceUID", "frame of reference")):
         if not dataset.get(keyword):  # archives refuse an empty UID, so the series gets one
-            setattr(dataset, keyword, generate_uid(entropy_srcs=[series_uid, what]))
+            setattr(dataset, keyword, generate_uid(entropy_srcs=[series_uid, label]))
     number = dataset.get("SeriesNumber")
     dataset.SeriesNumber = (number if isinstance(number, int) else 0) % 1_000_000 + 1000
     dataset.Modality = "CT"
     dataset.ImageType = ["DERIVED", "SECONDARY", "AXIAL"]
     dataset.DerivationDescription = description[:1024]
     dataset.SeriesDescription = description.partition(";")[0][:64]
-    dataset.ContentDate = dataset.InstanceCreationDate = now.strftime("%Y%m%d")
-    dataset.ContentTime = dataset.InstanceCreationTime = now.strftime("%H%M%S")
+    dataset.ContentDate = dataset.InstanceCreationDate = time.strftime("%Y%m%d")
+    dataset.ContentTime = dataset.InstanceCreationTime = time.strftime("%H%M%S")
 
 
 def _set_pixels(dataset: Dataset, hu: FloatArray) -> None:

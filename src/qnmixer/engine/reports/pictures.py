@@ -45,7 +45,7 @@ class SliceImages:
 
 def draw_slices(path: Path, slices: Sequence[SliceImages]) -> None:
     """Draw each slice as a strip: the truth and each method, above a strip of their absolute errors. Writes a PNG."""
-    n_columns = 1 + max(len(of.methods) for of in slices)
+    n_columns = 1 + max(len(slice_.methods) for slice_ in slices)
     size = min(2.2, max(1.3, 15 / n_columns))  # inches, of an image
     headings, space, bar, right = 0.5, 0.06, 0.1, 0.75
     strip, block = n_columns * size, headings + 2 * (size + space)
@@ -54,27 +54,28 @@ def draw_slices(path: Path, slices: Sequence[SliceImages]) -> None:
 
     def draw(images: list[Tensor], y: float, limits: tuple[float, float], look: str, label: str, *ticks: int) -> Axes:
         """Images side by side, as one image: many separate drawings would take seconds. And the bar of their values."""
-        axes, of_bar = (
-            figure.add_axes((x / width, y / height, its / width, size / height))
-            for x, its in ((0, strip), (strip + space, bar))
+        axes, bar_axes = (
+            figure.add_axes((x / width, y / height, span / width, size / height))
+            for x, span in ((0, strip), (strip + space, bar))
         )
         array = torch.cat([pad(image, (0, gap), value=nan) for image in images], dim=1)[:, :-gap]
-        drawn = axes.imshow(array.numpy(), cmap=look, vmin=limits[0], vmax=limits[1], interpolation="nearest")
+        strip_image = axes.imshow(array.numpy(), cmap=look, vmin=limits[0], vmax=limits[1], interpolation="nearest")
         axes.set_axis_off()
-        figure.colorbar(drawn, cax=of_bar, label=label, ticks=ticks)
+        figure.colorbar(strip_image, cax=bar_axes, label=label, ticks=ticks)
         return axes
 
-    for k, of in enumerate(slices):
-        gap, y = max(1, of.truth.shape[1] // 32), height - k * block - headings - size
-        images = [method.iterates[-1] for method in of.methods]
-        axes = draw([of.truth, *images], y, DISPLAY_WINDOW, "gray", "HU", -500, 0, 500)
-        errors = [of.truth * nan, *((image - of.truth).abs() for image in images)]
+    for k, slice_ in enumerate(slices):
+        gap, y = max(1, slice_.truth.shape[1] // 32), height - k * block - headings - size
+        images = [method.iterates[-1] for method in slice_.methods]
+        axes = draw([slice_.truth, *images], y, DISPLAY_WINDOW, "gray", "HU", -500, 0, 500)
+        errors = [slice_.truth * nan, *((image - slice_.truth).abs() for image in images)]
         draw(errors, y - space - size, (0.0, ERROR_LIMIT), "inferno", "|error|, HU", 0, 100)
         for n, title in enumerate(
-            [f"truth\n{of.name}", *(f"{fill(method.name, 26)}\n{method.caption}" for method in of.methods)]
+            [f"truth\n{slice_.name}", *(f"{fill(method.name, 26)}\n{method.caption}" for method in slice_.methods)]
         ):
-            middle = n * (of.truth.shape[1] + gap) + of.truth.shape[1] / 2
+            middle = n * (slice_.truth.shape[1] + gap) + slice_.truth.shape[1] / 2
             axes.annotate(title, (middle, -0.5), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    # Not pyplot: it keeps each figure until it is closed, and may choose a backend that needs a screen.
     FigureCanvasAgg(figure)
     with atomic_file(path) as stream:
         figure.savefig(stream, dpi=130, format="png")

@@ -68,8 +68,8 @@ def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table, without a newline at its end."""
     escaped = ([visible(cell).replace("|", "\\|") for cell in row] for row in (headings, *rows))
-    first, *others = ("|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in escaped)
-    return "\n".join([first, f"|{'---|' * len(headings)}", *others])
+    head, *lines = ("|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in escaped)
+    return "\n".join([head, f"|{'---|' * len(headings)}", *lines])
 
 
 def csv_table(rows: Iterable[Sequence[Any]]) -> str:
@@ -95,14 +95,14 @@ NOTHING = "–"
 """The cell of a value that is not known."""
 
 
-def in_digits(value: float | None, deviation: float | None = None, of: float | None = None) -> str:
+def in_digits(value: float | None, deviation: float | None = None, reference: float | None = None) -> str:
     """A value as text: "30.12", "34.13 ± 0.52"; "–" for None. A value below 1 has four digits: "0.04321".
 
-    `of`: the value whose size gives the decimals, if it is another one.
+    `reference`: the value whose size gives the decimals, if it is another one.
     """
     if value is None:
         return NOTHING
-    size = abs(value if of is None else of)
+    size = abs(value if reference is None else reference)
     decimals = 3 - math.floor(math.log10(size)) if 0 < size < 1 else 2
     return f"{value:.{decimals}f}" + ("" if deviation is None else f" ± {deviation:.{decimals}f}")
 
@@ -141,25 +141,25 @@ class Progress:
         self._bar = rich.progress.Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(None, table_column=Column(ratio=1)),
-            TextColumn("{task.fields[after]}", markup=False),
+            TextColumn("{task.fields[note]}", markup=False),
             console=console,
             auto_refresh=False,
             transient=True,
             expand=True,
         )
-        self._task = self._bar.add_task("", total=None, after="")
+        self._task = self._bar.add_task("", total=None, note="")
 
     def is_due(self) -> bool:
         """Whether it is time for the next line, or to draw the bar again."""
         return time.monotonic() - self._last >= (SECONDS_TO_DRAWING if self._draws else SECONDS_TO_LINE)
 
-    def show(self, before: str, after: str, done: float, total: float | None) -> None:
+    def show(self, label: str, note: str, completed: float, total: float | None) -> None:
         """Show text, a bar, text; in a log the texts. The bar of an unknown total moves back and forth."""
-        self._last, before, after = time.monotonic(), visible(before), visible(after)
+        self._last, label, note = time.monotonic(), visible(label), visible(note)
         if not self._draws:
-            self._console.print(" · ".join(filter(None, (before, after))), highlight=False, soft_wrap=True)
+            self._console.print(" · ".join(filter(None, (label, note))), highlight=False, soft_wrap=True)
             return
-        self._bar.update(self._task, description=before, after=after, completed=done, total=total, refresh=True)
+        self._bar.update(self._task, description=label, note=note, completed=completed, total=total, refresh=True)
         if not self._bar.live.is_started:
             self._bar.start()
             self._console.show_cursor(True)

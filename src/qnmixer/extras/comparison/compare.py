@@ -5,8 +5,8 @@ from math import inf
 from pathlib import Path
 
 from qnmixer.engine.config.commands import CompareConfig
+from qnmixer.engine.evaluation.command import on_test
 from qnmixer.engine.evaluation.evaluate import evaluate
-from qnmixer.engine.evaluation.run import on_test
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.errors import ConfigError, say, visible
@@ -18,8 +18,8 @@ def compare(config: CompareConfig, sweeps: list[Path], overrides: list[str]) -> 
 
     Raises ConfigError if no job is done, and CheckpointError, ConfigError or DataError for slices that do not fit.
     """
-    found = Comparison(sweeps, methods_of(sweeps, config.checkpoint, config.trust))
-    jobs = [(method, job) for method in found.methods for job in method.jobs]
+    comparison = Comparison(sweeps, methods_of(sweeps, config.checkpoint, config.trust))
+    jobs = [(method, job) for method in comparison.methods for job in method.jobs]
     if not jobs:
         raise ConfigError(f"no job of {', '.join(map(str, sweeps))} is done: train them first")
     device = choose_device(config.accelerator)
@@ -29,17 +29,20 @@ def compare(config: CompareConfig, sweeps: list[Path], overrides: list[str]) -> 
         evaluation = evaluate(module, data, config.split, config.evaluation, device)
         if not method.measured:
             for number in evaluation.pictured:
-                of = evaluation.slices[number]
-                its = found.slices.setdefault((evaluation.test, number), SliceImages(of.name, of.truth, []))
-                its.methods.append(replace(of.methods[-1], name=method.name))
-        job.scores, job.test, job.title = evaluation.of(module.network.title), evaluation.test, evaluation.title
+                images = evaluation.slices[number]
+                slice_ = comparison.slices.setdefault(
+                    (evaluation.test, number), SliceImages(images.name, images.truth, [])
+                )
+                slice_.methods.append(replace(images.methods[-1], name=method.name))
+        job.scores = evaluation.scores_of(module.network.title)
+        job.test, job.title = evaluation.test, evaluation.title
         method.n_parameters = sum(p.numel() for p in module.network.parameters())
         if record and method.n_parameters:  # TV and FBP learn nothing
             method.trained = max(method.trained, data.trained(config.split, record))
-        found.titles |= evaluation.titles
-    found.methods = [part for method in found.methods for part in method.by_conditions()]
-    found.methods.sort(key=lambda method: -psnr.mean if (psnr := method.spread("psnr")) else inf)
-    places = [method.name for method in reversed(found.methods)]  # in pictures the best one stands last
-    for of in found.slices.values():
-        of.methods.sort(key=lambda method: places.index(method.name))
-    return found
+        comparison.titles |= evaluation.titles
+    comparison.methods = [part for method in comparison.methods for part in method.by_conditions()]
+    comparison.methods.sort(key=lambda method: -psnr.mean if (psnr := method.spread("psnr")) else inf)
+    places = [method.name for method in reversed(comparison.methods)]  # in pictures the best one stands last
+    for slice_ in comparison.slices.values():
+        slice_.methods.sort(key=lambda method: places.index(method.name))
+    return comparison

@@ -74,13 +74,13 @@ class ComparedMethod:
         scores = self._scores(metric)
         return spread(scores) if scores else None
 
-    def minus(self, other: "ComparedMethod", metric: str) -> Statistic | None:
+    def minus(self, method: "ComparedMethod", metric: str) -> Statistic | None:
         """The difference to another method on the same patients; None without these."""
-        return difference(self._scores(metric), other._scores(metric))
+        return difference(self._scores(metric), method._scores(metric))
 
     def _scores(self, metric: str) -> Scores:
-        found = {seeds: by_patient(scores, metric) for seeds, scores in self.measured.items()}
-        return {seeds: by_name for seeds, by_name in found.items() if by_name}
+        means = {seeds: by_patient(scores, metric) for seeds, scores in self.measured.items()}
+        return {seeds: by_name for seeds, by_name in means.items() if by_name}
 
 
 @dataclass
@@ -127,26 +127,37 @@ def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collecti
 
     Raises PluginError for a job with the user's own code, unless `trust` has its modules.
     """
-    jobs = {folder: its for sweep in sweeps for folder, its in jobs_of(sweep).items()}
-    given = [dict(o.lstrip("+").partition("=")[::2] for o in its if not of_hydra(o)) for its in jobs.values()]
-    keys = dict.fromkeys(key for its in given for key in its if key not in _OF_NO_METHOD)
-    varying = [key for key in keys if len({its.get(key) for its in given}) > 1]
+    jobs = {folder: overrides for sweep in sweeps for folder, overrides in jobs_of(sweep).items()}
+    settings = [
+        dict(override.lstrip("+").partition("=")[::2] for override in overrides if not of_hydra(override))
+        for overrides in jobs.values()
+    ]
+    keys = dict.fromkeys(key for values in settings for key in values if key not in _OF_NO_METHOD)
+    varying = [key for key in keys if len({values.get(key) for values in settings}) > 1]
     groups: dict[tuple[str, ...], list[ComparedJob | None]] = {}
-    for folder, its in zip(jobs, given, strict=True):
-        differs = tuple(f"{key}={its[key]}" for key in varying if key in its)
-        groups.setdefault(differs, []).append(_job(folder, checkpoint, trust))
-    done = {differs: [job for job in of if job is not None] for differs, of in groups.items()}
-    networks = {differs: method_name(of[0].config) if of else "" for differs, of in done.items()}
-    return [ComparedMethod(_name_of(it, networks), done[it], len(of)) for it, of in groups.items()]
+    for folder, values in zip(jobs, settings, strict=True):
+        overrides = tuple(f"{key}={values[key]}" for key in varying if key in values)
+        groups.setdefault(overrides, []).append(_job(folder, checkpoint, trust))
+    finished_jobs = {overrides: [job for job in group if job is not None] for overrides, group in groups.items()}
+    networks = {overrides: method_name(group[0].config) if group else "" for overrides, group in finished_jobs.items()}
+    return [
+        ComparedMethod(_name_of(overrides, networks), finished_jobs[overrides], len(group))
+        for overrides, group in groups.items()
+    ]
 
 
-def _name_of(differs: tuple[str, ...], networks: dict[tuple[str, ...], str]) -> str:
+def _name_of(overrides: tuple[str, ...], networks: dict[tuple[str, ...], str]) -> str:
     """A name that no other method has: its network, or the overrides in which it differs, or both."""
-    name = networks[differs]
-    same = [others for others, network in networks.items() if network == name]
-    own = [_without_group(it) for it in differs if not name or not all(it in others for others in same)]
-    says_nothing = own and len(same) == len(networks)
-    return without_folders(" ".join(own if says_nothing else [name, *own]).strip()) or "unknown"
+    name = networks[overrides]
+    # Overrides that all methods of this network have tell nothing.
+    namesakes = [method for method, network in networks.items() if network == name]
+    words = [
+        _without_group(override)
+        for override in overrides
+        if not name or not all(override in namesake for namesake in namesakes)
+    ]
+    says_nothing = words and len(namesakes) == len(networks)
+    return without_folders(" ".join(words if says_nothing else [name, *words]).strip()) or "unknown"
 
 
 def _without_group(override: str) -> str:

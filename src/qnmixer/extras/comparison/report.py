@@ -36,16 +36,17 @@ _MOST_PAIRED = 8  # a table of pairs has room for so many methods
 
 def write_comparison(folder: Path, comparison: Comparison, console: Console) -> None:
     """Print the tables and write comparison.{csv,md,png,html} and images.csv into a folder."""
-    groups, several = comparison.tables, comparison.warning
+    groups, warning = comparison.tables, comparison.warning
     tables = []
     for number, methods in enumerate(groups, 1):
-        of_test = f" of test {number}" if several else ""
+        of_test = f" of test {number}" if warning else ""
         tables += [_methods(comparison, methods, of_test), _pairs(comparison, methods, of_test)]
     tables = [table for table in tables if table.rows]
     title = f"Comparison of {', '.join(sweep.name for sweep in comparison.sweeps)}"
-    parts = [f"# {title}", *[f"**{several}**"] * bool(several)]
-    if several:
-        console.warn(several, style="bold red")
+    parts = [f"# {title}"]
+    if warning:
+        parts.append(f"**{warning}**")
+        console.warn(warning, style="bold red")
     for table in tables:
         parts += [f"## {table.title}", markdown_table(table.headings, table.rows), table.note]
         console.print(terminal_table(table.headings, table.rows, title=table.title, box=SIMPLE_HEAD))
@@ -54,11 +55,11 @@ def write_comparison(folder: Path, comparison: Comparison, console: Console) -> 
     write_text(folder / "images.csv", csv_table(_image_lines(comparison)))
     write_text(folder / "comparison.md", without_folders("\n\n".join(parts)) + "\n")
     slices = [
-        replace(its, name=f"{its.name}{_place(groups, test)}" if several else its.name)
-        for (test, _), its in comparison.slices.items()
+        replace(slice_, name=f"{slice_.name}{_place(groups, test)}" if warning else slice_.name)
+        for (test, _), slice_ in comparison.slices.items()
     ]
     draw_slices(folder / "comparison.png", slices)
-    write_page(folder / "comparison.html", title, tables, slices, subtitle=several or tables[0].title)
+    write_page(folder / "comparison.html", title, tables, slices, subtitle=warning or tables[0].title)
     written = "comparison.html, comparison.md, comparison.csv, comparison.png, images.csv"
     console.print(f"comparison: {folder} ({written})", soft_wrap=True, highlight=False)
 
@@ -73,14 +74,14 @@ def _methods(comparison: Comparison, methods: list[ComparedMethod], of_test: str
     rows = []
     for method in methods:
         results = [job.results for job in method.jobs]
-        steps = {f"{its['steps']:,}" for its in results if its.get("steps")}
-        seconds = [its["seconds"] for its in results if "seconds" in its]
-        memory = [mib for its in results if (mib := its.get("memory", {}).get("measured_step")) is not None]
+        steps = {f"{record['steps']:,}" for record in results if record.get("steps")}
+        seconds = [record["seconds"] for record in results if "seconds" in record]
+        memory = [mib for record in results if (mib := record.get("memory", {}).get("measured_step")) is not None]
         spreads = [method.spread(metric) for metric in _in_full(comparison)]
         rows.append([
             method.name,
             str(method.n_jobs) if len(results) == method.n_jobs else f"{len(results)} of {method.n_jobs}",
-            *(NOTHING if its is None else in_digits(its.mean, its.over_seeds) for its in spreads),
+            *(NOTHING if spread is None else in_digits(spread.mean, spread.over_seeds) for spread in spreads),
             f"{method.n_parameters:,}",
             ", ".join(sorted(steps)) or NOTHING,
             duration(mean(seconds)) if seconds else NOTHING,
@@ -89,13 +90,13 @@ def _methods(comparison: Comparison, methods: list[ComparedMethod], of_test: str
     trained = Overlap(*map(max, zip(*(method.trained for method in methods), strict=True)))
     warnings = [f"\nWarning: {line}." for line in used_in_training(trained)]
     if len(tests := methods[0].tests) > 1:
-        jobs = [[job.folder.name for it in methods for job in it.jobs if job.test == test] for test in tests]
-        each = "; ".join(sorted(few(names) for names in jobs))
+        jobs = [[job.folder.name for method in methods for job in method.jobs if job.test == test] for test in tests]
+        listing = "; ".join(sorted(few(names) for names in jobs))
         warnings.append(
-            f"\nWarning: the test slices of jobs {each} differ, as they follow data.seed, so ± has both. With "
+            f"\nWarning: the test slices of jobs {listing} differ, as they follow data.seed, so ± has both. With "
             "data.seed=1 in the sweep all are tested on the same."
         )
-    n_patients = max(its.n_patients for method in methods if (its := method.spread("psnr")))
+    n_patients = max(statistic.n_patients for method in methods if (statistic := method.spread("psnr")))
     title = next(job.title for method in methods for job in method.jobs)
     return Table(
         f"{title}{of_test and ' –' + of_test.removeprefix(' of')}: {n_patients} patients",
@@ -110,22 +111,30 @@ def _methods(comparison: Comparison, methods: list[ComparedMethod], of_test: str
 
 def _pairs(comparison: Comparison, methods: list[ComparedMethod], of_test: str) -> Table:
     shown, rows = _in_full(comparison), []
-    best = [method for method in methods if method.measured][:_MOST_PAIRED]
-    for one, other in combinations(best, 2):  # the better first
-        if (psnr := one.minus(other, "psnr")) is None:
+    measured_methods = [method for method in methods if method.measured][:_MOST_PAIRED]
+    for method, rival in combinations(measured_methods, 2):  # the better first
+        if (psnr := method.minus(rival, "psnr")) is None:
             continue  # they have no patient in common
-        row = [one.name, other.name]
+        row = [method.name, rival.name]
         for metric in shown:
-            found, level = one.minus(other, metric), one.spread(metric)
-            if found is None or level is None:
+            difference, level = method.minus(rival, metric), method.spread(metric)
+            if difference is None or level is None:
                 row += [NOTHING] * 2
             else:
                 size = level.mean  # a difference of 0.12 dB has two digits, as the values have
-                row += [in_digits(found.mean, found.over_patients, size), in_digits(found.over_seeds, of=size)]
+                row += [
+                    in_digits(difference.mean, difference.over_patients, size),
+                    in_digits(difference.over_seeds, reference=size),
+                ]
         rows.append([*row, f"{psnr.n_patients}, {psnr.n_seeds}"])
     return Table(
         f"Differences{of_test}",
-        ["method", "minus", *(it for title in shown.values() for it in (title, "± seeds")), "patients, seeds"],
+        [
+            "method",
+            "minus",
+            *(head for title in shown.values() for head in (title, "± seeds")),
+            "patients, seeds",
+        ],
         rows,
         "Mean difference on the same patients, ± half of its 95 % interval for other patients (each averaged over "
         "seeds): t(n − 1) · s/√n. Next: the interval for other seeds (each averaged over patients). Last: how many "
@@ -144,8 +153,8 @@ def _statistics(comparison: Comparison) -> list[list[Any]]:
     lines: list[list[Any]] = [[*_COLUMNS_OF_STATISTICS]]
     for number, methods in enumerate(comparison.tables, 1):
         for method, metric in product(methods, comparison.titles):
-            if found := method.spread(metric):
-                lines.append([method.name, metric, *astuple(found), number])
+            if statistic := method.spread(metric):
+                lines.append([method.name, metric, *astuple(statistic), number])
     return lines
 
 
@@ -154,6 +163,6 @@ def _image_lines(comparison: Comparison) -> list[list[Any]]:
     for number, methods in enumerate(comparison.tables, 1):
         for method in methods:
             for seeds, scores in method.measured.items():
-                which = [method.name, *seeds, number]
-                lines += [[*which, s.number, s.slice, s.patient, *map(s.values.get, comparison.titles)] for s in scores]
+                cells = [method.name, *seeds, number]
+                lines += [[*cells, s.number, s.slice, s.patient, *map(s.values.get, comparison.titles)] for s in scores]
     return lines

@@ -40,29 +40,29 @@ def spread(scores: Scores) -> Statistic:
     return Statistic(mean(seeds), deviation(seeds), deviation(patients), len(seeds), len(patients))
 
 
-def difference(one: Scores, other: Scores) -> Statistic | None:
-    """`one` minus `other`, paired by patient and by seed; None if they have no patient in common.
+def difference(method: Scores, rival: Scores) -> Statistic | None:
+    """`method` minus `rival`, paired by patient and by seed; None if they have no patient in common.
 
     The interval over patients says what other patients would give with these networks. The interval over seeds says
     what other trainings would give on these patients. A method with one seed is compared with every seed of the other.
     """
-    first, second = _patient_means(one), _patient_means(other)
-    of_patients = [first[patient] - second[patient] for patient in first if patient in second]
+    method_means, rival_means = _patient_means(method), _patient_means(rival)
+    of_patients = [method_means[patient] - rival_means[patient] for patient in method_means if patient in rival_means]
     if not of_patients:
         return None
     of_seeds = [
-        mean(mine[patient] - its[patient] for patient in mine if patient in its)
-        for mine, its in _paired(one, other)
-        if mine.keys() & its.keys()
+        mean(method_scores[patient] - rival_scores[patient] for patient in method_scores if patient in rival_scores)
+        for method_scores, rival_scores in _paired(method, rival)
+        if method_scores.keys() & rival_scores.keys()
     ]
     return Statistic(mean(of_patients), half_width(of_seeds), half_width(of_patients), len(of_seeds), len(of_patients))
 
 
-def _paired(one: Scores, other: Scores) -> list[tuple[Mapping[str, float], Mapping[str, float]]]:
+def _paired(method: Scores, rival: Scores) -> list[tuple[Mapping[str, float], Mapping[str, float]]]:
     """The scores of both by seed."""
-    if len(one) == 1 or len(other) == 1:
-        return [(mine, its) for mine in one.values() for its in other.values()]
-    return [(one[seeds], other[seeds]) for seeds in one if seeds in other]
+    if len(method) == 1 or len(rival) == 1:
+        return [(method_scores, rival_scores) for method_scores in method.values() for rival_scores in rival.values()]
+    return [(method[seeds], rival[seeds]) for seeds in method if seeds in rival]
 
 
 def _patient_means(scores: Scores) -> dict[str, float]:
@@ -71,13 +71,13 @@ def _patient_means(scores: Scores) -> dict[str, float]:
     for of_seed in scores.values():
         for patient, score in of_seed.items():
             values.setdefault(patient, []).append(score)
-    return {patient: mean(found) for patient, found in values.items()}
+    return {patient: mean(patient_scores) for patient, patient_scores in values.items()}
 
 
 def half_width(values: Sequence[float]) -> float | None:
     """Half-width of the 95 % interval of a mean: t·s/√n with n − 1 degrees of freedom. None for a single value."""
-    n, found = len(values), deviation(values)
-    return None if found is None else student_quantile(n - 1) * found / math.sqrt(n)
+    n, s = len(values), deviation(values)
+    return None if s is None else student_quantile(n - 1) * s / math.sqrt(n)
 
 
 def student_quantile(freedom: int) -> float:

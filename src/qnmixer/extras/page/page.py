@@ -32,7 +32,7 @@ def write_page(path: Path, title: str, tables: list[Table], slices: list[SliceIm
     The first table stands above the slices, the others below. Pixels are rounded to whole HU. Pixels that are not
     finite are shown in magenta. All text is escaped. Paths in it lose their folders.
     """
-    first, *others = [_table(table) for table in tables] or [""]
+    first_table, *other_tables = [_table(table) for table in tables] or [""]
     style, script = _part("page.css"), _part("page.js")
     packed = [_pack(slice_) for slice_ in slices]
     settings = {
@@ -49,8 +49,8 @@ def write_page(path: Path, title: str, tables: list[Table], slices: list[SliceIm
         "script_hash": _csp_hash(script),
         "style": style,
         "script": script,
-        "first_table": first,
-        "other_tables": "\n".join(others),
+        "first_table": first_table,
+        "other_tables": "\n".join(other_tables),
         "commit": git_commit() or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "settings": json.dumps(settings).replace("<", "\\u003c"),  # a name with "</script>" must not end the element
@@ -108,8 +108,8 @@ def _pack(slice_: SliceImages) -> tuple[dict[str, Any], str]:
 
 def _int16(image: Tensor) -> npt.NDArray[np.int16]:
     """Whole HU as little-endian int16."""
-    whole = image.round().clamp(NOT_A_NUMBER + 1, 32767).where(image.isfinite(), torch.tensor(float(NOT_A_NUMBER)))
-    return whole.numpy().astype("<i2")
+    pixels = image.round().clamp(NOT_A_NUMBER + 1, 32767).where(image.isfinite(), torch.tensor(float(NOT_A_NUMBER)))
+    return pixels.numpy().astype("<i2")
 
 
 def _table(table: Table) -> str:

@@ -42,21 +42,21 @@ def test_the_loss_falls(tmp_path: Path) -> None:
 def test_two_processes_have_the_gradient_of_one(tmp_path: Path) -> None:
     """After one step of plain gradient descent, each weight has moved by its gradient."""
     descent = ["optimizer=sgd", "optimizer.lr=1", "schedule=constant", "schedule.warmup=0", "trainer.max_steps=1"]
-    short = [*descent, "trainer.val_every_n_steps=1", "test_after_training=false"]
-    _, one = trained(tmp_path / "one", *short, "data.batch_size=4")
-    _, two = trained(tmp_path / "two", *short, "data.batch_size=2", "strategy=ddp", "trainer.devices=2")
-    assert float(one["network.denoiser.4.weight"].abs().max()) > 1e-3  # it starts at 0
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-6)
+    settings = [*descent, "trainer.val_every_n_steps=1", "test_after_training=false"]
+    _, expected = trained(tmp_path / "one", *settings, "data.batch_size=4")
+    _, weights = trained(tmp_path / "two", *settings, "data.batch_size=2", "strategy=ddp", "trainer.devices=2")
+    assert float(expected["network.denoiser.4.weight"].abs().max()) > 1e-3  # it starts at 0
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], rtol=1e-4, atol=1e-6)
 
 
 def test_a_typo_is_one_line() -> None:
     command = [sys.executable, "-m", "my_ct.train", *TINY, "model.chanels=4"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert "did you mean model.channels?" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: ")
+    assert "did you mean model.channels?" in process.stderr
+    assert len(process.stderr.splitlines()) == 1
 
 
 def test_the_network_gives_images_of_its_scan() -> None:
@@ -84,8 +84,8 @@ def test_a_loss_is_a_number_for_each_image(loss: Callable[..., torch.Tensor]) ->
 def test_slices_are_in_hu_and_in_one_part_only() -> None:
     parts = {part: Bodies(part, 32, n_train=4, n_held_out=2) for part in ("train", "val", "test")}
     assert [len(slices) for slices in parts.values()] == [4, 2, 2]
-    first = parts["train"].load(0)
-    assert first.shape == (32, 32)
-    assert first.min() == -1000
-    assert np.array_equal(first, parts["train"].load(0))
-    assert not np.array_equal(first, parts["val"].load(0))
+    image = parts["train"].load(0)
+    assert image.shape == (32, 32)
+    assert image.min() == -1000
+    assert np.array_equal(image, parts["train"].load(0))
+    assert not np.array_equal(image, parts["val"].load(0))

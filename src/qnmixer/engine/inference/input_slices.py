@@ -82,27 +82,27 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
             skipped.append((name, str(reason)))
             continue
         for frame in range(frames):
-            its = f"{name}#{frame}" if frames > 1 else name
+            frame_name = f"{name}#{frame}" if frames > 1 else name
             try:
                 spacing = None if template is None else pixel_spacing(template, frame)
                 if true_size and template is not None and spacing is None:
                     raise SkipFile(NO_SPACING)
                 hu = clean_hu(decode(frame))
             except SkipFile as reason:
-                skipped.append((its, str(reason)))
+                skipped.append((frame_name, str(reason)))
                 continue
             signs.append(unit_signs(hu, SliceInfo(name, frame, frames, "", "", 0)))
             groups.append(name if frames > 1 or file == path else file.parent.name)
             if signs[-1].is_turned:
                 stacks[name] = None
-            yield InputSlice(hu, its, template, frame, spacing)
+            yield InputSlice(hu, frame_name, template, frame, spacing)
     summary = summarise_skipped(str(path), skipped)
     if not signs:
         raise DataError(f"input has no usable slice ({summary}): give CT in DICOM, HU in .npy or 16-bit PNG")
     if skipped:
         warn(summary)
-    if others := doubted(groups, signs):
-        warn(doubt(str(path), others, len(set(groups)), "files or folders"))
+    if doubtful_groups := doubted(groups, signs):
+        warn(doubt(str(path), doubtful_groups, len(set(groups)), "files or folders"))
     if stacks:
         warn(turned(str(path if path.is_dir() else path.parent), [*stacks]))
 

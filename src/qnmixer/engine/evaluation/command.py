@@ -34,10 +34,10 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     Raises CheckpointError, ConfigError or DataError.
     """
     console = Console()
-    module, slices, before = on_test(config, config.run, overrides)
+    module, slices, split_record = on_test(config, config.run, overrides)
     with Run(folder, overrides).recording() as record:
         evaluation = evaluate(module, slices, config.split, config.evaluation, choose_device(config.accelerator))
-        evaluation.trained = slices.trained(config.split, before) if before else Overlap()
+        evaluation.trained = slices.trained(config.split, split_record) if split_record else Overlap()
         record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, evaluation)}
         picture = write_evaluation(folder, evaluation, console)
         record["picture"] = str(picture)
@@ -57,24 +57,25 @@ def on_test(
     checkpoint = find_checkpoint(run, config.checkpoint)
     trust = [*config.trust, *map(module_of, targets_of(config).values()), *own_modules(run_of(checkpoint))]
     trained = load_run(run, config.checkpoint, trust, "metrics.")
-    before = split_of(checkpoint)
+    split_record = split_of(checkpoint)
     test = trained.config.changed(data=with_own_cache(trained.config.data, checkpoint))
     foreign = not is_trusted(trained.config.datamodule.target, ())
-    if isinstance(config.data, AsTrained) and foreign and before is None and checkpoint.suffix != SUFFIX:
+    if isinstance(config.data, AsTrained) and foreign and split_record is None and checkpoint.suffix != SUFFIX:
         raise CheckpointError(
             f"{run} was trained on slices of {trained.config.datamodule.target}, which evaluate does not load: give "
             "others, as data=dicom data.root=FOLDER"
         )
     if isinstance(config.data, AsTrained):
-        data, own = as_trained(run, config.data, test.data, trust), True
+        data, from_run = as_trained(run, config.data, test.data, trust), True
     else:
-        data, own = other_slices(config.data, test.data, test.geometry, overrides)
+        data, from_run = other_slices(config.data, test.data, test.geometry, overrides)
     if seed is not None:
         data = data.changed(seed=seed) if isinstance(evaluated_source(data), PhantomData) else data
         test.seed = seed
     test.data, test.noise = data, config.noise or test.noise
     one_scale(test.data, test.noise)
-    slices = SliceDataModule(data, split=RunSplit(before if own else None), geometry=trained.projector.geometry)
+    split = RunSplit(split_record if from_run else None)
+    slices = SliceDataModule(data, split=split, geometry=trained.projector.geometry)
     if config.noise is not None and slices.measured:
         raise ConfigError(
             f"noise={config.noise.name} has no effect on the sinograms of data={data.name}, which were measured: leave "
@@ -82,7 +83,7 @@ def on_test(
         )
     module = Reconstructor(test, trained.projector)
     module.load_state_dict(trained.state_dict())
-    return module, slices, before
+    return module, slices, split_record
 
 
 def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection[str] = ()) -> DataConfig:
@@ -92,7 +93,8 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
     data.root, if the run had no folder or several. Raises PluginError if the class of the slices is in no module of
     `trust`.
     """
-    if located(run).suffix == SUFFIX and not all(isinstance(it, PhantomData) for it in data.by_section().values()):
+    of_phantoms = all(isinstance(source, PhantomData) for source in data.by_section().values())
+    if located(run).suffix == SUFFIX and not of_phantoms:
         raise CheckpointError(
             f"{run} does not say where its slices are: give data=NAME data.root=FOLDER, as data=dicom"
         )
@@ -108,8 +110,8 @@ def with_own_cache(data: DataConfig, checkpoint: Path) -> DataConfig:
     if is_signed(read_results(run_of(checkpoint))):
         return data
     if isinstance(data, MixedData):
-        its = {name: given | dict.fromkeys({"cache_dir"} & given.keys()) for name, given in data.sources.items()}
-        return data.changed(sources=its)
+        sources = {name: keys | dict.fromkeys({"cache_dir"} & keys.keys()) for name, keys in data.sources.items()}
+        return data.changed(sources=sources)
     return data.changed(cache_dir=None) if isinstance(data, FolderData) else data
 
 
@@ -121,29 +123,29 @@ def other_slices(
     Also returns whether they are the run's own slices after all; then its split says which are test slices. Raises
     ConfigError for a key that would change these, and CheckpointError for one that the network cannot use.
     """
-    given = {key.removeprefix("data.") for key in values_of(overrides) if key.startswith("data.")}
+    keys = {key.removeprefix("data.") for key in values_of(overrides) if key.startswith("data.")}
     of_set = {"max_attenuation"} & data.arguments.keys() & trained.arguments.keys()
     fixed = {key: getattr(trained, key) for key in ("image_size", "scaling", "hu_max", *of_set)}
     for key, value in fixed.items():
-        if key in given and getattr(data, key) != value:
+        if key in keys and getattr(data, key) != value:
             raise CheckpointError(
                 f"the run was trained with data.{key}={value}: leave data.{key} out, or train another network"
             )
-    seed = data.seed if "seed" in given else trained.seed
+    seed = data.seed if "seed" in keys else trained.seed
     data = data.changed(**fixed, seed=seed)
-    if isinstance(data, FolderData) and "split" not in given:
+    if isinstance(data, FolderData) and "split" not in keys:
         for source in trained.by_section().values():
             if isinstance(source, FolderData) and _folder(data) == _folder(source):
                 # else the evaluation would use slices that the network was trained on
-                if other := sorted(given - {"root", *fixed, *_KEYS_OF_TEST, *LOADING}):
+                if conflicts := sorted(keys - {"root", *fixed, *_KEYS_OF_TEST, *LOADING}):
                     raise ConfigError(
                         f"data.root={data.root} is the run's own folder, which was split already: leave out "
-                        f"data.{other[0]}, or give data.split=all too for other slices of the folder"
+                        f"data.{conflicts[0]}, or give data.split=all too for other slices of the folder"
                     )
-                changed = [*_KEYS_OF_TEST, *(key for key in LOADING if key in given)]
+                changed = [*_KEYS_OF_TEST, *(key for key in LOADING if key in keys)]
                 return source.changed(**{key: getattr(data, key) for key in changed}), True
         data = data.changed(split="all")
-    if isinstance(data, FolderData) and "pixel_size" not in given and trained.at_true_size:
+    if isinstance(data, FolderData) and "pixel_size" not in keys and trained.at_true_size:
         data = data.changed(pixel_size="header")
     scan_of_set(data, geometry)
     return data, False
