@@ -56,10 +56,10 @@ def build_data_module(config: Config, **options: Any) -> SliceDataModule | OwnDa
     """
     geometry = build_geometry(config)
     if not config.datamodule.is_of_slices:
-        own = config.datamodule.build(
+        data_module = config.datamodule.build(
             supplied={key: getattr(config.data, key) for key in config.datamodule.supplied},
         )
-        return OwnDataModule(own, config.datamodule.target, config.data, geometry)
+        return OwnDataModule(data_module, config.datamodule.target, config.data, geometry)
     measure = sample_measurement(config)
     data: SliceDataModule = config.datamodule.build(config.data, measure=measure, geometry=geometry, **options)
     return data
@@ -103,14 +103,14 @@ def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> O
     hidden = network.hidden_weights() if getattr(config.load(), "takes_hidden_weights", False) else []
     if any(parameter.ndim < 2 for parameter in hidden):
         raise ConfigError(f"optimizer=muon takes no vectors: let {type(network).__name__}.hidden_weights() return none")
-    ours, scalars = set(map(id, hidden)), set(map(id, network.step_scalars()))
+    hidden_ids, scalar_ids = set(map(id, hidden)), set(map(id, network.step_scalars()))
     step_sizes: list[nn.Parameter] = []
     decaying: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for parameter in network.parameters():
-        if id(parameter) in ours:
+        if id(parameter) in hidden_ids:
             continue
-        if id(parameter) in scalars:
+        if id(parameter) in scalar_ids:
             step_sizes.append(parameter)
         else:
             (decaying if parameter.ndim > 1 else plain).append(parameter)

@@ -63,14 +63,14 @@ def number_rows(trainer: L.Trainer) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
-def set_position(checkpoint: dict[str, Any], epoch: int, batches: int, before: int, validating: bool) -> None:
+def set_position(checkpoint: dict[str, Any], epoch: int, batches: int, batches_before: int, validating: bool) -> None:
     """Write a position into the state of Lightning's loops, which count the batches of one process.
 
     Args:
         checkpoint: whose state is changed.
         epoch: epochs that are completed.
         batches: of the epoch that has begun.
-        before: batches of all epochs before.
+        batches_before: of all epochs before.
         validating: whether a validation was interrupted: Lightning runs it before it trains.
     """
     begun = epoch + (batches > 0)  # in its middle, an epoch counts as started but not as completed
@@ -82,6 +82,6 @@ def set_position(checkpoint: dict[str, Any], epoch: int, batches: int, before: i
 
     checkpoint["loops"]["fit_loop"] |= {
         "epoch_progress": {"total": epochs, "current": epochs},
-        "epoch_loop.batch_progress": counted(dict.fromkeys(epochs, before + batches), batches),
+        "epoch_loop.batch_progress": counted(dict.fromkeys(epochs, batches_before + batches), batches),
         "epoch_loop.val_loop.batch_progress": counted(interrupted if validating else dict.fromkeys(epochs, 0), 0),
     }

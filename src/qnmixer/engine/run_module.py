@@ -79,10 +79,10 @@ class RunModule(L.LightningModule):
         shard = None if self._trainer is None else getattr(self.trainer.strategy, "shard", None)
         if shard is None:
             return
-        if own := next(iter(self._parameters), None):
+        if weight := next(iter(self._parameters), None):
             raise ConfigError(
-                f"strategy=fsdp does not average the gradient of {own}, a weight of {type(self).__name__} itself: put "
-                "it into a torch module of that class, or choose strategy=ddp"
+                f"strategy=fsdp does not average the gradient of {weight}, a weight of {type(self).__name__} itself: "
+                "put it into a torch module of that class, or choose strategy=ddp"
             )
         for child in self.children():
             if any(True for _ in child.parameters()):

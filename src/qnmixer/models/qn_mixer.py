@@ -162,9 +162,9 @@ class QNMixer(UnrolledNetwork[QNState]):
             for _ in range(1 if shared_step_size else n_iterations)
         )
 
-        def scalars(wanted: bool) -> nn.ParameterList:
+        def scalars(is_used: bool) -> nn.ParameterList:
             """One for each iteration but the first: it has no pair, and DDP fails on a parameter without a gradient."""
-            return nn.ParameterList(torch.zeros(1) for _ in range(n_iterations - 1 if wanted else 0))
+            return nn.ParameterList(torch.zeros(1) for _ in range(n_iterations - 1 if is_used else 0))
 
         self.momenta = scalars(hessian == "momentum")
         self.trust = scalars(hessian == "bfgs" and learned_trust)

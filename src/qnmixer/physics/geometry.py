@@ -68,7 +68,7 @@ class FanBeamGeometry:
     detector_offset: float = 0.0
 
     def __post_init__(self) -> None:
-        self._require("image_size", "n_views", "n_detectors", whole=True)
+        self._require("image_size", "n_views", "n_detectors", is_whole=True)
         if self.beam not in BEAMS:
             raise GeometryError(f"beam={self.beam!r} is not known: choose {', '.join(BEAMS)}")
         self._require("pixel_size", "detector_pitch")
@@ -190,14 +190,14 @@ class FanBeamGeometry:
         """
         return self.source_to_axis * np.sin(self.fan_angles()) if self.is_fan else self.bin_positions()
 
-    def _require(self, *names: str, positive: bool = True, whole: bool = False) -> None:
+    def _require(self, *names: str, positive: bool = True, is_whole: bool = False) -> None:
         """Raise GeometryError for a value that is no number, too large to compute with, or not positive."""
         for name in names:
             value = getattr(self, name)
-            kind = (int, np.integer) if whole else (int, float, np.number)
+            kind = (int, np.integer) if is_whole else (int, float, np.number)
             number = isinstance(value, kind) and not isinstance(value, bool) and abs(float(value)) <= _LARGEST
             if not number or (positive and value <= 0):
-                words = "whole, " * whole + "positive, " * positive + "finite"
+                words = "whole, " * is_whole + "positive, " * positive + "finite"
                 raise GeometryError(f"{name}={value!r} must be a {words} number of at most {_LARGEST:g}")
 
     def _require_source(self) -> None:

@@ -70,10 +70,10 @@ class KeyedNoise(ABC):
                 f"{type(self).__name__}.sample fails ({first_line(error)}): it gets a NumPy array p [1, V, D] and a "
                 "numpy.random.Generator, no torch tensors, and gives an array"
             ) from error
-        for row, its in zip(rows, noisy, strict=True):
-            if its.shape != row.shape:
+        for row, noisy_row in zip(rows, noisy, strict=True):
+            if noisy_row.shape != row.shape:
                 raise PluginError(
-                    f"{type(self).__name__}.sample gives {[*its.shape]} for a sinogram {[*row.shape]}: "
+                    f"{type(self).__name__}.sample gives {[*noisy_row.shape]} for a sinogram {[*row.shape]}: "
                     "return an array of the same shape"
                 )
         return torch.from_numpy(np.stack(noisy)).to(y)

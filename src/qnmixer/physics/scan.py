@@ -62,8 +62,8 @@ class Numbering:
         """The number of each ray of the distinct views, −1 if another ray has that of its orbit: int64 [views, D]."""
         bins = np.arange(self._n_bins)
         numbers = np.full((self._n_views, self._n_detectors), -1)
-        first = np.arange(self._n_views)[:, None] * _FAN
-        numbers[:, : self._n_bins] = bins // _FAN * (self._n_views * _FAN) + first + bins % _FAN
+        view_starts = np.arange(self._n_views)[:, None] * _FAN
+        numbers[:, : self._n_bins] = bins // _FAN * (self._n_views * _FAN) + view_starts + bins % _FAN
         return numbers
 
     def turned_rays(self) -> np.ndarray:
