@@ -16,6 +16,7 @@ def visible(text: str, keep: str = "") -> str:
 
     Raw ones would rule the terminal, or begin another line of a table. `keep`: characters that stay.
     """
+    # Python calls only one of the space characters (Zs) printable.
     shown = (letter.isprintable() or letter in keep or unicodedata.category(letter) == "Zs" for letter in text)
     return "".join(letter if plain else ascii(letter)[1:-1] for letter, plain in zip(text, shown, strict=True))
 

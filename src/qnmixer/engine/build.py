@@ -75,11 +75,11 @@ def build_loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
     if isinstance(loss, nn.Module):
         loss.requires_grad_(False).eval()
 
-    def of_each(image: Tensor, truth: Tensor) -> Tensor:
+    def checked_loss(image: Tensor, truth: Tensor) -> Tensor:
         value = (loss.to(image.device) if isinstance(loss, nn.Module) else loss)(image, truth)
         return one_for_each(config.as_typed, value, image)
 
-    return of_each
+    return checked_loss
 
 
 def check_gradient(config: LossConfig, loss: Callable[[Tensor, Tensor], Tensor], size: int) -> None:

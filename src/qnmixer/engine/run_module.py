@@ -76,6 +76,7 @@ class RunModule(L.LightningModule):
 
         Raises ConfigError for a weight of the module itself, whose gradients fsdp would not average.
         """
+        # `self.trainer` raises without a trainer; `_trainer` is None then.
         shard = None if self._trainer is None else getattr(self.trainer.strategy, "shard", None)
         if shard is None:
             return
@@ -118,8 +119,8 @@ class RunModule(L.LightningModule):
         trainer = self.config.trainer
         if trainer.max_epochs is None:
             return trainer.max_steps
-        of_epoch = n_batches(self.trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]  # Lightning's, untyped
-        by_epochs = trainer.max_epochs * of_epoch // trainer.accumulate_grad_batches
+        n_per_epoch = n_batches(self.trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]  # Lightning's, untyped
+        by_epochs = trainer.max_epochs * n_per_epoch // trainer.accumulate_grad_batches
         return by_epochs if trainer.max_steps == -1 else min(trainer.max_steps, by_epochs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ class _Nonnegative(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (image,) = ctx.saved_tensors
         (gradient,) = gradients
+        # Descent subtracts the gradient, so a positive one would push the pixel below 0.
         return gradient.masked_fill((image == 0) & (gradient > 0), 0)
 
 

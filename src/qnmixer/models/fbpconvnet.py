@@ -127,4 +127,5 @@ def _level(groups: int, *widths: int) -> nn.Sequential:
 def _norm_and_relu(convolution: nn.Conv2d | nn.ConvTranspose2d, groups: int) -> tuple[nn.Module, nn.Module]:
     """Its features normalised in groups, at most so many, and cut at 0."""
     width = convolution.out_channels
+    # GroupNorm takes only divisors of the width.
     return nn.GroupNorm(math.gcd(groups, width), width), nn.ReLU(inplace=True)

@@ -99,6 +99,8 @@ class FanBeamProjector(nn.Module):
     def filtered_adjoint(self, y: Tensor) -> Tensor:
         """A† y = Aᵀ F y: image [B, 1, H, W] of y [B, 1, V, D], with F the ramp of `fbp` and the gain of `fbp`.
 
+        Elsewhere A† is often the pseudo-inverse; here it is this filtered adjoint.
+
         Iterations must use this instead of `fbp`. `fbp` interpolates at pixel centres, so it is not the transpose of
         A. With bins finer than pixels, FBP∘A has eigenvalues with negative real parts: no step along it is safe, and
         a few dozen steps explode. A†A = Aᵀ F A is symmetric and positive on every grid.
@@ -117,6 +119,7 @@ class FanBeamProjector(nn.Module):
 
         It does not depend on a network or on FBP, and is as good for a few degrees as for a full turn.
         """
+        # The residual y − A x is updated, not that of Aᵀ A x = Aᵀ y, which rounds worse.
         gradient = direction = self.adjoint(y)
         x, residual = torch.zeros_like(gradient), y
         square = _square(gradient)

@@ -39,6 +39,7 @@ class Numbering:
 
     def __init__(self, geometry: FanBeamGeometry) -> None:
         self.quarters = 4 if geometry.has_quarter_turn_symmetry else 1
+        # np.rot90 turns anticlockwise, as views do with a positive span. The image is turned back.
         self._turn = -1 if geometry.angle_span > 0 else 1
         self._size, self._n_detectors = geometry.image_size, geometry.n_detectors
         self._n_views, self._half_turn = geometry.n_distinct_views, geometry.has_half_turn_symmetry
@@ -143,6 +144,7 @@ class ScanMatrix(nn.Module):
         self._quarters = layout.quarters
         self._image_shape = (1, geometry.image_size, geometry.image_size)
         self._sinogram_shape = (1, geometry.n_views, geometry.n_detectors)
+        # Mᵀ has its own arrays: Mᵀ from those of M would scatter, and threads would add to the same pixel.
         names = ("starts", "pixels", "values", "starts_t", "rays", "values_t")
         for name, array in zip(names, arrays, strict=True):
             self.register_buffer(name, torch.from_numpy(array), persistent=False)

@@ -30,6 +30,7 @@ from qnmixer.physics.geometry import FanBeamGeometry
 
 # Only products with dense matrices are used here, and they are stable. Torch 2.11 warns of checks despite the argument.
 _UNNEEDED = "Sparse (CSR tensor support is in beta|invariant checks are implicitly disabled)"
+# For the whole process: `catch_warnings` around each product is not safe in threads.
 warnings.filterwarnings("ignore", message=_UNNEEDED, category=UserWarning)
 _WIDE = 16
 """Columns from which torch's embedding bag, a sparse product with prefetching, is faster than the CSR product."""

@@ -73,6 +73,7 @@ class SliceDataModule(LightningDataModule):
         if (limit := self.config.train_slices) is not None:
             length = len(self.parts["train"].source)
             n = min(limit, length)
+            # Evenly spaced: the first n would come from a few patients.
             self.parts["train"] = self.parts["train"].only([k * length // n for k in range(n)])
         if self.first is not None:
             self.parts = {name: part.only(range(len(part.source))[: self.first]) for name, part in self.parts.items()}

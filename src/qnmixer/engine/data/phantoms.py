@@ -62,7 +62,7 @@ class Canvas:
         self.x: FloatArray = c * x + s * y + np.float32(bend) * smooth_field(rng, 4, n)
         self.y: FloatArray = c * y - s * x + np.float32(bend) * smooth_field(rng, 4, n)
         self._cos, self._sin = float(np.cos(tilt)), float(np.sin(tilt))
-        self._margin = 3.5 * bend
+        self._margin = 3.5 * bend  # the fields have standard deviation 1, and rarely reach 3.5
         self.wobbles = smooth_field(rng, 9, n)
 
     def uniform(self, low: float, high: float) -> float:
@@ -102,6 +102,7 @@ class Canvas:
 
         Returns the painted pixels, [n, n].
         """
+        # A superellipse |u|⁴ + |v|⁴ = 1, as `square` gives, reaches 2^¼ ≈ 1.19 times as far as the circle.
         box = self.box(x, y, max(a, b) * (1 + 0.25 * (square > 0)) * (1 + 1.5 * wobble))
         dx, dy = self.x[box] - np.float32(x), self.y[box] - np.float32(y)
         if angle:

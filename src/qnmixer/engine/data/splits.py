@@ -245,6 +245,7 @@ def _random(patients: Sequence[str], config: FolderData) -> dict[str, str]:
             f"test by patient: add patients, {by_tag}or take data.split=all to evaluate only"
         )
     largest = max(names, key=lambda name: counts[name])
+    # The second number gives the split a stream of its own, apart from other draws with this seed.
     candidates = [name for name in names if name != largest]
     drawn = [candidates[i] for i in np.random.default_rng([config.seed, 0x5B117]).permutation(len(candidates))]
     n_val = max(1, round(config.val_fraction * len(names)))

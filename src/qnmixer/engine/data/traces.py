@@ -30,12 +30,14 @@ def original(hu: FloatArray) -> int:
     rows, columns = (np.flatnonzero(body.any(axis)) for axis in (1, 0))
     framed = hu[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     image = np.maximum(framed, AIR).round().astype(np.int32)
+    # Flips and turns of a slice must lead to one orientation: that whose sums of rows and columns come first.
     if _is_before(image.sum(1)[::-1], image.sum(1)):
         image = image[::-1]
     if _is_before(image.sum(0)[::-1], image.sum(0)):
         image = image[:, ::-1]
     if _is_before(image.sum(0), image.sum(1)):
         image = image.T
+    # With the number of rows: images of 2 × 6 and 3 × 4 pixels may have the same bytes.
     return digest_of_bytes(np.int64(len(image)).tobytes() + image.tobytes())
 
 
@@ -73,6 +75,7 @@ def alike(looks: Tensor, seen: Tensor) -> Tensor:
     for turns in range(4) if len(references) else ():
         for turned in (torch.rot90(queries, turns, (1, 2)), torch.rot90(queries, turns, (1, 2)).transpose(1, 2)):
             parts = [torch.cdist(part, references).amin(1) for part in turned.flatten(1).split(_ROWS_AT_ONCE)]
+            # A Euclidean distance over _SIDE² points is _SIDE times the root mean square.
             near |= torch.cat(parts) <= _NEAR * _LEVELS * _SIDE
     return near
 
