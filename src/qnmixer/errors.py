@@ -98,7 +98,7 @@ def first_line(error: BaseException | str) -> str:
 
 def suggest(word: str, choices: Collection[str], limit: int = 12) -> str:
     """How to fix an unknown word: the nearest choice, or a list of all choices if there are at most `limit`."""
-    near = difflib.get_close_matches(word, [c for c in choices if c != word], n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {near[0]}?"
+    matches = difflib.get_close_matches(word, [c for c in choices if c != word], n=1, cutoff=0.6)
+    if matches:
+        return f"did you mean {matches[0]}?"
     return f"choose {', '.join(choices)}" if len(choices) <= limit else "run with --cfg job to see all keys"

@@ -112,14 +112,14 @@ def load_run(run: str | Path, checkpoint: str = "best", trust: Collection[str] =
     config, state = read_checkpoint(path)
     check_trusted(str(path), built_from(config, *sections), [*trust, *own_modules(run_of(path))])
     config = checked(config, "model", "noise")
-    usual = torch.get_default_dtype()  # of the user's program
+    default_dtype = torch.get_default_dtype()  # of the user's program
     torch.set_default_dtype(torch.float32)
     try:
         if all(is_trusted(target, ()) for target in built_from(config).values()):
             _require_fit(config, state, path)
         module = Reconstructor(config)
     finally:
-        torch.set_default_dtype(usual)
+        torch.set_default_dtype(default_dtype)
     _load_state(module, state, path)
     return module
 
@@ -158,8 +158,8 @@ def _require_fit(config: Config, state: dict[str, Any], path: Path) -> None:
         raise misfit from error
     finally:
         handle.remove()
-    stored = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in state.values()}
-    is_larger = sum(p.nbytes for p in network.parameters()) > 2 * sum(stored.values())  # the file may be in 16 bits
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in state.values()}
+    is_larger = sum(p.nbytes for p in network.parameters()) > 2 * sum(storages.values())  # the file may be in 16 bits
     shapes = {name: tensor.shape for name, tensor in state.items()}
     if is_larger or any(shapes.get(f"network.{name}") != tensor.shape for name, tensor in network.state_dict().items()):
         raise misfit

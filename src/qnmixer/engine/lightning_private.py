@@ -73,15 +73,15 @@ def set_position(checkpoint: dict[str, Any], epoch: int, batches: int, batches_b
         batches_before: of all epochs before.
         validating: whether a validation was interrupted: Lightning runs it before it trains.
     """
-    begun = epoch + (batches > 0)  # in its middle, an epoch counts as started but not as completed
-    epochs = {"ready": begun, "started": begun, "processed": epoch, "completed": epoch}
+    n_begun = epoch + (batches > 0)  # in its middle, an epoch counts as started but not as completed
+    epochs = {"ready": n_begun, "started": n_begun, "processed": epoch, "completed": epoch}
     interrupted = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
 
-    def counted(total: dict[str, int], current: int) -> dict[str, Any]:
+    def progress(total: dict[str, int], current: int) -> dict[str, Any]:
         return {"total": total, "current": dict.fromkeys(epochs, current), "is_last_batch": False}
 
     checkpoint["loops"]["fit_loop"] |= {
         "epoch_progress": {"total": epochs, "current": epochs},
-        "epoch_loop.batch_progress": counted(dict.fromkeys(epochs, batches_before + batches), batches),
-        "epoch_loop.val_loop.batch_progress": counted(interrupted if validating else dict.fromkeys(epochs, 0), 0),
+        "epoch_loop.batch_progress": progress(dict.fromkeys(epochs, batches_before + batches), batches),
+        "epoch_loop.val_loop.batch_progress": progress(interrupted if validating else dict.fromkeys(epochs, 0), 0),
     }

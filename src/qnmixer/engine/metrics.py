@@ -64,13 +64,13 @@ def build_metrics(metrics: Mapping[str, MetricConfig], own_range: bool) -> dict[
         metrics: by name.
         own_range: whether the data range of each image is that of its truth. Passed to targets that have this argument.
     """
-    supplied, built = {"own_range": own_range}, {}
+    supplied, image_metrics = {"own_range": own_range}, {}
     for name, config in metrics.items():
         function = config.build(supplied=supplied) if config.is_class else config.bound(supplied)
         if isinstance(function, nn.Module):
             function.requires_grad_(False).eval()
-        built[name] = ImageMetric(config.as_typed, function, config.in_hu)
-    return built
+        image_metrics[name] = ImageMetric(config.as_typed, function, config.in_hu)
+    return image_metrics
 
 
 def try_metrics(metrics: Mapping[str, ImageMetric], size: int) -> None:

@@ -177,8 +177,8 @@ def _bins_of(x: np.ndarray, y: np.ndarray, views: slice, geometry: FanBeamGeomet
     cos, sin = np.cos(angles := geometry.angles()[views]), np.sin(angles)
     u, gain = _seen(x * cos + y * sin, y * cos - x * sin, geometry)
     position = u / geometry.detector_pitch + (geometry.n_detectors - 1) / 2 - geometry.detector_offset
-    below = np.floor(position)
-    bins = np.stack([below, below + 1], axis=-1).astype(np.intp)
+    lower_bin = np.floor(position)
+    bins = np.stack([lower_bin, lower_bin + 1], axis=-1).astype(np.intp)
     return bins, (1 - np.abs(position[..., None] - bins)) * (abs(geometry.angle_step) * gain)[..., None]
 
 

@@ -124,9 +124,9 @@ class FanBeamProjector(nn.Module):
         x, residual = torch.zeros_like(gradient), y
         square = _square(gradient)
         for _ in range(n_steps):
-            seen = self(direction)
-            step = square / _square(seen)
-            x, residual = x + step * direction, residual - step * seen
+            projection = self(direction)
+            step = square / _square(projection)
+            x, residual = x + step * direction, residual - step * projection
             gradient, previous_square = self.adjoint(residual), square
             square = _square(gradient)
             direction = gradient + square / previous_square * direction

@@ -194,7 +194,7 @@ def _all_turns(columns: np.ndarray, direction: int) -> np.ndarray:
 def _flat_places(columns: np.ndarray) -> np.ndarray:
     """For each number from 0 on, its first index in flattened columns [n, Q]."""
     numbers = columns.ravel()
-    used = np.flatnonzero(numbers >= 0)[::-1]
+    indices = np.flatnonzero(numbers >= 0)[::-1]
     places = np.empty(numbers.max() + 1, dtype=np.int64)
-    places[numbers[used]] = used  # backwards, so that the first index wins
+    places[numbers[indices]] = indices  # backwards, so that the first index wins
     return places

@@ -204,13 +204,13 @@ def list_files(root: Path, *, leave_out: Path | None = None, key: str = "data.ro
     """
     check_there(key, str(root), "the folder with the slices")
     relative_paths: list[str] = []
-    seen = {leave_out and os.path.realpath(leave_out)}
+    visited_folders = {leave_out and os.path.realpath(leave_out)}
     for folder, subfolders, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
-        if real in seen:  # by a link
+        if real in visited_folders:  # by a link
             subfolders.clear()
             continue
-        seen.add(real)
+        visited_folders.add(real)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         paths = (Path(folder, name) for name in sorted(files) if not name.startswith("."))
         relative_paths += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
@@ -236,14 +236,14 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     if config.cache_dir:
         cache_dir = path_of(config.cache_dir)
     files = list_files(root, leave_out=cache_dir)
-    chosen = [path for path in files if fnmatch(path, config.include)]
-    if not chosen:
+    matches = [path for path in files if fnmatch(path, config.include)]
+    if not matches:
         raise DataError(f"data.include={config.include} matches none of {len(files)} files below {root}: {files[0]}, …")
     reader_identity = [config.target, sorted(config.arguments.items())]
     identity = [*reader_identity, str(root.resolve()), config.include, image_size, field_of_view]
     folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{digest(identity)}"
     # A program can set the time of the last change, as `cp -p` does, but not ctime, which every change updates.
-    states = ((path, os.stat(root / path)) for path in chosen)
+    states = ((path, os.stat(root / path)) for path in matches)
     versions = [[path, state.st_size, state.st_mtime_ns, state.st_ctime_ns] for path, state in states]
     # Not in `identity`: after a change of the code the old cache makes way for the new one.
     code = digest_of_bytes(Path(inspect.getfile(type(reader))).read_bytes())
@@ -257,7 +257,7 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     with FileLock(folder / "lock"):
         index = _read_index(pixels, image_size)
         if index is None:
-            index = _build_cache(reader, root, chosen, pixels, image_size, field_of_view, config.section)
+            index = _build_cache(reader, root, matches, pixels, image_size, field_of_view, config.section)
         return SliceCache(pixels, image_size, index)
 
 
@@ -286,15 +286,15 @@ def _build_cache(
 ) -> dict[str, Any]:
     """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
     # A killed process may have left these. The caller holds the lock, so nobody else writes here.
-    for stale in filter(is_temporary, pixels.parent.iterdir()):
-        stale.unlink()
+    for leftover in filter(is_temporary, pixels.parent.iterdir()):
+        leftover.unlink()
     with atomic_file(pixels) as stream:
         index = _decode_all(reader, root, files, stream, size, field_of_view, section)
     write_text(pixels.with_suffix(".json"), json.dumps(index | {"digest": digest(index)}))
     # The version before this one stays for a folder that changes back. A run keeps what it has opened anyway.
-    for older in sorted(pixels.parent.glob("*.f32"), key=lambda path: path.stat().st_mtime)[:-2]:
-        older.unlink()
-        older.with_suffix(".json").unlink(missing_ok=True)
+    for pixel_file in sorted(pixels.parent.glob("*.f32"), key=lambda path: path.stat().st_mtime)[:-2]:
+        pixel_file.unlink()
+        pixel_file.with_suffix(".json").unlink(missing_ok=True)
     return index
 
 

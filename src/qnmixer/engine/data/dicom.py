@@ -112,8 +112,8 @@ def frame_count(dataset: Dataset) -> int:
 def functional_group(dataset: Dataset, frame: int, sequence: str) -> Dataset | None:
     """Item of a functional group of an enhanced image: that of the frame, else the shared one, else None."""
     per_frame = dataset.get("PerFrameFunctionalGroupsSequence") or []
-    shared = dataset.get("SharedFunctionalGroupsSequence") or []
-    sequences = (group.get(sequence) for group in (*per_frame[frame : frame + 1], *shared))
+    shared_groups = dataset.get("SharedFunctionalGroupsSequence") or []
+    sequences = (group.get(sequence) for group in (*per_frame[frame : frame + 1], *shared_groups))
     return next((items[0] for items in sequences if items), None)
 
 
@@ -186,8 +186,8 @@ def _stored(dataset: Dataset, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]
 
     Raises SkipFile if the other bits hold something too: then BitsStored is wrong, or the pixels are in upper bits.
     """
-    exact = *JPEG2000TransferSyntaxes, *JPEGLSTransferSyntaxes  # their streams know the bits
-    if raw.dtype.kind == "f" or dataset.file_meta.TransferSyntaxUID in exact:
+    exact_syntaxes = *JPEG2000TransferSyntaxes, *JPEGLSTransferSyntaxes  # their streams know the bits
+    if raw.dtype.kind == "f" or dataset.file_meta.TransferSyntaxUID in exact_syntaxes:
         return raw
     bits = int(dataset.BitsStored)
     unused = 8 * raw.dtype.itemsize - bits

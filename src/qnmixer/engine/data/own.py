@@ -127,10 +127,10 @@ class OwnDataModule(LightningDataModule):
             **entries,
         }
 
-    def _require_size(self, name: str, tensor: Tensor, size: tuple[int, int], mend: str) -> None:
+    def _require_size(self, name: str, tensor: Tensor, size: tuple[int, int], remedy: str) -> None:
         if tensor.ndim != 4 or tensor.shape[1:] != (1, *size):
             shape = f"[B, 1, {size[0]}, {size[1]}]"
-            raise DataError(f"{self.name} gives {name} {[*tensor.shape]}, not {shape}: give it so, or {mend}")
+            raise DataError(f"{self.name} gives {name} {[*tensor.shape]}, not {shape}: give it so, or {remedy}")
 
     def _share(self, loader: Any, method: str) -> Any:
         """A loader, for this process."""

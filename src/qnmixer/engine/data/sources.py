@@ -95,7 +95,7 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
     if "geometry" in takes and geometry is None:
         raise ConfigError(f"data={config.name} needs the scan: give the DataModule its geometry")
 
-    def built(part: str, factor: int) -> Any:
+    def build_slices(part: str, factor: int) -> Any:
         """The slices of a part on a grid that is finer by a factor."""
         size = config.image_size * factor
         supplied: dict[str, Any] = {"image_size": config.image_size if "fine" in takes else size, "fine": factor > 1}
@@ -106,14 +106,14 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
 
     parts = {}
     for part in PARTS:
-        source = built(part, 1)
+        source = build_slices(part, 1)
         slices = source.slices if isinstance(source, OwnSlices) else source
         for line in getattr(slices, "warnings", ()):
             _warn(line)
         measured = config.measured if isinstance(config, PairData) else hasattr(slices, "sinogram")
         if measured:
             check_untouched(config)
-        fine = built(part, config.simulation_factor) if config.simulation_factor > 1 else None
+        fine = build_slices(part, config.simulation_factor) if config.simulation_factor > 1 else None
         patients = _numbered(getattr(slices, "patients", ())) if isinstance(config, PairData) else ()
         parts[part] = Part(source, patients, fine, measured, getattr(slices, "scaling", None))
     return parts

@@ -110,12 +110,12 @@ class RunSplit:
 
         section: of the only source that counts; None: all count.
         """
-        chosen = [i for i, name in enumerate(self._sections[part]) if section in (None, name)]
+        indices = [i for i, name in enumerate(self._sections[part]) if section in (None, name)]
         seen, slices = seen_by(record), self._found[part]["slices"]
-        same_slices = torch.isin(_int64([slices[i] for i in chosen]), seen["slices"])
+        same_slices = torch.isin(_int64([slices[i] for i in indices]), seen["slices"])
         if not self._traces[part]:
             return Overlap(int(same_slices.sum()))
-        traces = [self._traces[part][i] for i in chosen]
+        traces = [self._traces[part][i] for i in indices]
         columns, people = _columns(traces), {*seen["people"].tolist()}
         same_slices |= torch.isin(columns["originals"], seen["originals"])
         likely_slices = alike(columns["looks"], seen["looks"])
@@ -247,12 +247,12 @@ def _random(patients: Sequence[str], config: FolderData) -> dict[str, str]:
     largest = max(names, key=lambda name: counts[name])
     # The second number gives the split a stream of its own, apart from other draws with this seed.
     candidates = [name for name in names if name != largest]
-    drawn = [candidates[i] for i in np.random.default_rng([config.seed, 0x5B117]).permutation(len(candidates))]
+    permutation = [candidates[i] for i in np.random.default_rng([config.seed, 0x5B117]).permutation(len(candidates))]
     n_val = max(1, round(config.val_fraction * len(names)))
-    n_test = max(1, min(round(config.test_fraction * len(names)), len(drawn) - n_val))
-    n_val = min(n_val, len(drawn) - n_test)
-    part_of = dict.fromkeys(names, "train") | dict.fromkeys(drawn[:n_val], "val")
-    return part_of | dict.fromkeys(drawn[n_val : n_val + n_test], "test")
+    n_test = max(1, min(round(config.test_fraction * len(names)), len(permutation) - n_val))
+    n_val = min(n_val, len(permutation) - n_test)
+    part_of = dict.fromkeys(names, "train") | dict.fromkeys(permutation[:n_val], "val")
+    return part_of | dict.fromkeys(permutation[n_val : n_val + n_test], "test")
 
 
 def _explicit(patients: Sequence[str], config: FolderData) -> dict[str, str]:

@@ -28,8 +28,8 @@ def original(hu: FloatArray) -> int:
     """A digest of a slice [H, W] in whole HU, inside its body's frame, in one of its eight orientations."""
     body = hu > NO_AIR
     rows, columns = (np.flatnonzero(body.any(axis)) for axis in (1, 0))
-    framed = hu[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    image = np.maximum(framed, AIR).round().astype(np.int32)
+    crop = hu[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    image = np.maximum(crop, AIR).round().astype(np.int32)
     # Flips and turns of a slice must lead to one orientation: that whose sums of rows and columns come first.
     if _is_before(image.sum(1)[::-1], image.sum(1)):
         image = image[::-1]
