@@ -16,8 +16,9 @@ def visible(text: str, keep: str = "") -> str:
 
     Raw ones would rule the terminal, or begin another line of a table. `keep`: characters that stay.
     """
-    shown = (it.isprintable() or it in keep or unicodedata.category(it) == "Zs" for it in text)
-    return "".join(it if plain else ascii(it)[1:-1] for it, plain in zip(text, shown, strict=True))
+    # Python calls only one of the space characters (Zs) printable.
+    shown = (letter.isprintable() or letter in keep or unicodedata.category(letter) == "Zs" for letter in text)
+    return "".join(letter if plain else ascii(letter)[1:-1] for letter, plain in zip(text, shown, strict=True))
 
 
 def say(text: object, file: TextIO | None = None) -> None:
@@ -30,7 +31,7 @@ def say(text: object, file: TextIO | None = None) -> None:
 
 def in_a_line(text: str) -> str:
     """As `visible`. Words of more than 300 letters are shortened."""
-    return visible(re.sub(r"\S{300,}", lambda found: f"{found[0][:60]}…{found[0][-20:]}", text))
+    return visible(re.sub(r"\S{300,}", lambda match: f"{match[0][:60]}…{match[0][-20:]}", text))
 
 
 class UserError(Exception):
@@ -95,9 +96,9 @@ def first_line(error: BaseException | str) -> str:
     return text.splitlines()[0] if text else "" if isinstance(error, str) else type(error).__name__
 
 
-def suggest(word: str, choices: Collection[str], most: int = 12) -> str:
-    """How to fix an unknown word: the nearest choice, or a list of all choices if there are at most `most`."""
-    near = difflib.get_close_matches(word, [c for c in choices if c != word], n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"choose {', '.join(choices)}" if len(choices) <= most else "run with --cfg job to see all keys"
+def suggest(word: str, choices: Collection[str], limit: int = 12) -> str:
+    """How to fix an unknown word: the nearest choice, or a list of all choices if there are at most `limit`."""
+    matches = difflib.get_close_matches(word, [c for c in choices if c != word], n=1, cutoff=0.6)
+    if matches:
+        return f"did you mean {matches[0]}?"
+    return f"choose {', '.join(choices)}" if len(choices) <= limit else "run with --cfg job to see all keys"

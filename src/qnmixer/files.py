@@ -48,15 +48,15 @@ def make_own_folder(folder: Path) -> None:
 @contextmanager
 def private_files() -> Iterator[None]:
     """All files and folders that are made while the block runs are this user's alone: they may show patients."""
-    before = os.umask(0o077)
+    umask = os.umask(0o077)
     try:
         yield
     finally:
-        os.umask(before)
+        os.umask(umask)
 
 
 @contextmanager
-def naming(path: Path | str) -> Iterator[None]:
+def path_in_errors(path: Path | str) -> Iterator[None]:
     """Give an error of the disk the name of this file or folder, if it has none: a write through an open file."""
     try:
         yield
@@ -76,7 +76,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:48]}.{uuid.uuid4().hex}.tmp")  # 48 letters may have 192 bytes
     try:
-        with naming(path), temporary.open("xb") as stream:
+        with path_in_errors(path), temporary.open("xb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())  # else a power failure can leave an empty file under the final name
@@ -97,10 +97,10 @@ def check_unused(key: str, folder: Path) -> None:
     """
     if folder.is_dir():
         check_no_links(folder)
-        left = (path.name for path in folder.iterdir() if not is_temporary(path))
-        found = sorted(name for name in left if name not in (".hydra", ".lock", "output.log"))
-        if found:
-            raise ConfigError(f"{key}={folder} contains {found[0]} already: give a new folder, or empty this one")
+        names = (path.name for path in folder.iterdir() if not is_temporary(path))
+        results = sorted(name for name in names if name not in (".hydra", ".lock", "output.log"))
+        if results:
+            raise ConfigError(f"{key}={folder} contains {results[0]} already: give a new folder, or empty this one")
 
 
 def check_no_links(folder: Path) -> None:
@@ -108,21 +108,21 @@ def check_no_links(folder: Path) -> None:
 
     Links inside the folder are fine, and so are those in the folders that W&B made for earlier parts of a run.
     """
-    here = os.path.realpath(folder)
-    for place, folders, files in os.walk(here):
+    root = os.path.realpath(folder)
+    for place, folders, files in os.walk(root):
         for path in (os.path.join(place, name) for name in (*folders, *files)):
-            if os.path.islink(path) and not os.path.realpath(path).startswith(here + os.sep):
+            if os.path.islink(path) and not os.path.realpath(path).startswith(root + os.sep):
                 raise ConfigError(
                     f"{path} is a link to another place, where files would be written: remove it, or put what it "
                     "leads to in its place"
                 )
-        if place != here and os.path.basename(place) == "wandb":
+        if place != root and os.path.basename(place) == "wandb":
             folders.clear()
 
 
-def digest(what: Any, length: int = 16, sort_keys: bool = False) -> str:
+def digest(value: Any, length: int = 16, sort_keys: bool = False) -> str:
     """The first digits of the SHA-256 of a JSON value. Caches on disk have such names, so the form must not change."""
-    return hashlib.sha256(json.dumps(what, sort_keys=sort_keys).encode()).hexdigest()[:length]
+    return hashlib.sha256(json.dumps(value, sort_keys=sort_keys).encode()).hexdigest()[:length]
 
 
 def digest_of_bytes(data: bytes | memoryview) -> int:
@@ -136,14 +136,14 @@ def write_text(path: Path, text: str) -> None:
         stream.write(text.encode(errors="replace"))
 
 
-def replace(new: Path, path: Path) -> None:
+def replace(source: Path, path: Path) -> None:
     """Replace a folder by another one. os.replace cannot replace a folder that contains files."""
-    before = path.with_name(f"{path.name}.before")
-    remove(before)
+    backup = path.with_name(f"{path.name}.before")
+    remove(backup)
     if path.exists():
-        path.rename(before)
-    new.rename(path)
-    remove(before)
+        path.rename(backup)
+    source.rename(path)
+    remove(backup)
 
 
 def remove(path: Path) -> None:
@@ -164,21 +164,21 @@ def path_of(text: str | Path) -> Path:
     return Path(os.path.expanduser(text))
 
 
-def check_there(key: str, path: str, what: str) -> None:
-    """Raise DataError if the path of this key does not exist. `what` says what it should be."""
+def check_there(key: str, path: str, description: str) -> None:
+    """Raise DataError if the path of this key does not exist. `description` says what it should be."""
     try:
-        there = path != "" and path_of(path).exists()
+        exists = path != "" and path_of(path).exists()
     except OSError:  # the name is too long
-        there = False
-    if not there:
-        raise DataError(f"{key}={path if len(path) < 200 else f'{path[:60]}…'} does not exist: give {what}")
+        exists = False
+    if not exists:
+        raise DataError(f"{key}={path if len(path) < 200 else f'{path[:60]}…'} does not exist: give {description}")
 
 
 def check_no_nifti(key: str, path: str) -> None:
     """Raise DataError for a NIfTI file, or for a folder that contains only NIfTI files, before anything is loaded."""
     place, name = path_of(path), ""
     # A generator, so that a folder with other files costs a look at one file only.
-    for name in [place.name] if place.is_file() else (it.name for it in place.rglob("*") if it.is_file()):
+    for name in [place.name] if place.is_file() else (file.name for file in place.rglob("*") if file.is_file()):
         if not name.lower().endswith((".nii", ".nii.gz")):
             return
     if name:

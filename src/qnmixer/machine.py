@@ -27,9 +27,9 @@ def wait_briefly() -> None:
 
 def n_cores() -> int:
     """The CPU cores that this process may use: those of its container or of its job on a cluster."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy_at_a_time = (busy / period for busy, period in _limits("cpu.max"))  # as by `docker --cpus=2`
-    return max(1, int(min([there, *busy_at_a_time])))
+    return max(1, int(min([cores, *busy_at_a_time])))
 
 
 def threads_each(n_processes: int) -> int:
@@ -42,10 +42,10 @@ _OWN_GROUP, _ALL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 def memory() -> float:
     """Bytes of memory, also as by `docker --memory=8g` or SLURM's --mem; infinite where no system says it (Windows)."""
-    there = math.inf
+    n_bytes = math.inf
     with suppress(AttributeError, ValueError):
-        there = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return min([there, *(found[0] for found in _limits("memory.max"))])
+        n_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min([n_bytes, *(numbers[0] for numbers in _limits("memory.max"))])
 
 
 def _limits(name: str) -> Iterator[list[float]]:

@@ -68,15 +68,15 @@ class Muon(Optimizer):
         return loss
 
     def _step_orthogonally(self, group: dict[str, Any]) -> None:
-        """Change weights of one shape together, one shape after the other."""
+        """Change weights of equal shape together."""
         shapes: dict[torch.Size, list[tuple[Tensor, Tensor, Tensor]]] = {}
         for p in group["params"]:
             if p.grad is not None:
                 if not self.state[p]:
                     self.state[p]["momentum"] = torch.zeros_like(p)
                 shapes.setdefault(p.shape, []).append((p, p.grad, self.state[p]["momentum"]))
-        for of_one_shape in shapes.values():
-            parameters, gradients, momenta = zip(*of_one_shape, strict=True)
+        for triples in shapes.values():
+            parameters, gradients, momenta = zip(*triples, strict=True)
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             steps = orthogonal_steps(torch._foreach_lerp(gradients, momenta, group["momentum"]))
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])

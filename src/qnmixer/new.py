@@ -29,8 +29,8 @@ NAME, DISTRIBUTION, LIBRARY = "my_ct", "my-ct", "QNMIXER"
 
 def files(name: str) -> Iterator[tuple[Path, str]]:
     """The files of a project: the path of each in its folder, and its text."""
-    found = [TEMPLATE / top for top in TOP] + [path for top in TOP for path in (TEMPLATE / top).rglob("*")]
-    for path in sorted(path for path in found if path.is_file()):
+    paths = [TEMPLATE / top for top in TOP] + [path for top in TOP for path in (TEMPLATE / top).rglob("*")]
+    for path in sorted(path for path in paths if path.is_file()):
         if path.suffix != ".pyc":  # pip compiles the template on install
             place = Path(*(name if part == NAME else part for part in path.relative_to(TEMPLATE).parts))
             text = path.read_text(encoding="utf-8").replace(LIBRARY, dependency()).replace(NAME, name)
@@ -48,10 +48,10 @@ def dependency() -> str:
     source = PACKAGE.parents[1]
     if PACKAGE.parent.name == "src" and (source / "pyproject.toml").is_file():  # a clone, whoever put it on the path
         return f"qnmixer @ {source.as_uri()}"
-    for its in distributions(name="qnmixer"):
-        if Path(str(its.locate_file("qnmixer"))).resolve() == PACKAGE.resolve():
-            origin = its.read_text("direct_url.json")
-            return f"qnmixer=={its.version}" if origin is None else f"qnmixer @ {_address(json.loads(origin))}"
+    for distribution in distributions(name="qnmixer"):
+        if Path(str(distribution.locate_file("qnmixer"))).resolve() == PACKAGE.resolve():
+            origin = distribution.read_text("direct_url.json")
+            return f"qnmixer=={distribution.version}" if origin is None else f"qnmixer @ {_address(json.loads(origin))}"
     raise ConfigError(f"{PACKAGE} is not installed: pip install qnmixer first, so that a project can name it")
 
 

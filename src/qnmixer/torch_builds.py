@@ -29,12 +29,12 @@ class NoBuildError(Exception):
 class Build(NamedTuple):
     """One build of torch: the oldest NVIDIA driver that runs it, and the compute capabilities that it has kernels for.
 
-    These go from `first` to before `end`.
+    These go from `lowest` to before `end`.
     """
 
     name: str
     driver: str
-    first: tuple[int, int]
+    lowest: tuple[int, int]
     end: tuple[int, int]
 
 
@@ -66,18 +66,18 @@ def visible_gpus() -> list[GPU]:
         return []
     command = ["nvidia-smi", "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
         return []
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoBuildError(f"nvidia-smi fails ({error}): repair the driver") from None
-    said = " ".join((done.stdout + done.stderr).split())
-    if "No devices were found" in said:
+    output = " ".join((process.stdout + process.stderr).split())
+    if "No devices were found" in output:
         return []
-    found = re.findall(r"^ *(\d+)\.(\d+), *(\S*) *$", done.stdout, re.MULTILINE)
-    if done.returncode or not found:
-        raise NoBuildError(f"nvidia-smi names no compute capability ({said[:200]}): repair or update the driver")
-    return [GPU((int(major), int(minor)), driver) for major, minor, driver in found]
+    rows = re.findall(r"^ *(\d+)\.(\d+), *(\S*) *$", process.stdout, re.MULTILINE)
+    if process.returncode or not rows:
+        raise NoBuildError(f"nvidia-smi names no compute capability ({output[:200]}): repair or update the driver")
+    return [GPU((int(major), int(minor)), driver) for major, minor, driver in rows]
 
 
 def choose(gpus: Sequence[GPU]) -> str:
@@ -87,7 +87,7 @@ def choose(gpus: Sequence[GPU]) -> str:
     """
     if not gpus:
         return "cpu"
-    fitting = [build for build in BUILDS if all(build.first <= gpu.capability < build.end for gpu in gpus)]
+    fitting = [build for build in BUILDS if all(build.lowest <= gpu.capability < build.end for gpu in gpus)]
     if not fitting:
         raise NoBuildError(f"no build of torch {TORCH} has kernels for {_described(gpus)}")
     driver = gpus[0].driver  # one for all of them
@@ -148,8 +148,8 @@ def decide(asked: str) -> tuple[str, str]:
         return "cpu", "macOS has one build"
     if asked in CHOICES:
         return asked, f"TORCH={asked} asks for it"
-    if not asked and (kept := installed_build()):
-        return kept, "kept; TORCH=auto chooses by the GPUs again"
+    if not asked and (build := installed_build()):
+        return build, "kept; TORCH=auto chooses by the GPUs again"
     gpus = visible_gpus()
     return choose(gpus), f"{_described(gpus)}, driver {gpus[0].driver}" if gpus else "no NVIDIA GPU here"
 
@@ -164,7 +164,7 @@ def install(build: str, lock: Path) -> None:
     Hashes are checked, except for builds that PyPI does not have. Raises CalledProcessError if pip fails.
     """
     if installed_build() not in (None, build):  # the two builds would overwrite each other's CUDA libraries
-        names = {found.metadata["Name"].lower() for found in distributions()}
+        names = {distribution.metadata["Name"].lower() for distribution in distributions()}
         _pip("uninstall", "--yes", *sorted(name for name in names if re.fullmatch(_OF_TORCH, name)))
     on_pypi = build == ON_PYPI or sys.platform == "darwin"
     text, locked = lock.read_text(encoding="utf-8"), Path(sys.prefix) / "requirements.txt"

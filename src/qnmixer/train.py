@@ -105,10 +105,10 @@ def _place() -> tuple[Path, list[str]]:
 
 def print_begin(run: Run, config: Config) -> None:
     """Print the first line of a run, before PyTorch is loaded: its folder and its settings."""
-    what = "starting a run" if run.resume is None else "resuming the run"
+    action = "starting a run" if run.resume is None else "resuming the run"
     experiment = HydraConfig.get().runtime.choices.get("experiment")
-    chosen = f"experiment={experiment}, " * bool(experiment) + f"model={config.model.name}, data={config.data.name}"
-    run.console.print(f"{what} in {run.folder}: {chosen} (loading PyTorch …)", highlight=False, soft_wrap=True)
+    choices = f"experiment={experiment}, " * bool(experiment) + f"model={config.model.name}, data={config.data.name}"
+    run.console.print(f"{action} in {run.folder}: {choices} (loading PyTorch …)", highlight=False, soft_wrap=True)
 
 
 def check(cfg: DictConfig) -> Config:

@@ -56,10 +56,10 @@ def build_data_module(config: Config, **options: Any) -> SliceDataModule | OwnDa
     """
     geometry = build_geometry(config)
     if not config.datamodule.is_of_slices:
-        own = config.datamodule.build(
+        data_module = config.datamodule.build(
             supplied={key: getattr(config.data, key) for key in config.datamodule.supplied},
         )
-        return OwnDataModule(own, config.datamodule.target, config.data, geometry)
+        return OwnDataModule(data_module, config.datamodule.target, config.data, geometry)
     measure = sample_measurement(config)
     data: SliceDataModule = config.datamodule.build(config.data, measure=measure, geometry=geometry, **options)
     return data
@@ -75,11 +75,11 @@ def build_loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
     if isinstance(loss, nn.Module):
         loss.requires_grad_(False).eval()
 
-    def of_each(image: Tensor, truth: Tensor) -> Tensor:
+    def checked_loss(image: Tensor, truth: Tensor) -> Tensor:
         value = (loss.to(image.device) if isinstance(loss, nn.Module) else loss)(image, truth)
         return one_for_each(config.as_typed, value, image)
 
-    return of_each
+    return checked_loss
 
 
 def check_gradient(config: LossConfig, loss: Callable[[Tensor, Tensor], Tensor], size: int) -> None:
@@ -88,8 +88,8 @@ def check_gradient(config: LossConfig, loss: Callable[[Tensor, Tensor], Tensor],
     with torch.enable_grad():
         value = loss(image.requires_grad_(), image.detach().sqrt())
     if not value.requires_grad:
-        way = "compute it from the image with torch, without detach()"
-        raise PluginError(f"{config.as_typed} gives no gradient: {way}")
+        remedy = "compute it from the image with torch, without detach()"
+        raise PluginError(f"{config.as_typed} gives no gradient: {remedy}")
 
 
 def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> Optimizer:
@@ -100,25 +100,25 @@ def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> O
     network's `hidden_weights` as a group of their own, with lr. Then adamw_lr takes its place for all others.
     """
     lr = config.arguments.get("adamw_lr", config.lr)
-    hidden = network.hidden_weights() if getattr(config.load(), "takes_hidden_weights", False) else []
-    if any(parameter.ndim < 2 for parameter in hidden):
+    hidden_weights = network.hidden_weights() if getattr(config.load(), "takes_hidden_weights", False) else []
+    if any(parameter.ndim < 2 for parameter in hidden_weights):
         raise ConfigError(f"optimizer=muon takes no vectors: let {type(network).__name__}.hidden_weights() return none")
-    ours, scalars = set(map(id, hidden)), set(map(id, network.step_scalars()))
+    hidden_ids, scalar_ids = set(map(id, hidden_weights)), set(map(id, network.step_scalars()))
     step_sizes: list[nn.Parameter] = []
-    decaying: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
     for parameter in network.parameters():
-        if id(parameter) in ours:
+        if id(parameter) in hidden_ids:
             continue
-        if id(parameter) in scalars:
+        if id(parameter) in scalar_ids:
             step_sizes.append(parameter)
         else:
-            (decaying if parameter.ndim > 1 else plain).append(parameter)
+            (matrices if parameter.ndim > 1 else vectors).append(parameter)
     # This order is part of the checkpoint format: an optimizer state names its parameters by number only.
     groups: list[dict[str, Any]] = [
-        {"params": hidden, "weight_decay": config.weight_decay, "orthogonal": True},
-        {"params": decaying, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": hidden_weights, "weight_decay": config.weight_decay, "orthogonal": True},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
         {"params": step_sizes, "weight_decay": 0.0, "lr": lr * config.step_size_lr_factor},
     ]
     optimizer: Optimizer = config.build([group for group in groups if group["params"]], lr=config.lr)

@@ -43,7 +43,7 @@ _NETWORK = "network."
 _NO_FIT = "has weights that do not fit its own config: use the qnmixer version that wrote it"
 
 
-def find_checkpoint(run: str | Path, which: str = "best") -> Path:
+def find_checkpoint(run: str | Path, checkpoint: str = "best") -> Path:
     """The checkpoint of a run folder: best.ckpt, or last.ckpt if there is no best. A file is returned unchanged.
 
     "pretrained" is the weights file that the package ships, as in `located`. Raises CheckpointError if there is no
@@ -54,7 +54,7 @@ def find_checkpoint(run: str | Path, which: str = "best") -> Path:
         return run
     if not run.is_dir():
         raise CheckpointError(f"no run folder at {run}: give the folder that training printed, run=runs/…")
-    for name in dict.fromkeys((which, "best", "last")):
+    for name in dict.fromkeys((checkpoint, "best", "last")):
         path = checkpoint_in(run, name)
         if path.is_file():
             return path
@@ -79,14 +79,14 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         ) from error
     except Exception as error:  # on bytes of another format the unpickler can raise anything
         raise CheckpointError(f"{path} cannot be read ({first_line(error)}): it is damaged or no checkpoint") from error
-    ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
+    header = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
     state: Any = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
-    weights = isinstance(state, dict) and all(isinstance(it, torch.Tensor) for it in state.values())
-    if not (weights and isinstance(ours, dict) and isinstance(ours.get("config"), dict)):
-        ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
-        raise CheckpointError(f"{path} was written by another program: use one that {ours_from} wrote")
+    weights = isinstance(state, dict) and all(isinstance(tensor, torch.Tensor) for tensor in state.values())
+    if not (weights and isinstance(header, dict) and isinstance(header.get("config"), dict)):
+        command = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
+        raise CheckpointError(f"{path} was written by another program: use one that {command} wrote")
     try:
-        config = parse_file(ours["config"] | _NEVER_READ)
+        config = parse_file(header["config"] | _NEVER_READ)
         if all(is_trusted(target, ()) for target in built_from(config).values()):
             config = checked(config, "model", "noise")
         return config, state
@@ -101,25 +101,25 @@ def load(path: Path) -> dict[str, Any]:
     return decode(path) if path.suffix == SUFFIX else load_checked(path)
 
 
-def load_run(run: str | Path, which: str = "best", trust: Collection[str] = (), *more: str) -> Reconstructor:
+def load_run(run: str | Path, checkpoint: str = "best", trust: Collection[str] = (), *sections: str) -> Reconstructor:
     """Load the trained module of a run folder (or .ckpt or .safetensors file) on the CPU.
 
     `trust`: modules outside qnmixer whose classes the file may name; a run of this user may name those that it has
-    imported. `more`: as in `built_from`. Raises PluginError for others, and CheckpointError for a file that cannot be
-    read.
+    imported. `sections`: as in `built_from`. Raises PluginError for others, and CheckpointError for a file that cannot
+    be read.
     """
-    path = find_checkpoint(run, which)
+    path = find_checkpoint(run, checkpoint)
     config, state = read_checkpoint(path)
-    check_trusted(str(path), built_from(config, *more), [*trust, *own_modules(run_of(path))])
+    check_trusted(str(path), built_from(config, *sections), [*trust, *own_modules(run_of(path))])
     config = checked(config, "model", "noise")
-    usual = torch.get_default_dtype()  # of the user's program
+    default_dtype = torch.get_default_dtype()  # of the user's program
     torch.set_default_dtype(torch.float32)
     try:
         if all(is_trusted(target, ()) for target in built_from(config).values()):
             _require_fit(config, state, path)
         module = Reconstructor(config)
     finally:
-        torch.set_default_dtype(usual)
+        torch.set_default_dtype(default_dtype)
     _load_state(module, state, path)
     return module
 
@@ -142,12 +142,12 @@ def _require_fit(config: Config, state: dict[str, Any], path: Path) -> None:
     not beyond the tensors of the file. Storage is counted, because a tensor of any size can be a view of one number.
     """
     misfit = CheckpointError(f"{path} {_NO_FIT}")
-    left = 4 * len(state) + 100  # a network may replace layers while it is built
+    budget = 4 * len(state) + 100  # a network may replace layers while it is built
 
     def count(*_: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        nonlocal budget
+        budget -= 1
+        if budget < 0:
             raise misfit
 
     handle = register_module_parameter_registration_hook(count)
@@ -158,10 +158,10 @@ def _require_fit(config: Config, state: dict[str, Any], path: Path) -> None:
         raise misfit from error
     finally:
         handle.remove()
-    stored = {it.untyped_storage().data_ptr(): it.untyped_storage().nbytes() for it in state.values()}
-    is_larger = sum(p.nbytes for p in network.parameters()) > 2 * sum(stored.values())  # the file may be in 16 bits
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in state.values()}
+    is_larger = sum(p.nbytes for p in network.parameters()) > 2 * sum(storages.values())  # the file may be in 16 bits
     shapes = {name: tensor.shape for name, tensor in state.items()}
-    if is_larger or any(shapes.get(f"network.{name}") != it.shape for name, it in network.state_dict().items()):
+    if is_larger or any(shapes.get(f"network.{name}") != tensor.shape for name, tensor in network.state_dict().items()):
         raise misfit
 
 
@@ -186,18 +186,20 @@ def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
 
 def _load_state(module: "Reconstructor | RunModule", state: dict[str, Any], path: Path) -> None:
     kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
-    if other := [it.dtype for name, it in state.items() if it.dtype != kinds.get(name, it.dtype)]:
-        raise CheckpointError(f"{path} has {str(other[0]).removeprefix('torch.')} weights: use one of float32")
-    ours = {name.removeprefix(_NETWORK): it for name, it in state.items() if name.startswith(_NETWORK)}
+    if dtypes := [tensor.dtype for name, tensor in state.items() if tensor.dtype != kinds.get(name, tensor.dtype)]:
+        raise CheckpointError(f"{path} has {str(dtypes[0]).removeprefix('torch.')} weights: use one of float32")
+    weights = {name.removeprefix(_NETWORK): tensor for name, tensor in state.items() if name.startswith(_NETWORK)}
     try:
-        module.network.load_state_dict(ours)  # a checkpoint also has a discriminator, which only trains
+        module.network.load_state_dict(weights)  # a checkpoint also has a discriminator, which only trains
     except RuntimeError as error:
         raise CheckpointError(f"{path} {_NO_FIT}") from error
 
 
-def built_from(config: Config, *more: str) -> dict[str, str]:
-    """Targets that `Reconstructor` imports, by key. `more`: other sections that the caller builds, as "metrics."."""
-    return {key: it for key, it in targets_of(config).items() if key.startswith(("model.", "noise.", *more))}
+def built_from(config: Config, *sections: str) -> dict[str, str]:
+    """Targets that `Reconstructor` imports, by key. `sections`: others that the caller builds, as "metrics."."""
+    return {
+        key: target for key, target in targets_of(config).items() if key.startswith(("model.", "noise.", *sections))
+    }
 
 
 def steps_of(path: Path) -> int:
@@ -210,11 +212,11 @@ def split_of(path: Path) -> SplitRecord | None:
 
     Raises CheckpointError if the record cannot be read.
     """
-    ours = load(path).get(RUN_KEY)
-    found = ours.get("split") if isinstance(ours, dict) else ours
-    if found is not None and not is_split_record(found):
+    run_record = load(path).get(RUN_KEY)
+    split = run_record.get("split") if isinstance(run_record, dict) else run_record
+    if split is not None and not is_split_record(split):
         raise CheckpointError(f"{path} has a record of its training patients that cannot be read: it is damaged")
-    return found
+    return split
 
 
 # What a resumed run may not change
@@ -237,8 +239,8 @@ def resumable(config: Config, run: Path) -> Path:
             f"{path} has weights only, without the optimizer state that resume= needs: start a run from them with "
             "finetune="
         )
-    before, _ = read_checkpoint(path)
-    if words := next(_changes(before, config), None):
+    old_config, _ = read_checkpoint(path)
+    if words := next(_changes(old_config, config), None):
         raise CheckpointError(
             f"{path} was trained with {words}, and resume= needs the same settings: change them back, or start a new "
             "run from its weights with finetune="
@@ -246,43 +248,51 @@ def resumable(config: Config, run: Path) -> Path:
     return path
 
 
-def _changes(before: Config, now: Config) -> Iterator[str]:
+def _changes(old_config: Config, new_config: Config) -> Iterator[str]:
     """The settings that a resumed run may not change, and that differ, as overrides."""
     for section in _FIXED_SECTIONS:
-        for key, (old, new) in _differing(before, now, section).items():
+        for key, (old_value, new_value) in _differing(old_config, new_config, section).items():
             if key == TARGET:
-                yield f"{section}={getattr(before, section).name}, not {getattr(now, section).name}"
+                yield f"{section}={getattr(old_config, section).name}, not {getattr(new_config, section).name}"
             else:
-                yield f"{section}.{key}={old}, not {new}"
-    if before.seed != now.seed:
-        yield f"seed={before.seed}, not {now.seed}"
-    if (batch := effective_batch(before)) != (new := effective_batch(now)):
-        yield f"{batch} slices per optimizer step, not {new} (data.batch_size, trainer.accumulate_grad_batches)"
+                yield f"{section}.{key}={old_value}, not {new_value}"
+    if old_config.seed != new_config.seed:
+        yield f"seed={old_config.seed}, not {new_config.seed}"
+    if (old_batch := effective_batch(old_config)) != (new_batch := effective_batch(new_config)):
+        keys = "data.batch_size, trainer.accumulate_grad_batches"
+        yield f"{old_batch} slices per optimizer step, not {new_batch} ({keys})"
 
 
-def _differing(before: Config, now: Config, section: str) -> dict[str, tuple[Any, Any]]:
+def _differing(old_config: Config, new_config: Config, section: str) -> dict[str, tuple[Any, Any]]:
     """The settings of a section that differ and that change results: their values before and now, by key."""
-    old, new = (_settings(getattr(config, section), getattr(now, section)) for config in (before, now))
-    return {key: (old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)}
+    checked_section = getattr(new_config, section)
+    old_settings = _settings(getattr(old_config, section), checked_section)
+    new_settings = _settings(checked_section, checked_section)
+    pairs = {key: (old_settings.get(key), new_settings.get(key)) for key in old_settings | new_settings}
+    return {key: (old_value, new_value) for key, (old_value, new_value) in pairs.items() if old_value != new_value}
 
 
-def _settings(section: Any, now: Any) -> dict[str, Any]:
+def _settings(section: Any, checked_section: Any) -> dict[str, Any]:
     """The keys of a section, with defaults for those that its target got after it was written.
 
     Args:
-        now: the same section of a checked config. Only its target is imported.
+        section: as it was written.
+        checked_section: the same section of a checked config. Only its target is imported.
     """
     keys = section.plain()
     if isinstance(section, DataConfig):
         keys = _without_keys(keys, _FREE_KEYS)
-    is_same = isinstance(now, Target) and section.target == now.target
-    return (now.defaults() if is_same else {}) | keys
+    is_same = isinstance(checked_section, Target) and section.target == checked_section.target
+    return (checked_section.defaults() if is_same else {}) | keys
 
 
-def _without_keys(keys: dict[str, Any], some: Collection[str]) -> dict[str, Any]:
-    """The keys of slices without some, also inside the sources of a mix."""
-    found = {key: value for key, value in keys.items() if key not in some}
-    return {key: _without_keys(value, some) if isinstance(value, dict) else value for key, value in found.items()}
+def _without_keys(keys: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The keys of slices without these names, also inside the sources of a mix."""
+    return {
+        key: _without_keys(value, names) if isinstance(value, dict) else value
+        for key, value in keys.items()
+        if key not in names
+    }
 
 
 # Weights files
@@ -293,13 +303,13 @@ def encode(config: Config, state: dict[str, Tensor]) -> bytes:
 
     The same weights and config give the same bytes. The metadata also has a digest of both.
     """
-    ours = {"format": 1, "config": to_plain(without_places(config))}
-    ours["digest"] = _digest_of_file(ours, state)
-    return _packed(state, {CHECKPOINT_KEY: json.dumps(ours)})  # one key: safetensors writes several in random order
+    header = {"format": 1, "config": to_plain(without_places(config))}
+    header["digest"] = _digest_of_file(header, state)
+    return _packed(state, {CHECKPOINT_KEY: json.dumps(header)})  # one key: safetensors writes several in random order
 
 
-def _digest_of_file(ours: dict[str, Any], state: dict[str, Tensor]) -> str:
-    return digest([ours["config"], digest_of_weights(state)])
+def _digest_of_file(header: dict[str, Any], state: dict[str, Tensor]) -> str:
+    return digest([header["config"], digest_of_weights(state)])
 
 
 def digest_of_weights(state: dict[str, Tensor]) -> str:
@@ -321,8 +331,8 @@ def decode(path: Path) -> dict[str, Any]:
     Raises safetensors.SafetensorError, ValueError or OSError for a damaged file.
     """
     with safetensors.safe_open(path, framework="pt") as file:
-        ours = json.loads((file.metadata() or {}).get(CHECKPOINT_KEY, "null"))
+        header = json.loads((file.metadata() or {}).get(CHECKPOINT_KEY, "null"))
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
-    if isinstance(ours, dict) and "config" in ours and ours.get("digest") != _digest_of_file(ours, state):
+    if isinstance(header, dict) and "config" in header and header.get("digest") != _digest_of_file(header, state):
         raise ValueError("its digest does not match")
-    return {CHECKPOINT_KEY: ours, "state_dict": state}
+    return {CHECKPOINT_KEY: header, "state_dict": state}

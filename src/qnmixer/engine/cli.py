@@ -46,7 +46,7 @@ from qnmixer.engine.config.texts import with_texts
 from qnmixer.engine.config.words import check_flags, check_groups, explain_key, explain_word
 from qnmixer.engine.processes.process import is_rank, rank, world_size
 from qnmixer.errors import ConfigError, Stopped, UserError, first_line, in_a_line, say, suggest, visible
-from qnmixer.files import naming, private_files
+from qnmixer.files import path_in_errors, private_files
 from qnmixer.machine import wait_briefly
 
 # Commands
@@ -149,7 +149,7 @@ def _storing_errors(job: Callable[[DictConfig], object], failures: list[Exceptio
 
     def storing(cfg: DictConfig) -> object:
         try:
-            with naming(HydraConfig.get().runtime.output_dir):
+            with path_in_errors(HydraConfig.get().runtime.output_dir):
                 return job(cfg)
         except Exception as error:
             failures.append(error)
@@ -367,7 +367,7 @@ def _explain_composition(error: Exception, config_name: str, words: list[str]) -
         group, name = match.groups()
         left_out = "as_trained" if config_name in OF_A_RUN else ""
         if option_names := [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml")) if path.stem != left_out]:
-            does_not_exist = f"{group}={name} does not exist: {suggest(name, option_names, most=99)}"
+            does_not_exist = f"{group}={name} does not exist: {suggest(name, option_names, limit=99)}"
             return answer(f"{group}={name}") or f"{does_not_exist}{_own_option(group, name, words)}"
     if match := re.search(r"Could not delete '(\S+)=|The value of '(\S+)' is .* and not", text):
         key = match[1] or match[2]

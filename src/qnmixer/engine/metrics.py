@@ -30,13 +30,13 @@ class ImageMetric:
     """A metric of each image of a batch.
 
     Attributes:
-        said: its key and target, for messages.
+        label: its key and target, for messages.
         function: a number from image and truth, [1, 1, H, W]. Each image is measured alone: a metric of torchmetrics
             gives one number for all that it gets.
         in_hu: whether the function gets HU. Else its images are in [0, 1].
     """
 
-    said: str
+    label: str
     function: Callable[[Tensor, Tensor], Any]
     in_hu: bool = False
 
@@ -44,7 +44,7 @@ class ImageMetric:
         """[B], from images [B, 1, H, W] and their batch. Raises PluginError if the function gives no number."""
         if isinstance(self.function, nn.Module):
             self.function.to(image.device)
-        x, truth = (to_hu(batch, it) if self.in_hu else it for it in (image, batch["image"]))
+        x, truth = (to_hu(batch, images) if self.in_hu else images for images in (image, batch["image"]))
         return torch.stack([self.of_one(*pair) for pair in zip(x.split(1), truth.split(1), strict=True)])
 
     def of_one(self, image: Tensor, truth: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class ImageMetric:
             self.function.reset()  # it would gather all images since its start
         value = torch.as_tensor(self.function(image, truth), device=image.device)
         if value.numel() != 1:
-            raise PluginError(f"{self.said} gives a tensor {[*value.shape]} for one image: it must give a number")
+            raise PluginError(f"{self.label} gives a tensor {[*value.shape]} for one image: it must give a number")
         return value.reshape(())
 
 
@@ -64,13 +64,13 @@ def build_metrics(metrics: Mapping[str, MetricConfig], own_range: bool) -> dict[
         metrics: by name.
         own_range: whether the data range of each image is that of its truth. Passed to targets that have this argument.
     """
-    supplied, built = {"own_range": own_range}, {}
+    supplied, image_metrics = {"own_range": own_range}, {}
     for name, config in metrics.items():
         function = config.build(supplied=supplied) if config.is_class else config.bound(supplied)
         if isinstance(function, nn.Module):
             function.requires_grad_(False).eval()
-        built[name] = ImageMetric(config.as_typed, function, config.in_hu)
-    return built
+        image_metrics[name] = ImageMetric(config.as_typed, function, config.in_hu)
+    return image_metrics
 
 
 def try_metrics(metrics: Mapping[str, ImageMetric], size: int) -> None:
@@ -79,10 +79,10 @@ def try_metrics(metrics: Mapping[str, ImageMetric], size: int) -> None:
     Raises PluginError.
     """
     for metric in metrics.values():
-        try_loss(metric.said, metric.of_one, size, n_images=1)
+        try_loss(metric.label, metric.of_one, size, n_images=1)
 
 
-def try_loss(said: str, loss: Callable[[Tensor, Tensor], Tensor], size: int, n_images: int = 2) -> None:
+def try_loss(label: str, loss: Callable[[Tensor, Tensor], Tensor], size: int, n_images: int = 2) -> None:
     """Compute the loss of some images. Whatever it raises becomes a PluginError of one line."""
     image = torch.linspace(0, 1, n_images * size**2, device="cpu").reshape(n_images, 1, size, size)
     try:
@@ -91,17 +91,17 @@ def try_loss(said: str, loss: Callable[[Tensor, Tensor], Tensor], size: int, n_i
         raise
     except Exception as error:
         raise PluginError(
-            f"{said} fails for images {[*image.shape]} ({first_line(error)}): it must take image and truth, both "
+            f"{label} fails for images {[*image.shape]} ({first_line(error)}): it must take image and truth, both "
             "[B, 1, H, W], and give [B]"
         ) from error
 
 
-def one_for_each(said: str, value: Any, image: Tensor) -> Tensor:
-    """The value of a loss, which must be [B]. Raises PluginError, which begins by `said`, if it is not."""
+def one_for_each(label: str, value: Any, image: Tensor) -> Tensor:
+    """The value of a loss, which must be [B]. Raises PluginError, which begins by `label`, if it is not."""
     if not isinstance(value, Tensor) or value.shape != image.shape[:1]:
-        its = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
+        kind = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
         raise PluginError(
-            f"{said} gives {its} for a batch of {len(image)}: it must give [B], one number for each image"
+            f"{label} gives {kind} for a batch of {len(image)}: it must give [B], one number for each image"
         )
     return value
 

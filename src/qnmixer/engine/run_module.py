@@ -76,13 +76,14 @@ class RunModule(L.LightningModule):
 
         Raises ConfigError for a weight of the module itself, whose gradients fsdp would not average.
         """
+        # `self.trainer` raises without a trainer; `_trainer` is None then.
         shard = None if self._trainer is None else getattr(self.trainer.strategy, "shard", None)
         if shard is None:
             return
-        if own := next(iter(self._parameters), None):
+        if weight := next(iter(self._parameters), None):
             raise ConfigError(
-                f"strategy=fsdp does not average the gradient of {own}, a weight of {type(self).__name__} itself: put "
-                "it into a torch module of that class, or choose strategy=ddp"
+                f"strategy=fsdp does not average the gradient of {weight}, a weight of {type(self).__name__} itself: "
+                "put it into a torch module of that class, or choose strategy=ddp"
             )
         for child in self.children():
             if any(True for _ in child.parameters()):
@@ -118,8 +119,8 @@ class RunModule(L.LightningModule):
         trainer = self.config.trainer
         if trainer.max_epochs is None:
             return trainer.max_steps
-        of_epoch = n_batches(self.trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]  # Lightning's, untyped
-        by_epochs = trainer.max_epochs * of_epoch // trainer.accumulate_grad_batches
+        n_per_epoch = n_batches(self.trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]  # Lightning's, untyped
+        by_epochs = trainer.max_epochs * n_per_epoch // trainer.accumulate_grad_batches
         return by_epochs if trainer.max_steps == -1 else min(trainer.max_steps, by_epochs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -45,13 +45,13 @@ def make_pair(s: Tensor, z: Tensor) -> Pair:
     input, finite or not, makes H or its gradient NaN.
     """
     z = z.masked_fill(z.isnan(), 0).clamp(-_LARGEST, _LARGEST)
-    ss, sz = _inner(s, s).clamp_min(0.5), _inner(s, z)  # sᵀs is at least 1, or 0
-    cosine = sz.detach() / (ss * _inner(z, z)).detach().sqrt().clamp_min(1e-30)
+    ss, sz = _dot(s, s).clamp_min(0.5), _dot(s, z)  # sᵀs is at least 1, or 0
+    cosine = sz.detach() / (ss * _dot(z, z)).detach().sqrt().clamp_min(1e-30)
     theta = (1 + torch.relu((DAMPING - sz / ss) / (1 - DAMPING))).reciprocal()  # 1 where zᵀs is large enough already
     z = torch.lerp(s, z, theta)
-    sz = _inner(s, z)
+    sz = _dot(s, z)
     # Damping bounds zᵀs, but z may still be long and oblique.
-    skipped = ~(sz > MIN_COSINE * (ss * _inner(z, z)).sqrt())
+    skipped = ~(sz > MIN_COSINE * (ss * _dot(z, z)).sqrt())
     rho = sz.masked_fill(skipped, torch.inf).reciprocal()
     return Pair(s, rho * z, rho, cosine)
 
@@ -73,6 +73,6 @@ def apply_inverse_hessian(r: Tensor, pairs: tuple[Pair, ...]) -> Tensor:
     return torch.baddbmm(q, S.mT, c).squeeze(2)
 
 
-def _inner(a: Tensor, b: Tensor) -> Tensor:
+def _dot(a: Tensor, b: Tensor) -> Tensor:
     """The inner product of each sample, [B, 1]."""
     return (a * b).sum(1, keepdim=True)

@@ -49,6 +49,7 @@ class _Nonnegative(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (image,) = ctx.saved_tensors
         (gradient,) = gradients
+        # Descent subtracts the gradient, so a positive one would push the pixel below 0.
         return gradient.masked_fill((image == 0) & (gradient > 0), 0)
 
 
@@ -63,6 +64,6 @@ def nonnegative(x: Tensor) -> Tensor:
     return _Nonnegative.apply(x)
 
 
-def rectified(x: Tensor, last: bool) -> Tensor:
+def rectified(x: Tensor, is_last: bool) -> Tensor:
     """max(0, x) at the end of an iteration; in the last one `nonnegative`, because its image is that of the loss."""
-    return nonnegative(x) if last else torch.relu(x)
+    return nonnegative(x) if is_last else torch.relu(x)

@@ -89,8 +89,8 @@ class UNet(nn.Module):
     ) -> None:
         super().__init__()
         widths = [channels * 2**level for level in range(depth + 1)]
-        first = _level(groups, n_images, *[channels] * n_first)
-        self.down = nn.ModuleList([first, *(_level(groups, above, m, m) for above, m in pairwise(widths))])
+        first_level = _level(groups, n_images, *[channels] * n_first)
+        self.down = nn.ModuleList([first_level, *(_level(groups, above, m, m) for above, m in pairwise(widths))])
         self.enlarge = nn.ModuleList(enlarge(m) for m in reversed(widths[:-1]))
         self.up = nn.ModuleList(_level(groups, 2 * m, m, m) for m in reversed(widths[:-1]))
         self.last = nn.Conv2d(channels, n_images, 1)
@@ -119,10 +119,13 @@ class UNet(nn.Module):
 def _level(groups: int, *widths: int) -> nn.Sequential:
     """3×3 convolutions from each width to the next, zero-padded, each with norm and ReLU."""
     convolutions = (nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in pairwise(widths))
-    return nn.Sequential(*(layer for its in convolutions for layer in (its, *_norm_and_relu(its, groups))))
+    return nn.Sequential(
+        *(layer for convolution in convolutions for layer in (convolution, *_norm_and_relu(convolution, groups)))
+    )
 
 
 def _norm_and_relu(convolution: nn.Conv2d | nn.ConvTranspose2d, groups: int) -> tuple[nn.Module, nn.Module]:
     """Its features normalised in groups, at most so many, and cut at 0."""
     width = convolution.out_channels
+    # GroupNorm takes only divisors of the width.
     return nn.GroupNorm(math.gcd(groups, width), width), nn.ReLU(inplace=True)

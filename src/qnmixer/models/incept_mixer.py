@@ -62,8 +62,8 @@ class Inception(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x."""
-        one, three, five, pool = self.branches
-        return self.bias + one(x) + three(x) + five(x) + pool(F.max_pool2d(x, 3, stride=1, padding=1))
+        conv1, conv3, conv5, pool = self.branches
+        return self.bias + conv1(x) + conv3(x) + conv5(x) + pool(F.max_pool2d(x, 3, stride=1, padding=1))
 
 
 class Branch(nn.Module):

@@ -47,7 +47,7 @@ class LEARN(UnrolledNetwork[Tensor]):
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         """A step against the data gradient and against G_t, both taken at x_t."""
         descent = self.step_sizes[t] * data_gradient(self.projector, self.data_term, state, y)
-        return rectified(state - descent - self.regularizers[t](state), last=t == self.n_iterations - 1)
+        return rectified(state - descent - self.regularizers[t](state), is_last=t == self.n_iterations - 1)
 
 
 def small_cnn(channels: int) -> nn.Sequential:

@@ -66,9 +66,9 @@ class LEARNPlusPlus(UnrolledNetwork[TwoDomains]):
         norm = self.projector.operator_norm()  # A/‖A‖ keeps images and sinograms of one size
         residual = self.projector(x) - norm * z
         descent = self.step_sizes[t] * back_projection(self.projector, self.data_term, residual)
-        last = t == self.n_iterations - 1
-        image = rectified(x - descent - self.of_images[t](x), last=last)
-        if last:
+        is_last = t == self.n_iterations - 1
+        image = rectified(x - descent - self.of_images[t](x), is_last=is_last)
+        if is_last:
             return TwoDomains(image, z)
         mu, nu = self.sinogram_steps[t]
         return TwoDomains(image, z + mu * residual / norm - nu * (z - y / norm) - self.of_sinograms[t](z))

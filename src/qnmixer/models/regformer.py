@@ -62,7 +62,7 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
         self.projector = projector
         self.regularizers = nn.ModuleList()
         for t in range(n_iterations):
-            ends = {"first": t == 0, "last": t == n_iterations - 1}
+            ends = {"is_first": t == 0, "is_last": t == n_iterations - 1}
             if t % 2 == 0:
                 self.regularizers.append(LocalBlock(channels, **ends))
             else:
@@ -77,7 +77,9 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
         """A step against the data gradient and along R_t, both taken at x_t."""
         regularization, features = self.regularizers[t](state.x, state.features)
         descent = self.step_sizes[t] * data_gradient(self.projector, "fbp", state.x, y)
-        return RegFormerState(rectified(state.x - descent + regularization, last=t == self.n_iterations - 1), features)
+        return RegFormerState(
+            rectified(state.x - descent + regularization, is_last=t == self.n_iterations - 1), features
+        )
 
     def hidden_weights(self) -> list[nn.Parameter]:
         """All kernels and matrices, but for the biases of positions and the layers to an image, which start at zero."""
@@ -96,12 +98,12 @@ class LocalBlock(nn.Module):
     last block returns no features.
     """
 
-    def __init__(self, channels: int, first: bool, last: bool) -> None:
+    def __init__(self, channels: int, is_first: bool, is_last: bool) -> None:
         super().__init__()
-        self.embed = nn.Conv2d(1, channels if first else channels // 2, 5, padding=2)
+        self.embed = nn.Conv2d(1, channels if is_first else channels // 2, 5, padding=2)
         self.mix = nn.Conv2d(channels, channels, 5, padding=2)
         self.project = _to_image(channels, 5)
-        self.hand_on = None if last else nn.Conv2d(channels, channels // 2, 3, padding=1)
+        self.hand_on = None if is_last else nn.Conv2d(channels, channels // 2, 3, padding=1)
 
     def forward(self, x: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """R_t(x), [B, 1, H, W], and features [B, C/2, H, W]."""
@@ -115,14 +117,14 @@ class NonlocalBlock(nn.Module):
     Start as in the authors' code: linear weights from N(0, 0.02²), scales of the norms 0.01, so that R_t starts small.
     """
 
-    def __init__(self, image_size: int, channels: int, window_size: int, first: bool, last: bool) -> None:
+    def __init__(self, image_size: int, channels: int, window_size: int, is_first: bool, is_last: bool) -> None:
         super().__init__()
-        self.embed = nn.Conv2d(1, channels if first else channels // 2, 3, padding=1)
+        self.embed = nn.Conv2d(1, channels if is_first else channels // 2, 3, padding=1)
         shifts = [window_size // 2 * (layer % 2) for layer in range(_DEPTH)]
         self.layers = nn.Sequential(*(SwinLayer(image_size, channels, window_size, s) for s in shifts))
         self.norm = nn.LayerNorm(channels)
         self.project = _to_image(channels, 3)
-        self.hand_on = None if last else nn.Conv2d(channels, channels // 2, 3, padding=1)
+        self.hand_on = None if is_last else nn.Conv2d(channels, channels // 2, 3, padding=1)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -223,5 +225,5 @@ def _relative_positions(window_size: int) -> Tensor:
     return down * (2 * window_size - 1) + right
 
 
-def _joined(own: Tensor, handed_on: Tensor | None) -> Tensor:
-    return own if handed_on is None else torch.cat([own, handed_on], dim=1)
+def _joined(embedded: Tensor, handed_on: Tensor | None) -> Tensor:
+    return embedded if handed_on is None else torch.cat([embedded, handed_on], dim=1)

@@ -84,8 +84,8 @@ class TotalVariation(UnrolledNetwork[TVState]):
 
     def step(self, t: int, y: Tensor, state: TVState) -> TVState:
         """One iteration. An image that is done does not change while other images of the batch continue."""
-        done = state.gap <= self.gap  # [B]
-        if bool(done.all()):
+        converged = state.gap <= self.gap  # [B]
+        if bool(converged.all()):
             return state
         norm = self.projector.operator_norm()
         residual = (self.projector(state.extrapolated) - y) / norm
@@ -94,7 +94,7 @@ class TotalVariation(UnrolledNetwork[TVState]):
         limit = state.weight * _GRADIENT_NORM
         q = q * (limit / torch.maximum(q.norm(dim=1, keepdim=True), limit))
         descent = self.projector.adjoint(p) / norm - divergence(q) / _GRADIENT_NORM
-        x = torch.where(done[:, None, None, None], state.x, (state.x - _TAU * descent).clamp_min(0))
+        x = torch.where(converged[:, None, None, None], state.x, (state.x - _TAU * descent).clamp_min(0))
         gap = state.gap
         if t % _GAP_EVERY == _GAP_EVERY - 1:
             value = self.objective(x, y, state.weight)
@@ -103,7 +103,7 @@ class TotalVariation(UnrolledNetwork[TVState]):
                 - (p * y).sum((1, 2, 3)) / norm
                 + _LARGEST * (descent.clamp_max(0).sum((1, 2, 3)))
             )
-            gap = torch.where(done, gap, (value - dual) / value)  # relative: α and the slice set the scale
+            gap = torch.where(converged, gap, (value - dual) / value)  # relative: α and the slice set the scale
         return TVState(x, 2 * x - state.x, p, q, state.weight, gap)
 
     def objective(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

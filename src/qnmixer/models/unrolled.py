@@ -100,7 +100,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         zero.
         """
         kernels = ([p for p in block.parameters() if p.ndim > 1] for block in self.blocks())
-        return [p for of_block in kernels for p in of_block[:-1]]
+        return [p for weights in kernels for p in weights[:-1]]
 
     def diagnostics(self, state: S) -> dict[str, Tensor]:
         """Scalars of the last state, by name, which are logged at each validation."""

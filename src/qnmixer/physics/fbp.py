@@ -45,13 +45,16 @@ def ray_weights(geometry: FanBeamGeometry) -> np.ndarray:
     """
     fan = geometry.fan_angles()[None, :]
     bins = geometry.bin_positions()[None, :] / geometry.detector_pitch
-    here, mirrored = (_smooth_side(k, geometry) for k in (bins, -bins))
+    side, mirrored = (_smooth_side(k, geometry) for k in (bins, -bins))
     if geometry.is_full_turn:  # every view has its opposite, so the weights do not depend on the view
-        own, opposite = here, mirrored
+        weight, opposite = side, mirrored
     else:
         beta = geometry.angles()[:, None]
-        own, opposite = here * _smooth_ends(beta, geometry), mirrored * _smooth_ends(beta + math.pi - 2 * fan, geometry)
-    return np.cos(fan) * own / (own + opposite)
+        weight, opposite = (
+            side * _smooth_ends(beta, geometry),
+            mirrored * _smooth_ends(beta + math.pi - 2 * fan, geometry),
+        )
+    return np.cos(fan) * weight / (weight + opposite)
 
 
 def matched_gain(geometry: FanBeamGeometry) -> float:
@@ -90,13 +93,13 @@ def ramp_response(geometry: FanBeamGeometry, filter_name: str, on_arc: bool = Fa
     lag = np.fft.fftfreq(n, 1 / n)
     kernel = np.zeros(n)
     kernel[0] = 1 / 4
-    odd = lag % 2 == 1  # samples at even lags are 0
+    odd_lags = lag % 2 == 1  # samples at even lags are 0
     if on_arc:
-        odd &= np.abs(lag) < geometry.n_detectors  # farther bins do not exist, and the sine would come back to 0
+        odd_lags &= np.abs(lag) < geometry.n_detectors  # farther bins do not exist, and the sine would come back to 0
         step = geometry.detector_pitch / geometry.source_to_detector
-        kernel[odd] = -((step / (np.pi * np.sin(step * lag[odd]))) ** 2)
+        kernel[odd_lags] = -((step / (np.pi * np.sin(step * lag[odd_lags]))) ** 2)
     else:
-        kernel[odd] = -1 / (np.pi * lag[odd]) ** 2
+        kernel[odd_lags] = -1 / (np.pi * lag[odd_lags]) ** 2
     response = np.fft.rfft(kernel).real / geometry.pitch_at_axis
     return response * FBP_WINDOWS[filter_name](np.linspace(0, 1, len(response)))
 
@@ -129,16 +132,16 @@ def fbp_of_slices(sinograms: np.ndarray, geometry: FanBeamGeometry, filter_name:
     axis = (np.arange(size) - (size - 1) / 2) * geometry.pixel_size
     x, y = np.tile(axis, size), -np.repeat(axis, size)
     images = np.empty((sinograms.shape[2], size**2), np.float32)
-    for some in (slice(first, first + _SLICES) for first in range(0, len(images), _SLICES)):
-        total = torch.zeros(size**2, len(images[some]))
+    for block in (slice(start, start + _SLICES) for start in range(0, len(images), _SLICES)):
+        total = torch.zeros(size**2, len(images[block]))
         for view in range(geometry.n_views):
-            row = torch.from_numpy(sinograms[view, :, some] * weights[view])
+            row = torch.from_numpy(sinograms[view, :, block] * weights[view])
             row = torch.fft.irfft(torch.fft.rfft(row, n, dim=0) * response[:, None], n, dim=0)[:n_bins].float()
             bins, share = _bins_of(x[:, None], y[:, None], slice(view, view + 1), geometry)
             share[(bins < 0) | (bins >= n_bins)] = 0
             places, weight = torch.from_numpy(bins[:, 0].clip(0, n_bins - 1)), torch.from_numpy(share[:, 0]).float()
             total += embedding_bag(places, row, mode="sum", per_sample_weights=weight)
-        images[some] = total.T.numpy()
+        images[block] = total.T.numpy()
     return images.reshape(-1, size, size)
 
 
@@ -156,14 +159,14 @@ def _by_pixels(geometry: FanBeamGeometry) -> Csr:
     distinct = layout.ray_numbers()[0] >= 0
     pixels = layout.corner_pixels()  # −1 is padding
 
-    def part(first: int, last: int) -> Triples:
-        row, column = np.divmod(pixels[first:last, :, None], size)
+    def part(start: int, stop: int) -> Triples:
+        row, column = np.divmod(pixels[start:stop, :, None], size)
         x, y = ((z - (size - 1) / 2) * geometry.pixel_size for z in (column, size - 1 - row))
         bins, weights = _bins_of(x, y, slice(n_views), geometry)
-        kept = (bins >= 0) & (bins < n_detectors) & (weights > 0) & (pixels >= 0)[first:last, :, None, None]
-        kept &= distinct[bins.clip(0, n_detectors - 1)]  # a mirrored bin gets its share by a turn of the other
-        pixel, corner, view, _ = np.nonzero(kept)
-        return first + pixel, numbers[corner, view, bins[kept]], weights[kept].astype(np.float32)
+        mask = (bins >= 0) & (bins < n_detectors) & (weights > 0) & (pixels >= 0)[start:stop, :, None, None]
+        mask &= distinct[bins.clip(0, n_detectors - 1)]  # a mirrored bin gets its share by a turn of the other
+        pixel, corner, view, _ = np.nonzero(mask)
+        return start + pixel, numbers[corner, view, bins[mask]], weights[mask].astype(np.float32)
 
     triples = in_threads(part, layout.n_pixels, max(1, _CHUNK // geometry.n_views))
     return to_csr(triples, layout.n_pixels, layout.quarters * layout.n_rays)
@@ -174,8 +177,8 @@ def _bins_of(x: np.ndarray, y: np.ndarray, views: slice, geometry: FanBeamGeomet
     cos, sin = np.cos(angles := geometry.angles()[views]), np.sin(angles)
     u, gain = _seen(x * cos + y * sin, y * cos - x * sin, geometry)
     position = u / geometry.detector_pitch + (geometry.n_detectors - 1) / 2 - geometry.detector_offset
-    below = np.floor(position)
-    bins = np.stack([below, below + 1], axis=-1).astype(np.intp)
+    lower_bin = np.floor(position)
+    bins = np.stack([lower_bin, lower_bin + 1], axis=-1).astype(np.intp)
     return bins, (1 - np.abs(position[..., None] - bins)) * (abs(geometry.angle_step) * gain)[..., None]
 
 

@@ -39,10 +39,10 @@ class FanBeamGeometry:
         image_size: H = W in pixels.
         pixel_size: width of a pixel in mm.
         n_views: V, number of views.
-        n_detectors: D, number of detector bins.
+        n_detectors: D, number of detector bins (pixels of one detector row).
         detector_pitch: distance of neighbouring bin centres in mm, along the arc if the detector is curved.
-        source_to_axis: distance of the source from the axis of rotation in mm; the source stays outside the image.
-            A parallel beam has none and ignores it.
+        source_to_axis: distance of the source from the axis of rotation (isocentre) in mm; elsewhere SOD, DSO or SID.
+            The source stays outside the image. A parallel beam has none and ignores it.
         axis_to_detector: distance of the detector from the axis in mm; 0 is a virtual detector through the axis. A
             parallel beam ignores it.
         first_angle: β of view 0 in radians, at most a full turn; all angles are within one, and 90 would be degrees.
@@ -68,7 +68,7 @@ class FanBeamGeometry:
     detector_offset: float = 0.0
 
     def __post_init__(self) -> None:
-        self._require("image_size", "n_views", "n_detectors", whole=True)
+        self._require("image_size", "n_views", "n_detectors", is_whole=True)
         if self.beam not in BEAMS:
             raise GeometryError(f"beam={self.beam!r} is not known: choose {', '.join(BEAMS)}")
         self._require("pixel_size", "detector_pitch")
@@ -81,6 +81,7 @@ class FanBeamGeometry:
                 )
         for turn in (FULL_TURN,) if self.is_fan else (FULL_TURN, FULL_TURN / 2):
             if abs(abs(self.angle_span) - turn) <= _ANGLE_TOLERANCE:  # symmetric matrices are right for exact ones only
+                # A frozen dataclass refuses plain assignment.
                 object.__setattr__(self, "angle_span", math.copysign(turn, self.angle_span))
         if self.is_fan:
             self._require_source()
@@ -110,7 +111,7 @@ class FanBeamGeometry:
 
     @property
     def source_to_detector(self) -> float:
-        """Distance from the source to the detector in mm; of no meaning for a parallel beam."""
+        """Distance from the source to the detector (SDD, DSD) in mm; of no meaning for a parallel beam."""
         return self.source_to_axis + self.axis_to_detector
 
     @property
@@ -144,6 +145,7 @@ class FanBeamGeometry:
 
         Then half of the views are enough, and half of the bins: bin D − 1 − i sees the same lines as bin i.
         """
+        # With an offset, the mirrored bin sees other lines.
         half = not self.is_fan and abs(self.angle_span) == FULL_TURN / 2 and self.detector_offset == 0
         return half and self.n_views % 2 == 0 and self.image_size % 2 == 0
 
@@ -190,14 +192,15 @@ class FanBeamGeometry:
         """
         return self.source_to_axis * np.sin(self.fan_angles()) if self.is_fan else self.bin_positions()
 
-    def _require(self, *names: str, positive: bool = True, whole: bool = False) -> None:
+    def _require(self, *names: str, positive: bool = True, is_whole: bool = False) -> None:
         """Raise GeometryError for a value that is no number, too large to compute with, or not positive."""
         for name in names:
             value = getattr(self, name)
-            kind = (int, np.integer) if whole else (int, float, np.number)
+            kind = (int, np.integer) if is_whole else (int, float, np.number)
+            # True counts as a whole number in Python, and not here.
             number = isinstance(value, kind) and not isinstance(value, bool) and abs(float(value)) <= _LARGEST
             if not number or (positive and value <= 0):
-                words = "whole, " * whole + "positive, " * positive + "finite"
+                words = "whole, " * is_whole + "positive, " * positive + "finite"
                 raise GeometryError(f"{name}={value!r} must be a {words} number of at most {_LARGEST:g}")
 
     def _require_source(self) -> None:

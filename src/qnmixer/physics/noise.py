@@ -62,6 +62,7 @@ class KeyedNoise(ABC):
         if len(keys) != len(y):
             raise ValueError(f"{len(keys)} keys for a batch of {len(y)}: give one per sample")
         rows = y.detach().double().cpu().numpy()
+        # SeedSequence hashes its key, so neighbouring keys give independent streams.
         generators = (np.random.Generator(np.random.Philox(np.random.SeedSequence(list(key)))) for key in keys)
         try:
             noisy = [np.asarray(self.sample(row, rng)) for row, rng in zip(rows, generators, strict=True)]
@@ -70,10 +71,10 @@ class KeyedNoise(ABC):
                 f"{type(self).__name__}.sample fails ({first_line(error)}): it gets a NumPy array p [1, V, D] and a "
                 "numpy.random.Generator, no torch tensors, and gives an array"
             ) from error
-        for row, its in zip(rows, noisy, strict=True):
-            if its.shape != row.shape:
+        for row, noisy_row in zip(rows, noisy, strict=True):
+            if noisy_row.shape != row.shape:
                 raise PluginError(
-                    f"{type(self).__name__}.sample gives {[*its.shape]} for a sinogram {[*row.shape]}: "
+                    f"{type(self).__name__}.sample gives {[*noisy_row.shape]} for a sinogram {[*row.shape]}: "
                     "return an array of the same shape"
                 )
         return torch.from_numpy(np.stack(noisy)).to(y)
@@ -117,6 +118,7 @@ class FieldNoise(KeyedNoise):
 
     def variance(self, y: Tensor) -> Tensor:
         """p_max²/N + σ², with N = I₀ e^{−y/p_max} counts."""
+        # To first order, −log of N counts has the variance 1/N.
         largest = y.amax((1, 2, 3), keepdim=True).clamp_min(torch.finfo(y.dtype).tiny)
         return largest.square() * torch.exp(y / largest) / self.photons + self.sigma**2
 

@@ -99,6 +99,8 @@ class FanBeamProjector(nn.Module):
     def filtered_adjoint(self, y: Tensor) -> Tensor:
         """A† y = Aᵀ F y: image [B, 1, H, W] of y [B, 1, V, D], with F the ramp of `fbp` and the gain of `fbp`.
 
+        Elsewhere A† is often the pseudo-inverse; here it is this filtered adjoint.
+
         Iterations must use this instead of `fbp`. `fbp` interpolates at pixel centres, so it is not the transpose of
         A. With bins finer than pixels, FBP∘A has eigenvalues with negative real parts: no step along it is safe, and
         a few dozen steps explode. A†A = Aᵀ F A is symmetric and positive on every grid.
@@ -117,16 +119,17 @@ class FanBeamProjector(nn.Module):
 
         It does not depend on a network or on FBP, and is as good for a few degrees as for a full turn.
         """
+        # The residual y − A x is updated, not that of Aᵀ A x = Aᵀ y, which rounds worse.
         gradient = direction = self.adjoint(y)
-        x, left = torch.zeros_like(gradient), y
+        x, residual = torch.zeros_like(gradient), y
         square = _square(gradient)
         for _ in range(n_steps):
-            seen = self(direction)
-            step = square / _square(seen)
-            x, left = x + step * direction, left - step * seen
-            gradient, before = self.adjoint(left), square
+            projection = self(direction)
+            step = square / _square(projection)
+            x, residual = x + step * direction, residual - step * projection
+            gradient, previous_square = self.adjoint(residual), square
             square = _square(gradient)
-            direction = gradient + square / before * direction
+            direction = gradient + square / previous_square * direction
         return x
 
     def safe_step_size(self) -> float:
@@ -140,8 +143,10 @@ class FanBeamProjector(nn.Module):
     def _largest_eigenvalue(self, name: str, back: Callable[[Tensor], Tensor]) -> float:
         """Of `back` after A; kept here, and on the disk with the matrices."""
         if name not in self._norms:
-            (found,) = cached(name, self.geometry, lambda: [np.array([self._power_iteration(lambda x: back(self(x)))])])
-            self._norms[name] = float(found[0])
+            (eigenvalue,) = cached(
+                name, self.geometry, lambda: [np.array([self._power_iteration(lambda x: back(self(x)))])]
+            )
+            self._norms[name] = float(eigenvalue[0])
         return self._norms[name]
 
     @torch.no_grad()
@@ -152,8 +157,8 @@ class FanBeamProjector(nn.Module):
         radius = 0.0
         for _ in range(200):
             x = apply(x / x.norm())
-            previous, radius = radius, float(x.norm())
-            if abs(radius - previous) <= 1e-5 * radius:
+            previous_radius, radius = radius, float(x.norm())
+            if abs(radius - previous_radius) <= 1e-5 * radius:
                 break
         return radius
 
@@ -190,8 +195,8 @@ class FanBeamProjector(nn.Module):
 
     def _fbp_transpose(self, x: Tensor) -> Tensor:
         rows = self._convolved(self._backprojection(x))
-        before, after = self._lacking
-        return rows[..., before : rows.shape[-1] - after] * self._ray_weights
+        n_before, n_after = self._lacking
+        return rows[..., n_before : rows.shape[-1] - n_after] * self._ray_weights
 
     def _filter(self, y: Tensor) -> Tensor:
         """Weight each ray, add the bins that the shorter side lacks, and filter the rows by the ramp."""
@@ -223,11 +228,11 @@ def _require_memory(geometry: FanBeamGeometry) -> None:
     rays = geometry.n_distinct_views * geometry.n_distinct_bins
     needed = _BYTES_OF_MATRICES * rays * geometry.image_size * (1 + geometry.image_size / geometry.n_detectors)
     needed += _BYTES_OF_PIXEL * geometry.image_size**2
-    there = memory()
-    if needed > there:
+    available = memory()
+    if needed > available:
         raise GeometryError(
             f"n_views={geometry.n_views} and n_detectors={geometry.n_detectors} need {needed / 2**30:.0f} GiB of "
-            f"matrices at image_size={geometry.image_size}, and this machine has {there / 2**30:.0f} GiB: lower one"
+            f"matrices at image_size={geometry.image_size}, and this machine has {available / 2**30:.0f} GiB: lower one"
         )
 
 
@@ -257,8 +262,8 @@ def _by_rays(geometry: FanBeamGeometry) -> Csr:
     order = layout.turned_rays()[:, 0]
     origin, direction = _lines_of_rays(geometry)
 
-    def part(first: int, last: int) -> Triples:
-        rows = np.arange(first, last, dtype=np.int32)[order[first:last] >= 0]
+    def part(start: int, stop: int) -> Triples:
+        rows = np.arange(start, stop, dtype=np.int32)[order[start:stop] >= 0]
         rays = order[rows]
         pixels, lengths, crossed = _intersect(origin[:, rays], direction[:, rays], geometry)
         return np.repeat(rows, crossed), numbers[pixels].astype(np.int32), lengths
@@ -296,17 +301,19 @@ def _intersect(
     grid_line = np.rint(position)
     position = np.where(np.abs(position - grid_line) < _ON_GRID, grid_line, position)
     enter, leave = position[:, :-1], position[:, 1:]
-    first, second = (np.floor(edge).astype(np.int32) for edge in (enter, leave))
+    enter_pixel, leave_pixel = (np.floor(edge).astype(np.int32) for edge in (enter, leave))
     with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(first == second, 1.0, (np.maximum(first, second) - enter) / (leave - enter))
+        share = np.where(
+            enter_pixel == leave_pixel, 1.0, (np.maximum(enter_pixel, leave_pixel) - enter) / (leave - enter)
+        )
     # A ray that runs along a grid line belongs to the pixels on both sides, half each.
-    on_line = (enter == leave) & (enter == first)
-    first -= on_line
+    on_line = (enter == leave) & (enter == enter_pixel)
+    enter_pixel -= on_line
     share[on_line] = 0.5
 
-    strip = np.stack([first, second], axis=-1)
+    strip = np.stack([enter_pixel, leave_pixel], axis=-1)
     lengths = np.stack([share, 1 - share], axis=-1) * (geometry.pixel_size / np.abs(d_along))[..., None]
     slab = np.arange(n, dtype=np.int32)[None, :, None]
     pixels = np.where(steep[:, None, None], slab * n + strip, strip * n + slab)
-    kept = (strip >= 0) & (strip < n) & (lengths > 0)
-    return pixels[kept], lengths[kept].astype(np.float32), kept.sum(axis=(1, 2))
+    mask = (strip >= 0) & (strip < n) & (lengths > 0)
+    return pixels[mask], lengths[mask].astype(np.float32), mask.sum(axis=(1, 2))

@@ -39,6 +39,7 @@ class Numbering:
 
     def __init__(self, geometry: FanBeamGeometry) -> None:
         self.quarters = 4 if geometry.has_quarter_turn_symmetry else 1
+        # np.rot90 turns anticlockwise, as views do with a positive span. The image is turned back.
         self._turn = -1 if geometry.angle_span > 0 else 1
         self._size, self._n_detectors = geometry.image_size, geometry.n_detectors
         self._n_views, self._half_turn = geometry.n_distinct_views, geometry.has_half_turn_symmetry
@@ -62,8 +63,8 @@ class Numbering:
         """The number of each ray of the distinct views, −1 if another ray has that of its orbit: int64 [views, D]."""
         bins = np.arange(self._n_bins)
         numbers = np.full((self._n_views, self._n_detectors), -1)
-        first = np.arange(self._n_views)[:, None] * _FAN
-        numbers[:, : self._n_bins] = bins // _FAN * (self._n_views * _FAN) + first + bins % _FAN
+        view_starts = np.arange(self._n_views)[:, None] * _FAN
+        numbers[:, : self._n_bins] = bins // _FAN * (self._n_views * _FAN) + view_starts + bins % _FAN
         return numbers
 
     def turned_rays(self) -> np.ndarray:
@@ -143,6 +144,7 @@ class ScanMatrix(nn.Module):
         self._quarters = layout.quarters
         self._image_shape = (1, geometry.image_size, geometry.image_size)
         self._sinogram_shape = (1, geometry.n_views, geometry.n_detectors)
+        # Mᵀ has its own arrays: Mᵀ from those of M would scatter, and threads would add to the same pixel.
         names = ("starts", "pixels", "values", "starts_t", "rays", "values_t")
         for name, array in zip(names, arrays, strict=True):
             self.register_buffer(name, torch.from_numpy(array), persistent=False)
@@ -192,7 +194,7 @@ def _all_turns(columns: np.ndarray, direction: int) -> np.ndarray:
 def _flat_places(columns: np.ndarray) -> np.ndarray:
     """For each number from 0 on, its first index in flattened columns [n, Q]."""
     numbers = columns.ravel()
-    used = np.flatnonzero(numbers >= 0)[::-1]
+    indices = np.flatnonzero(numbers >= 0)[::-1]
     places = np.empty(numbers.max() + 1, dtype=np.int64)
-    places[numbers[used]] = used  # backwards, so that the first index wins
+    places[numbers[indices]] = indices  # backwards, so that the first index wins
     return places

@@ -30,6 +30,7 @@ from qnmixer.physics.geometry import FanBeamGeometry
 
 # Only products with dense matrices are used here, and they are stable. Torch 2.11 warns of checks despite the argument.
 _UNNEEDED = "Sparse (CSR tensor support is in beta|invariant checks are implicitly disabled)"
+# For the whole process: `catch_warnings` around each product is not safe in threads.
 warnings.filterwarnings("ignore", message=_UNNEEDED, category=UserWarning)
 _WIDE = 16
 """Columns from which torch's embedding bag, a sparse product with prefetching, is faster than the CSR product."""
@@ -140,7 +141,7 @@ class Csr(NamedTuple):
 def in_threads(part: Callable[[int, int], Triples], n: int, step: int) -> Triples:
     """Those of part(first, last) for all numbers below n, `step` at a time, in as many threads as torch has."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        parts = pool.map(lambda first: part(first, min(first + step, n)), range(0, n, step))
+        parts = pool.map(lambda start: part(start, min(start + step, n)), range(0, n, step))
         rows, columns, values = map(np.concatenate, zip(*parts, strict=True))
     return rows, columns, values
 
@@ -182,21 +183,21 @@ def cached(kind: str, geometry: FanBeamGeometry, build: Callable[[], Arrays]) ->
     """What `build` gives for that kind and scan: from the disk if it is there and the scan is large."""
     if _work(geometry) < WORTH_CACHING:
         return build()
-    key, found = _key(kind, geometry), None
+    key, arrays = _key(kind, geometry), None
     try:
         folder = default_cache_dir() / "matrices"
         make_own_folder(folder)
         path = folder / f"{digest(key, 32)}.safetensors"
         with FileLock(folder / "lock"):
-            found = _read(path, key)
-            if found is None:
-                found = build()
-                _write(path, key, found)
-                found = _read(path, key) or found  # mapped, so that processes share the pages
+            arrays = _read(path, key)
+            if arrays is None:
+                arrays = build()
+                _write(path, key, arrays)
+                arrays = _read(path, key) or arrays  # mapped, so that processes share the pages
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: no home, or a disk without locks
         reason = f"{error.strerror} for {error.filename}" if isinstance(error, OSError) else error
         warnings.warn(f"no cache on disk ({reason}): every start builds the matrices of the scan again", stacklevel=1)
-    return found or build()
+    return arrays or build()
 
 
 def _work(geometry: FanBeamGeometry) -> int:
@@ -207,9 +208,9 @@ def _work(geometry: FanBeamGeometry) -> int:
 def _key(kind: str, geometry: FanBeamGeometry) -> str:
     """The identity of a file's content; 400 and 400.0 are the same. A parallel beam has no distances in it."""
     values = asdict(geometry)
-    what = {"format": FORMAT, "kind": kind, "distinct_views": geometry.n_distinct_views, "beam": values.pop("beam")}
+    identity = {"format": FORMAT, "kind": kind, "distinct_views": geometry.n_distinct_views, "beam": values.pop("beam")}
     ignored = () if geometry.is_fan else ("source_to_axis", "axis_to_detector")
-    return json.dumps(what | {name: float(value) for name, value in values.items() if name not in ignored})
+    return json.dumps(identity | {name: float(value) for name, value in values.items() if name not in ignored})
 
 
 def _read(path: Path, key: str) -> Arrays | None:

@@ -37,7 +37,7 @@ def check_groups(overrides: list[str]) -> None:
         if group == "experiment":
             raise ConfigError(f"{word} chooses nothing: leave it out")
         least = _LEAST.get(group) or next((name for name in ("none", "off") if name in names), None)
-        way = f"write {group}={least}" if least else suggest("", names, most=99)
+        way = f"write {group}={least}" if least else suggest("", names, limit=99)
         raise ConfigError(f"{word} chooses nothing: {way}")
 
 

@@ -65,9 +65,9 @@ def square_padding(shape: tuple[int, int]) -> tuple[int, int, int]:
 
 def to_square(hu: FloatArray, size: int) -> FloatArray:
     """Pad [H, W] with air to a square, then resample to [size, size]: bilinear with antialiasing, as in most papers."""
-    side, top, left = square_padding((hu.shape[0], hu.shape[1]))
+    side, row, column = square_padding((hu.shape[0], hu.shape[1]))
     square = np.full((side, side), AIR, np.float32)
-    square[top : top + hu.shape[0], left : left + hu.shape[1]] = hu
+    square[row : row + hu.shape[0], column : column + hu.shape[1]] = hu
     if side == size:
         return square
     image = torch.from_numpy(square)[None, None]
@@ -99,15 +99,15 @@ def _resampling_weights(n: int, mm: float, size: int, step: float) -> FloatArray
 
     Both rows of pixels are centred on 0.
     """
-    wanted = (np.arange(size) - (size - 1) / 2) * (step / mm) + (n - 1) / 2  # in pixels of the slice
+    centres = (np.arange(size) - (size - 1) / 2) * (step / mm) + (n - 1) / 2  # in pixels of the slice
     reach = max(1.0, step / mm)
-    pixels = np.ceil(wanted - reach).astype(int)[:, None] + np.arange(int(2 * reach) + 1)
-    weights = np.maximum(0.0, 1.0 - np.abs(pixels - wanted[:, None]) / reach)
+    pixels = np.ceil(centres - reach).astype(int)[:, None] + np.arange(int(2 * reach) + 1)
+    weights = np.maximum(0.0, 1.0 - np.abs(pixels - centres[:, None]) / reach)
     weights /= weights.sum(axis=1, keepdims=True)  # pixels beyond the slice are air, and count in the mean
     row, near = np.nonzero((pixels >= 0) & (pixels < n))
-    found = np.zeros((size, n), np.float32)
-    found[row, pixels[row, near]] = weights[row, near]
-    return found
+    matrix = np.zeros((size, n), np.float32)
+    matrix[row, pixels[row, near]] = weights[row, near]
+    return matrix
 
 
 # The cache
@@ -203,20 +203,20 @@ def list_files(root: Path, *, leave_out: Path | None = None, key: str = "data.ro
     Raises DataError, which names the key, if there are none.
     """
     check_there(key, str(root), "the folder with the slices")
-    found: list[str] = []
-    seen = {leave_out and os.path.realpath(leave_out)}
+    relative_paths: list[str] = []
+    visited_folders = {leave_out and os.path.realpath(leave_out)}
     for folder, subfolders, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
-        if real in seen:  # by a link
+        if real in visited_folders:  # by a link
             subfolders.clear()
             continue
-        seen.add(real)
+        visited_folders.add(real)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         paths = (Path(folder, name) for name in sorted(files) if not name.startswith("."))
-        found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
-    if not found:
+        relative_paths += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
+    if not relative_paths:
         raise DataError(f"{key}={root} is empty (no file at any depth): give the folder with the slices")
-    return found
+    return relative_paths
 
 
 def open_cache(config: FolderData, image_size: int, field_of_view: float | None = None) -> SliceCache:
@@ -236,18 +236,18 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     if config.cache_dir:
         cache_dir = path_of(config.cache_dir)
     files = list_files(root, leave_out=cache_dir)
-    chosen = [path for path in files if fnmatch(path, config.include)]
-    if not chosen:
+    matches = [path for path in files if fnmatch(path, config.include)]
+    if not matches:
         raise DataError(f"data.include={config.include} matches none of {len(files)} files below {root}: {files[0]}, …")
-    its_reader = [config.target, sorted(config.arguments.items())]
-    what = [*its_reader, str(root.resolve()), config.include, image_size, field_of_view]
-    folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{digest(what)}"
+    reader_identity = [config.target, sorted(config.arguments.items())]
+    identity = [*reader_identity, str(root.resolve()), config.include, image_size, field_of_view]
+    folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{digest(identity)}"
     # A program can set the time of the last change, as `cp -p` does, but not ctime, which every change updates.
-    states = ((path, os.stat(root / path)) for path in chosen)
-    versions = [[path, its.st_size, its.st_mtime_ns, its.st_ctime_ns] for path, its in states]
-    # Not in `what`: after a change of the code the old cache makes way for the new one.
+    states = ((path, os.stat(root / path)) for path in matches)
+    versions = [[path, state.st_size, state.st_mtime_ns, state.st_ctime_ns] for path, state in states]
+    # Not in `identity`: after a change of the code the old cache makes way for the new one.
     code = digest_of_bytes(Path(inspect.getfile(type(reader))).read_bytes())
-    pixels = folder / f"{digest([_CACHE_FORMAT, what, versions, code])}.f32"
+    pixels = folder / f"{digest([_CACHE_FORMAT, identity, versions, code])}.f32"
     try:
         make_own_folder(folder)
     except PermissionError as error:
@@ -257,7 +257,7 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     with FileLock(folder / "lock"):
         index = _read_index(pixels, image_size)
         if index is None:
-            index = _build_cache(reader, root, chosen, pixels, image_size, field_of_view, config.section)
+            index = _build_cache(reader, root, matches, pixels, image_size, field_of_view, config.section)
         return SliceCache(pixels, image_size, index)
 
 
@@ -286,15 +286,15 @@ def _build_cache(
 ) -> dict[str, Any]:
     """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
     # A killed process may have left these. The caller holds the lock, so nobody else writes here.
-    for stale in filter(is_temporary, pixels.parent.iterdir()):
-        stale.unlink()
+    for leftover in filter(is_temporary, pixels.parent.iterdir()):
+        leftover.unlink()
     with atomic_file(pixels) as stream:
         index = _decode_all(reader, root, files, stream, size, field_of_view, section)
     write_text(pixels.with_suffix(".json"), json.dumps(index | {"digest": digest(index)}))
     # The version before this one stays for a folder that changes back. A run keeps what it has opened anyway.
-    for older in sorted(pixels.parent.glob("*.f32"), key=lambda it: it.stat().st_mtime)[:-2]:
-        older.unlink()
-        older.with_suffix(".json").unlink(missing_ok=True)
+    for pixel_file in sorted(pixels.parent.glob("*.f32"), key=lambda path: path.stat().st_mtime)[:-2]:
+        pixel_file.unlink()
+        pixel_file.with_suffix(".json").unlink(missing_ok=True)
     return index
 
 
@@ -337,8 +337,8 @@ def _decode_all(
         except SkipFile as reason:
             skipped += reason.frames or [(file, str(reason))]
     if not infos:
-        what = summarise_skipped(str(root), skipped, section)
-        raise DataError(f"data.root has no usable slice ({what}): give a folder with {reader.wanted}")
+        reasons = summarise_skipped(str(root), skipped, section)
+        raise DataError(f"data.root has no usable slice ({reasons}): give a folder with {reader.wanted}")
     # Pixels stay in the order of decoding: sorting them would need all of them in memory. `rows` has the order.
     rows = sorted(range(len(infos)), key=lambda row: infos[row].order)
     return {

@@ -70,12 +70,13 @@ class SliceDataModule(LightningDataModule):
         if self.parts:
             return
         self.parts = parts_of(self.config, self.split, self.geometry)
-        if (most := self.config.train_slices) is not None:
+        if (limit := self.config.train_slices) is not None:
             length = len(self.parts["train"].source)
-            n = min(most, length)
+            n = min(limit, length)
+            # Evenly spaced: the first n would come from a few patients.
             self.parts["train"] = self.parts["train"].only([k * length // n for k in range(n)])
         if self.first is not None:
-            self.parts = {name: it.only(range(len(it.source))[: self.first]) for name, it in self.parts.items()}
+            self.parts = {name: part.only(range(len(part.source))[: self.first]) for name, part in self.parts.items()}
 
     @property
     def measured(self) -> bool:
@@ -148,8 +149,8 @@ class SliceDataModule(LightningDataModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to the device, except its sample numbers: the host reads them, and would wait for the device."""
-        rest = {name: value for name, value in batch.items() if name != "sample"}
-        return super().transfer_batch_to_device(rest, device, dataloader_idx) | {"sample": batch["sample"]}
+        entries = {name: value for name, value in batch.items() if name != "sample"}
+        return super().transfer_batch_to_device(entries, device, dataloader_idx) | {"sample": batch["sample"]}
 
     def start_at(self, epoch: int, n_batches: int) -> None:
         """Start training in the middle of an epoch, after this number of batches of this process."""
@@ -172,11 +173,11 @@ class _Loader(DataLoader[Any]):
         if not hasattr(signal, "sigwaitinfo"):
             return super().__iter__()
         # Blocked before a worker starts, so all threads of the worker inherit it, whichever library starts them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             return super().__iter__()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
 
 
 def _end_with_parent_only(_: int) -> None:

@@ -122,12 +122,12 @@ class EpochSampler(DistributedSampler[Pick]):
             order %= self.overfit
         elif self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
-        first = 0 if self.fixed or self.overfit is not None else self.epoch * self.length
+        start = 0 if self.fixed or self.overfit is not None else self.epoch * self.length
         skipped = self._start[1] if self.epoch == self._start[0] else 0
         # Skipped by number, so a resumed run loads nothing that it will not use.
         for positions in self._batches()[skipped:]:
             for position in positions:
-                yield Pick(first + int(order[min(position, self.length - 1)]), self._weight(position, len(positions)))
+                yield Pick(start + int(order[min(position, self.length - 1)]), self._weight(position, len(positions)))
 
     def _batches(self) -> list[range]:
         """Positions of this process's samples in the epoch's order. Positions from `length` on are fillers."""

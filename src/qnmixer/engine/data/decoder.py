@@ -45,18 +45,18 @@ def decode_apart(path: str, frame: int, seconds: int = SECONDS) -> np.ndarray[An
 @cache
 def _child_of(pid: int) -> tuple[subprocess.Popen[bytes], Connection]:
     """The process that decodes for the process `pid`, and the pipe to it. A forked process gets its own."""
-    ours, theirs = Pipe()
+    parent_end, child_end = Pipe()
     # One thread, because each thread reserves address space, which is limited below. The child must import the same
     # modules as this process.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-P", "-m", "qnmixer.engine.data.decoder", str(theirs.fileno())]
-    quiet = subprocess.DEVNULL
-    with theirs:
+    command = [sys.executable, "-P", "-m", "qnmixer.engine.data.decoder", str(child_end.fileno())]
+    null = subprocess.DEVNULL
+    with child_end:
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environment, stdin=quiet, stdout=quiet, stderr=quiet
+            command, pass_fds=[child_end.fileno()], env=environment, stdin=null, stdout=null, stderr=null
         )
-    return process, ours
+    return process, parent_end
 
 
 def _serve(pipe: Connection) -> None:
@@ -67,20 +67,20 @@ def _serve(pipe: Connection) -> None:
     from pydicom.pixels.utils import pixel_array
 
     dataset: Any = None
-    opened = None
+    open_file = None
     with suppress(EOFError, KeyboardInterrupt):
         while True:
             path, frame, seconds = pipe.recv()
             signal.alarm(seconds)  # ends this process, also inside a decoder
             try:
                 stat = os.stat(path)
-                if opened != (file := (path, stat.st_size, stat.st_mtime_ns)):
+                if open_file != (file := (path, stat.st_size, stat.st_mtime_ns)):
                     with suppress(OSError, ValueError):  # a system that cannot limit memory
-                        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-                        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY + stat.st_size, hard))
-                    with open(path, "rb") as its:
-                        dataset = read_partial(its, lambda tag, *_: tag == 0)  # zeros are no tags
-                    opened = file
+                        hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+                        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY + stat.st_size, hard_limit))
+                    with open(path, "rb") as handle:
+                        dataset = read_partial(handle, lambda tag, *_: tag == 0)  # zeros are no tags
+                    open_file = file
                 stream = io.BytesIO()
                 np.save(stream, pixel_array(dataset, index=frame, correct_unused_bits=False), allow_pickle=False)
                 answer = stream.getvalue()

@@ -93,11 +93,11 @@ def _require_ct(dataset: FileDataset) -> None:
     if _is_compressed(dataset):
         stream = io.BytesIO(pixels)
         parse_basic_offsets(stream)
-        most = parse_fragments(stream)[0]
+        max_frames = parse_fragments(stream)[0]
     else:
-        most = len(pixels) * 8 // (int(dataset.Rows) * int(dataset.Columns) * max(1, int(dataset.BitsAllocated)))
-    if not 1 <= frame_count(dataset) <= most:
-        raise SkipFile(f"{frame_count(dataset)} frames and pixel data of {most}, perhaps truncated")
+        max_frames = len(pixels) * 8 // (int(dataset.Rows) * int(dataset.Columns) * max(1, int(dataset.BitsAllocated)))
+    if not 1 <= frame_count(dataset) <= max_frames:
+        raise SkipFile(f"{frame_count(dataset)} frames and pixel data of {max_frames}, perhaps truncated")
 
 
 def _is_compressed(dataset: FileDataset) -> bool:
@@ -112,9 +112,9 @@ def frame_count(dataset: Dataset) -> int:
 def functional_group(dataset: Dataset, frame: int, sequence: str) -> Dataset | None:
     """Item of a functional group of an enhanced image: that of the frame, else the shared one, else None."""
     per_frame = dataset.get("PerFrameFunctionalGroupsSequence") or []
-    shared = dataset.get("SharedFunctionalGroupsSequence") or []
-    found = (group.get(sequence) for group in (*per_frame[frame : frame + 1], *shared))
-    return next((items[0] for items in found if items), None)
+    shared_groups = dataset.get("SharedFunctionalGroupsSequence") or []
+    sequences = (group.get(sequence) for group in (*per_frame[frame : frame + 1], *shared_groups))
+    return next((items[0] for items in sequences if items), None)
 
 
 def frame_tag(dataset: Dataset, frame: int, sequence: str, keyword: str) -> Any:
@@ -148,8 +148,8 @@ def rescale_of(dataset: Dataset, frame: int) -> tuple[float, float]:
 
 def _is_original(dataset: Dataset, frame: int) -> bool:
     kind = frame_tag(dataset, frame, "CTImageFrameTypeSequence", "FrameType") or dataset.get("ImageType") or ""
-    first = kind if isinstance(kind, str) else kind[0]
-    return first == "ORIGINAL" and dataset.get("MultienergyCTAcquisition") != "YES"
+    origin = kind if isinstance(kind, str) else kind[0]
+    return origin == "ORIGINAL" and dataset.get("MultienergyCTAcquisition") != "YES"
 
 
 def _require_slice(dataset: Dataset, frame: int, derived: bool) -> None:
@@ -164,8 +164,8 @@ def _require_slice(dataset: Dataset, frame: int, derived: bool) -> None:
     words = "\\".join(kind if isinstance(kind, str) else "\\".join(kind) for kind in types if kind).upper()
     if _LOCALIZERS.search(words):
         raise SkipFile("a localizer")
-    if not derived and (found := _COMPUTED.search(words)):
-        raise SkipFile(f"{DERIVED} ({found[0]})")
+    if not derived and (match := _COMPUTED.search(words)):
+        raise SkipFile(f"{DERIVED} ({match[0]})")
 
 
 def _require_axial(dataset: Dataset, frame: int) -> None:
@@ -186,8 +186,8 @@ def _stored(dataset: Dataset, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]
 
     Raises SkipFile if the other bits hold something too: then BitsStored is wrong, or the pixels are in upper bits.
     """
-    exact = *JPEG2000TransferSyntaxes, *JPEGLSTransferSyntaxes  # their streams know the bits
-    if raw.dtype.kind == "f" or dataset.file_meta.TransferSyntaxUID in exact:
+    exact_syntaxes = *JPEG2000TransferSyntaxes, *JPEGLSTransferSyntaxes  # their streams know the bits
+    if raw.dtype.kind == "f" or dataset.file_meta.TransferSyntaxUID in exact_syntaxes:
         return raw
     bits = int(dataset.BitsStored)
     unused = 8 * raw.dtype.itemsize - bits
@@ -196,8 +196,8 @@ def _stored(dataset: Dataset, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]
         return values
     values = np.where(raw == dataset.get("PixelPaddingValue"), raw, values)  # padding may need more bits than pixels
     # A sign that is not repeated in the unused bits is fine.
-    odd = raw[values != raw]
-    if odd.size and not 0 <= odd.min() <= odd.max() < 2**bits:
+    misfits = raw[values != raw]
+    if misfits.size and not 0 <= misfits.min() <= misfits.max() < 2**bits:
         raise SkipFile(f"values need more than its {bits} bits (BitsStored)")
     return values
 
@@ -209,7 +209,7 @@ def frame_hu(dataset: Dataset, frame: int, raw: np.ndarray[Any, Any]) -> FloatAr
     if (padding := dataset.get("PixelPaddingValue")) is not None:
         low, high = sorted((padding, dataset.get("PixelPaddingRangeLimit", padding)))
         marked = (raw >= low) & (raw <= high)
-        lowest, highest = sorted(slope * it + intercept for it in (low, high))
+        lowest, highest = sorted(slope * value + intercept for value in (low, high))
         if highest > AIR and lowest <= _DENSEST_TISSUE:  # tissue may have such values
             marked &= _outside(marked) & (low == high)
         hu[marked] = AIR
@@ -263,8 +263,10 @@ def slice_position(dataset: Dataset, frame: int) -> float:
 def pixel_spacing(dataset: Dataset, frame: int) -> tuple[float, float] | None:
     """Millimetres between the rows of a frame, and between its columns; None if the file has no plausible values."""
     with suppress(Exception):  # a damaged tag makes pydicom raise anything
-        rows, columns = (float(it) for it in frame_tag(dataset, frame, "PixelMeasuresSequence", "PixelSpacing"))
-        if all(_SPACINGS[0] <= it <= _SPACINGS[1] for it in (rows, columns)):
+        rows, columns = (
+            float(spacing) for spacing in frame_tag(dataset, frame, "PixelMeasuresSequence", "PixelSpacing")
+        )
+        if all(_SPACINGS[0] <= spacing <= _SPACINGS[1] for spacing in (rows, columns)):
             return rows, columns
     return None
 
@@ -293,7 +295,7 @@ class DicomReader:
         uids = [str(dataset.get(keyword) or "").strip() for keyword in ("StudyInstanceUID", "SeriesInstanceUID")]
         series = uids[1] or path.rpartition("/")[0]
         uids = [uid for uid in uids if "." in uid and UID(uid).is_valid]  # some programs write one word for everybody
-        bad: list[tuple[str, str]] = []
+        skipped: list[tuple[str, str]] = []
         for frame in range(n_frames):
             try:
                 with reading("no position"):
@@ -301,9 +303,9 @@ class DicomReader:
                     spacing = pixel_spacing(dataset, frame)
                 hu = decode_frame(dataset, frame, derived=self.derived)
             except SkipFile as reason:
-                bad.append((f"{path}#{frame}" if n_frames > 1 else path, str(reason)))
+                skipped.append((f"{path}#{frame}" if n_frames > 1 else path, str(reason)))
                 continue
             info = SliceInfo(path, frame, n_frames, patient, series, position, " ".join(uids).strip())
             yield Slice(info, hu, spacing)
-        if bad:
-            raise SkipFile(bad[0][1], bad)
+        if skipped:
+            raise SkipFile(skipped[0][1], skipped)

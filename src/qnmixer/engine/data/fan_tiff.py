@@ -84,12 +84,12 @@ def open_fan(path: Path) -> FanTiff:
     with reading("unreadable or truncated TIFF"), tifffile.TiffFile(path) as file:
         description, shape, dtype = file.pages[0].description, file.series[0].shape, file.series[0].dtype
     with reading("no geometry of helix2fan in its description"):
-        its = json.loads(description)
-        bins, views = int(its["nu"]), int(its["rotview"])
-        beta = -np.unwrap(np.array(its["angles"], np.float64)[:views]) - np.pi / 2
+        header = json.loads(description)
+        bins, views = int(header["nu"]), int(header["rotview"])
+        beta = -np.unwrap(np.array(header["angles"], np.float64)[:views]) - np.pi / 2
         step = math.copysign(2 * np.pi / views, beta[-1] - beta[0])
-        first = beta - step * np.arange(views)  # of each view
-        lengths = [float(its[key]) for key in ("du", "dso", "ddo", "hu_factor")]
+        first_angles = beta - step * np.arange(views)  # of each view
+        lengths = [float(header[key]) for key in ("du", "dso", "ddo", "hu_factor")]
     if len(shape) != 3 or shape[:2] != (views, bins) or dtype.kind != "f":
         raise SkipFile(
             f"{[*shape]} values of {dtype}, not [{views}, {bins}, slices] of float32; *_flat_fan_projections.tif is "
@@ -97,8 +97,10 @@ def open_fan(path: Path) -> FanTiff:
         )
     require_size(views, bins, least=1)
     pitch, to_axis, to_detector, water = lengths
-    if not (np.isfinite(lengths).all() and min(pitch, to_axis, water) > 0 and np.ptp(first) <= _ROUGH * abs(step)):
+    if not (
+        np.isfinite(lengths).all() and min(pitch, to_axis, water) > 0 and np.ptp(first_angles) <= _ROUGH * abs(step)
+    ):
         raise SkipFile("distances in its description that are none, or angles that are no turn in equal steps")
     return FanTiff(
-        path, views, bins, shape[2], float(first.mean() % (2 * np.pi)), step, pitch, to_axis, to_detector, water
+        path, views, bins, shape[2], float(first_angles.mean() % (2 * np.pi)), step, pitch, to_axis, to_detector, water
     )

@@ -29,7 +29,7 @@ class OwnDataModule(LightningDataModule):
     shares itself.
 
     Args:
-        own: the user's.
+        data_module: the user's.
         name: its target, for messages.
         config: the section `data`, for size and scaling of the images.
         geometry: the scan, for the size of sinograms.
@@ -37,43 +37,45 @@ class OwnDataModule(LightningDataModule):
 
     measured = False  # nobody knows before the first batch
 
-    def __init__(self, own: LightningDataModule, name: str, config: DataConfig, geometry: FanBeamGeometry) -> None:
+    def __init__(
+        self, data_module: LightningDataModule, name: str, config: DataConfig, geometry: FanBeamGeometry
+    ) -> None:
         super().__init__()
-        self.own, self.name, self.config, self.geometry = own, name, config, geometry
+        self.data_module, self.name, self.config, self.geometry = data_module, name, config, geometry
         self.split = SimpleNamespace(record=None)  # nobody knows which slices it has
         self._ready: set[str | None] = set()
 
     def prepare_data(self) -> None:
         """Let the user's prepare its files; Lightning calls it on one process of a machine."""
-        self.own.prepare_data()
+        self.data_module.prepare_data()
 
     def setup(self, stage: str | None = None) -> None:
         """Set up the user's, once for each stage."""
         if stage not in self._ready:
             self._ready.add(stage)
-            self.own.trainer = self.trainer
-            self.own.setup(stage or "fit")
+            self.data_module.trainer = self.trainer
+            self.data_module.setup(stage or "fit")
 
     def teardown(self, stage: str) -> None:
         """Tear down the user's."""
         self._ready.discard(stage)
-        self.own.teardown(stage)
+        self.data_module.teardown(stage)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the user's, for checkpoints."""
-        return self.own.state_dict()
+        return self.data_module.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the user's its state back."""
-        self.own.load_state_dict(state_dict)
+        self.data_module.load_state_dict(state_dict)
 
     def train_dataloader(self) -> Any:
         """The user's training batches; on several devices the share of this one."""
-        return self._share(self.own.train_dataloader(), "train_dataloader")
+        return self._share(self.data_module.train_dataloader(), "train_dataloader")
 
     def val_dataloader(self) -> Any:
         """The user's validation batches; on several devices the share of this one."""
-        return self._share(self.own.val_dataloader(), "val_dataloader")
+        return self._share(self.data_module.val_dataloader(), "val_dataloader")
 
     def start_at(self, epoch: int, n_batches: int) -> None:
         """Do nothing: a loader of the user's starts where it starts."""
@@ -84,18 +86,18 @@ class OwnDataModule(LightningDataModule):
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> dict[str, Any]:
         """Complete a batch, on the host."""
-        batch = self.own.on_before_batch_transfer(batch, dataloader_idx)
+        batch = self.data_module.on_before_batch_transfer(batch, dataloader_idx)
         epoch = self.trainer.current_epoch if self.trainer is not None and self.trainer.training else 0
         return self.completed(batch, epoch)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to the device, except its sample numbers, which the host reads."""
-        rest = {name: value for name, value in batch.items() if name != "sample"}
-        return self.own.transfer_batch_to_device(rest, device, dataloader_idx) | {"sample": batch["sample"]}
+        entries = {name: value for name, value in batch.items() if name != "sample"}
+        return self.data_module.transfer_batch_to_device(entries, device, dataloader_idx) | {"sample": batch["sample"]}
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Let the user's change a batch on the device."""
-        return self.own.on_after_batch_transfer(batch, dataloader_idx)
+        return self.data_module.on_after_batch_transfer(batch, dataloader_idx)
 
     def completed(self, batch: Any, epoch: int) -> dict[str, Any]:
         """A `Batch` from what a loader yields. Raises DataError for another kind or size of batch.
@@ -107,28 +109,28 @@ class OwnDataModule(LightningDataModule):
         if not isinstance(batch, Mapping) or not isinstance(batch.get("image"), Tensor):
             kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, Sequence) else type(batch).__name__
             raise DataError(f"{self.name} gives a {kind}: give a dict with image, or a pair (image, sinogram)")
-        given = {name: value.float() if name in _SIZED else value for name, value in batch.items()}
+        entries = {name: value.float() if name in _SIZED else value for name, value in batch.items()}
         size, scan = self.config.image_size, self.geometry
-        self._require_size("image", given["image"], (size, size), f"set data.image_size={given['image'].shape[-1]}")
-        n = len(given["image"])
-        if "sinogram" in given:
-            wanted = (scan.n_views, scan.n_detectors)
-            self._require_size("sinogram", given["sinogram"], wanted, "set geometry.n_views and geometry.n_detectors")
-        offset, scale = scaling_of(self.config, given["image"][:1].numpy(force=True))
-        digests = [epoch << 32 | zlib.crc32(image.numpy(force=True).tobytes()) for image in given["image"]]
+        self._require_size("image", entries["image"], (size, size), f"set data.image_size={entries['image'].shape[-1]}")
+        n = len(entries["image"])
+        if "sinogram" in entries:
+            shape = (scan.n_views, scan.n_detectors)
+            self._require_size("sinogram", entries["sinogram"], shape, "set geometry.n_views and geometry.n_detectors")
+        offset, scale = scaling_of(self.config, entries["image"][:1].numpy(force=True))
+        digests = [epoch << 32 | zlib.crc32(image.numpy(force=True).tobytes()) for image in entries["image"]]
         return {
             "hu_offset": torch.full((n,), float(offset)),
             "hu_scale": torch.full((n,), float(scale)),
             "sample": torch.tensor(digests),
             "weight": torch.ones(n),
             "name": [f"{number:x}" for number in digests],
-            **given,
+            **entries,
         }
 
-    def _require_size(self, name: str, tensor: Tensor, size: tuple[int, int], mend: str) -> None:
+    def _require_size(self, name: str, tensor: Tensor, size: tuple[int, int], remedy: str) -> None:
         if tensor.ndim != 4 or tensor.shape[1:] != (1, *size):
-            wanted = f"[B, 1, {size[0]}, {size[1]}]"
-            raise DataError(f"{self.name} gives {name} {[*tensor.shape]}, not {wanted}: give it so, or {mend}")
+            shape = f"[B, 1, {size[0]}, {size[1]}]"
+            raise DataError(f"{self.name} gives {name} {[*tensor.shape]}, not {shape}: give it so, or {remedy}")
 
     def _share(self, loader: Any, method: str) -> Any:
         """A loader, for this process."""

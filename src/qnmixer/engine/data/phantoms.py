@@ -24,10 +24,10 @@ _SPLINE_STD = 0.6924
 
 def _refine(field: FloatArray) -> FloatArray:
     """Double the rows of a field by cubic B-spline subdivision; [n, m] becomes [2(n − 2), m]."""
-    inner = field[1:-1]
-    fine = np.empty((2 * len(inner), field.shape[1]), np.float32)
-    fine[0::2] = np.float32(0.75) * inner + np.float32(0.125) * (field[:-2] + field[2:])
-    fine[1::2] = np.float32(0.5) * (inner + field[2:])
+    middle = field[1:-1]
+    fine = np.empty((2 * len(middle), field.shape[1]), np.float32)
+    fine[0::2] = np.float32(0.75) * middle + np.float32(0.125) * (field[:-2] + field[2:])
+    fine[1::2] = np.float32(0.5) * (middle + field[2:])
     return fine
 
 
@@ -62,7 +62,7 @@ class Canvas:
         self.x: FloatArray = c * x + s * y + np.float32(bend) * smooth_field(rng, 4, n)
         self.y: FloatArray = c * y - s * x + np.float32(bend) * smooth_field(rng, 4, n)
         self._cos, self._sin = float(np.cos(tilt)), float(np.sin(tilt))
-        self._margin = 3.5 * bend
+        self._margin = 3.5 * bend  # the fields have standard deviation 1, and rarely reach 3.5
         self.wobbles = smooth_field(rng, 9, n)
 
     def uniform(self, low: float, high: float) -> float:
@@ -102,6 +102,7 @@ class Canvas:
 
         Returns the painted pixels, [n, n].
         """
+        # A superellipse |u|⁴ + |v|⁴ = 1, as `square` gives, reaches 2^¼ ≈ 1.19 times as far as the circle.
         box = self.box(x, y, max(a, b) * (1 + 0.25 * (square > 0)) * (1 + 1.5 * wobble))
         dx, dy = self.x[box] - np.float32(x), self.y[box] - np.float32(y)
         if angle:
@@ -190,9 +191,9 @@ def _lung_texture(c: Canvas, lungs: BoolArray) -> None:
     c.hu += (c.uniform(10, 50) * coarse + c.uniform(5, 25) * fine) * lungs
     where = np.abs(coarse + np.float32(0.35) * fine) < c.uniform(0.015, 0.045) + np.float32(0.04) * (fine > 0.6)
     c.hu[lungs & where & (fine > -0.3)] = c.uniform(-350, 0)
-    small = smooth_field(c.rng, 44, c.n)
-    dots = fine + np.float32(0.5) * small
-    c.hu[lungs & (np.abs(dots) < c.uniform(0.03, 0.09)) & (small > 0.2)] = c.uniform(-600, -250)
+    grain = smooth_field(c.rng, 44, c.n)
+    dots = fine + np.float32(0.5) * grain
+    c.hu[lungs & (np.abs(dots) < c.uniform(0.03, 0.09)) & (grain > 0.2)] = c.uniform(-600, -250)
     c.hu[lungs & (dots > c.uniform(2.0, 2.7))] = c.uniform(-200, 60)
 
 
@@ -281,8 +282,8 @@ def _bowel(c: Canvas, x: float, y: float, radius: float) -> None:
     if min(radius, b) <= 2 * wall:
         return
     kind = c.rng.random()
-    inner = -950.0 if kind < 0.25 else c.uniform(100, 350) if kind < 0.4 else c.uniform(0, 45)
-    inside = c.ellipse(x, y, radius - wall, b - wall, inner, angle=angle, wobble=0.15)
+    content = -950.0 if kind < 0.25 else c.uniform(100, 350) if kind < 0.4 else c.uniform(0, 45)
+    inside = c.ellipse(x, y, radius - wall, b - wall, content, angle=angle, wobble=0.15)
     if kind > 0.75:  # gas above, as it rises to the front; or stool, full of bubbles
         stool = c.chance(0.4)
         above = c.wobbles > 0.2 if stool else c.y < y + c.uniform(-0.5, 0.5) * b
@@ -467,15 +468,15 @@ def _head(c: Canvas) -> None:
             c.ellipse(side * (a + 0.01), 0.05, 0.04, 0.1, c.uniform(-80, 20), angle=side * 0.3, wobble=0.3)
     c.ellipse(0, 0, a, b, c.uniform(0, 50), square=0.1)
     c.ellipse(0, 0, a - 0.012, b - 0.012, c.uniform(-90, 20), square=0.1)
-    outer, inner = (a - scalp, b - scalp), (a - scalp - skull, b - scalp - skull)
-    c.ellipse(0, 0, *outer, c.uniform(1000, 1600), square=0.1)
+    bone, brain = (a - scalp, b - scalp), (a - scalp - skull, b - scalp - skull)
+    c.ellipse(0, 0, *bone, c.uniform(1000, 1600), square=0.1)
     if c.chance(0.6):
-        c.ellipse(0, 0, outer[0] - skull * 0.35, outer[1] - skull * 0.35, c.uniform(400, 800), square=0.1, wobble=0.02)
-        c.ellipse(0, 0, inner[0] + skull * 0.3, inner[1] + skull * 0.3, c.uniform(1000, 1600), square=0.1)
-    c.ellipse(0, 0, *inner, c.uniform(0, 15), square=0.1, wobble=0.03)
-    _brain(c, inner[0] - 0.008, inner[1] - 0.008, 0)
+        c.ellipse(0, 0, bone[0] - skull * 0.35, bone[1] - skull * 0.35, c.uniform(400, 800), square=0.1, wobble=0.02)
+        c.ellipse(0, 0, brain[0] + skull * 0.3, brain[1] + skull * 0.3, c.uniform(1000, 1600), square=0.1)
+    c.ellipse(0, 0, *brain, c.uniform(0, 15), square=0.1, wobble=0.03)
+    _brain(c, brain[0] - 0.008, brain[1] - 0.008, 0)
     if c.chance(0.5):
-        _face(c, *inner)
+        _face(c, *brain)
 
 
 def _ellipses(c: Canvas) -> None:

@@ -24,7 +24,7 @@ NO_AIR = -500.0
 _BONE = 500.0
 _DENSEST = 32767.0
 """HU, the largest value of metal that a scanner's 16 bits can store."""
-LEAST_SIDE, _MOST = 8, 8192
+LEAST_SIDE, _MOST_SIDE = 8, 8192
 """Pixels of a side. A network's image has at least 8. A slice with more than 8192 would need gigabytes."""
 
 
@@ -78,8 +78,8 @@ def optional(module: str, extra: str) -> Any:
 
 def require_size(rows: int, columns: int, least: int = LEAST_SIDE) -> None:
     """Raise SkipFile for a slice or sinogram that is too small or too large, before it is read."""
-    if not least <= min(rows, columns) <= max(rows, columns) <= _MOST:
-        raise SkipFile(f"{rows} × {columns} values, not {least} to {_MOST} a side")
+    if not least <= min(rows, columns) <= max(rows, columns) <= _MOST_SIDE:
+        raise SkipFile(f"{rows} × {columns} values, not {least} to {_MOST_SIDE} a side")
 
 
 @dataclass(frozen=True)
@@ -201,30 +201,30 @@ def doubted(groups: Sequence[str], signs: Sequence[UnitSigns]) -> list[str]:
 
     Planes of a turned stack show no unit, and `turned` names them.
     """
-    its: dict[str, list[UnitSigns]] = {}
+    signs_by_group: dict[str, list[UnitSigns]] = {}
     for group, sign in zip(groups, signs, strict=True):
         if not sign.is_turned:
-            its.setdefault(group, []).append(sign)
+            signs_by_group.setdefault(group, []).append(sign)
     # A slice of one patient may have no air, or little tissue. All of them together have both.
     return sorted(
         group
-        for group, of_group in its.items()
-        if any(sign.is_shifted for sign in of_group)
-        or not any(sign.has_air for sign in of_group)
-        or sum(sign.tissue for sign in of_group) < 0.01 * len(of_group)
+        for group, group_signs in signs_by_group.items()
+        if any(sign.is_shifted for sign in group_signs)
+        or not any(sign.has_air for sign in group_signs)
+        or sum(sign.tissue for sign in group_signs) < 0.01 * len(group_signs)
     )
 
 
-def few(names: Sequence[str]) -> str:
+def shortlist(names: Sequence[str]) -> str:
     """The first names of a list, for a message."""
     return ", ".join(names[:8]) + ", …" * (len(names) > 8)
 
 
-def doubt(root: str, names: Sequence[str], count: int, what: str) -> str:
+def unit_warning(root: str, names: Sequence[str], count: int, noun: str) -> str:
     """The warning about patients or files, `count` in all, that do not look like HU."""
     return (
-        f"{root}: {len(names)} of {count} {what} ({few(names)}) have no air near −1000 HU, or hardly any tissue; is "
-        "this really in HU (air −1000, water 0)? If not, save it in HU: subtract 1024 from HU + 1024"
+        f"{root}: {len(names)} of {count} {noun} ({shortlist(names)}) have no air near −1000 HU, or hardly any tissue; "
+        "is this really in HU (air −1000, water 0)? If not, save it in HU: subtract 1024 from HU + 1024"
     )
 
 
@@ -233,8 +233,8 @@ def turned(root: str, files: Sequence[str]) -> str:
     path = str(Path(root, files[0]))
     return (
         f"{root}: {len(files)} .npy stacks are read as [N, H, W], but their first two sides are equal, as in [H, W, N] "
-        f"({few(files)}). Turn such a stack: numpy.save({path!r}, numpy.moveaxis(numpy.load({path!r}), -1, 0)); what "
-        "nibabel gives, with numpy.load(…).T"
+        f"({shortlist(files)}). Turn such a stack: numpy.save({path!r}, numpy.moveaxis(numpy.load({path!r}), -1, 0)); "
+        "what nibabel gives, with numpy.load(…).T"
     )
 
 

@@ -28,12 +28,12 @@ from qnmixer.engine.data.slices import (
     SkipFile,
     SliceSource,
     clean_hu,
-    doubt,
     doubted,
-    few,
     is_no_hu,
+    shortlist,
     summarise_skipped,
     turned,
+    unit_warning,
 )
 from qnmixer.engine.data.splits import PARTS, RunSplit, files_as_patients, patients_of, traces_of
 from qnmixer.engine.plugins import taken
@@ -95,27 +95,27 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
     if "geometry" in takes and geometry is None:
         raise ConfigError(f"data={config.name} needs the scan: give the DataModule its geometry")
 
-    def built(part: str, factor: int) -> Any:
+    def build_slices(part: str, factor: int) -> Any:
         """The slices of a part on a grid that is finer by a factor."""
         size = config.image_size * factor
         supplied: dict[str, Any] = {"image_size": config.image_size if "fine" in takes else size, "fine": factor > 1}
         supplied |= {"geometry": geometry, "hu_max": config.hu_max, "seed": config.seed}
-        its: Any = config.build(part, supplied=supplied)
-        is_drawn = getattr(its, "endless", False)
-        return its if is_drawn else OwnSlices(its, f"data._target_={config.target}", part, size, geometry)
+        slices: Any = config.build(part, supplied=supplied)
+        is_drawn = getattr(slices, "endless", False)
+        return slices if is_drawn else OwnSlices(slices, f"data._target_={config.target}", part, size, geometry)
 
     parts = {}
     for part in PARTS:
-        source = built(part, 1)
-        its = source.slices if isinstance(source, OwnSlices) else source
-        for line in getattr(its, "warnings", ()):
+        source = build_slices(part, 1)
+        slices = source.slices if isinstance(source, OwnSlices) else source
+        for line in getattr(slices, "warnings", ()):
             _warn(line)
-        measured = config.measured if isinstance(config, PairData) else hasattr(its, "sinogram")
+        measured = config.measured if isinstance(config, PairData) else hasattr(slices, "sinogram")
         if measured:
             check_untouched(config)
-        fine = built(part, config.simulation_factor) if config.simulation_factor > 1 else None
-        patients = _numbered(getattr(its, "patients", ())) if isinstance(config, PairData) else ()
-        parts[part] = Part(source, patients, fine, measured, getattr(its, "scaling", None))
+        fine = build_slices(part, config.simulation_factor) if config.simulation_factor > 1 else None
+        patients = _numbered(getattr(slices, "patients", ())) if isinstance(config, PairData) else ()
+        parts[part] = Part(source, patients, fine, measured, getattr(slices, "scaling", None))
     return parts
 
 
@@ -189,15 +189,20 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
     for line in _doubts(config, cache, patients):
         _warn(line)
     traces = traces_of(cache.infos, cache.originals, cache.looks, config)
-    split, new = run.settle(section, patients, cache.digests, config, traces)
-    if new:
-        _warn(f"{config.root}: {len(new)} of its patients came after the run began, and are in no part: {few(new)}")
+    split, new_patients = run.settle(section, patients, cache.digests, config, traces)
+    if new_patients:
+        _warn(
+            f"{config.root}: {len(new_patients)} of its patients came after the run began, and are in no part: "
+            f"{shortlist(new_patients)}"
+        )
     fine = None
     if config.simulation_factor > 1:
         fine = open_cache(config, config.image_size * config.simulation_factor, field_of_view)
     return {
-        part: Part(SliceView(cache, its), _numbered(patients[i] for i in its), fine and SliceView(fine, its))
-        for part, its in split.items()
+        part: Part(
+            SliceView(cache, indices), _numbered(patients[i] for i in indices), fine and SliceView(fine, indices)
+        )
+        for part, indices in split.items()
     }
 
 
@@ -206,15 +211,15 @@ def _doubts(config: FolderData, cache: SliceCache, patients: list[str]) -> Itera
     root = str(config.root)
     if cache.skipped:
         yield summarise_skipped(root, cache.skipped, config.section)
-    if others := doubted(patients, cache.signs):
-        yield doubt(root, others, len(set(patients)), "patients")
+    if suspects := doubted(patients, cache.signs):
+        yield unit_warning(root, suspects, len(set(patients)), "patients")
     if stacks := [info.path for info, sign in zip(cache.infos, cache.signs, strict=True) if sign.is_turned]:
         yield turned(root, sorted(set(stacks)))
     files = files_as_patients(cache.infos, patients)
     if len(files) > 1:
         yield (
-            f"{root}: each of {len(files)} files with one slice counts as a patient ({few(files)}): if several are of "
-            "one patient, make a folder for each patient, or scores will be too good and intervals too narrow"
+            f"{root}: each of {len(files)} files with one slice counts as a patient ({shortlist(files)}): if several "
+            "are of one patient, make a folder for each patient, or scores will be too good and intervals too narrow"
         )
 
 

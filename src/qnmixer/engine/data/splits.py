@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qnmixer.engine.config.data import FolderData
-from qnmixer.engine.data.slices import SliceInfo, few
+from qnmixer.engine.data.slices import SliceInfo, shortlist
 from qnmixer.engine.data.traces import WORDS_OF_LOOK, alike
 from qnmixer.errors import DataError, suggest
 from qnmixer.files import digest_of_bytes
@@ -51,12 +51,12 @@ class RunSplit:
     """The split of a run: drawn at its start, later read from the checkpoint.
 
     Args:
-        before: of the checkpoint that the run resumes from or that is evaluated; None for a new run.
+        saved_record: of the checkpoint that the run resumes from or that is evaluated; None for a new run.
         base: slices that its initial weights were trained on, as `seen_by` returns them.
     """
 
-    def __init__(self, before: SplitRecord | None = None, base: dict[str, Tensor] | None = None) -> None:
-        self._before, self._base = before, base
+    def __init__(self, saved_record: SplitRecord | None = None, base: dict[str, Tensor] | None = None) -> None:
+        self._saved_record, self._base = saved_record, base
         self._found: dict[str, dict[str, list[int]]] = {part: {key: [] for key in _KEYS} for part in PARTS}
         self._traces: dict[str, list[Traces]] = {part: [] for part in PARTS}
         self._sections: dict[str, list[str]] = {part: [] for part in PARTS}  # of each slice
@@ -64,12 +64,12 @@ class RunSplit:
     @property
     def record(self) -> SplitRecord:
         """The record for a checkpoint."""
-        if self._before is not None:
-            return self._before
+        if self._saved_record is not None:
+            return self._saved_record
         base = {} if self._base is None else {"base": self._base}
         return base | {
-            part: {key: _int64(its[key]) for key in _KEYS} | _columns(self._traces[part])
-            for part, its in self._found.items()
+            part: {key: _int64(columns[key]) for key in _KEYS} | _columns(self._traces[part])
+            for part, columns in self._found.items()
         }
 
     def settle(
@@ -77,7 +77,7 @@ class RunSplit:
         section: str,
         patients: Sequence[str],
         digests: Sequence[int],
-        its: FolderData,
+        config: FolderData,
         traces: Sequence[Traces] = (),
     ) -> tuple[Split, list[str]]:
         """Indices of the slices of each part, and the patients in no part, because the record does not know them.
@@ -86,61 +86,63 @@ class RunSplit:
             section: of the config. It separates the sources of a mix, which may have patients of the same name.
             patients: the patient of each slice.
             digests: digest of the pixels of each slice.
-            its: the source.
+            config: of the source.
             traces: of each slice; empty if they are not known.
         """
         names = {patient: digest_of_bytes(f"{section}\0{patient}".encode(errors="replace")) for patient in patients}
-        if self._before is None:
-            part_of, new = draw_split(patients, its), set[str]()
+        if self._saved_record is None:
+            part_of, new_patients = draw_split(patients, config), set[str]()
         else:
-            part_of = _part_by_record(self._before, patients, names, digests)
-            new = names.keys() - part_of.keys()
-        split: Split = {part: [i for i, it in enumerate(patients) if part_of.get(it) == part] for part in PARTS}
+            part_of = _part_by_record(self._saved_record, patients, names, digests)
+            new_patients = names.keys() - part_of.keys()
+        split: Split = {
+            part: [i for i, patient in enumerate(patients) if part_of.get(patient) == part] for part in PARTS
+        }
         for part, indices in split.items():
             self._found[part]["patients"] += dict.fromkeys(names[patients[i]] for i in indices)
             self._found[part]["slices"] += [digests[i] for i in indices]
             self._traces[part] += [traces[i] for i in indices if traces]
             self._sections[part] += [section] * len(indices)
-        return split, sorted(new)
+        return split, sorted(new_patients)
 
     def trained(self, part: str, record: SplitRecord, section: str | None = None) -> Overlap:
         """The slices of a split that a run was trained on, whatever the names and sizes of their files are.
 
         section: of the only source that counts; None: all count.
         """
-        chosen = [i for i, its in enumerate(self._sections[part]) if section in (None, its)]
+        indices = [i for i, name in enumerate(self._sections[part]) if section in (None, name)]
         seen, slices = seen_by(record), self._found[part]["slices"]
-        same = torch.isin(_int64([slices[i] for i in chosen]), seen["slices"])
+        same_slices = torch.isin(_int64([slices[i] for i in indices]), seen["slices"])
         if not self._traces[part]:
-            return Overlap(int(same.sum()))
-        traces = [self._traces[part][i] for i in chosen]
+            return Overlap(int(same_slices.sum()))
+        traces = [self._traces[part][i] for i in indices]
         columns, people = _columns(traces), {*seen["people"].tolist()}
-        same |= torch.isin(columns["originals"], seen["originals"])
-        likely = alike(columns["looks"], seen["looks"])
-        likely |= torch.tensor([not people.isdisjoint(it.people) for it in traces], dtype=torch.bool)
-        return Overlap(int(same.sum()), int((likely & ~same).sum()))
+        same_slices |= torch.isin(columns["originals"], seen["originals"])
+        likely_slices = alike(columns["looks"], seen["looks"])
+        likely_slices |= torch.tensor([not people.isdisjoint(trace.people) for trace in traces], dtype=torch.bool)
+        return Overlap(int(same_slices.sum()), int((likely_slices & ~same_slices).sum()))
 
 
 def _columns(traces: Sequence[Traces]) -> dict[str, Tensor]:
     """Traces as a record has them."""
     return {
-        "originals": _int64([it.original for it in traces]),
-        "looks": _int64([number for it in traces for number in it.look]),
-        "people": _int64([*dict.fromkeys(number for it in traces for number in it.people)]),
+        "originals": _int64([trace.original for trace in traces]),
+        "looks": _int64([number for trace in traces for number in trace.look]),
+        "people": _int64([*dict.fromkeys(number for trace in traces for number in trace.people)]),
     }
 
 
 def traces_of(
-    infos: Sequence[SliceInfo], originals: Sequence[int], looks: Sequence[list[int]], its: FolderData
+    infos: Sequence[SliceInfo], originals: Sequence[int], looks: Sequence[list[int]], config: FolderData
 ) -> list[Traces]:
     """The traces of the slices of a folder. Ids are the UIDs, and the patient's tag unless folders are the patients."""
-    found = []
-    for info, one, appearance in zip(infos, originals, looks, strict=True):
+    traces = []
+    for info, digest, appearance in zip(infos, originals, looks, strict=True):
         ids = [f"uid\0{uid}" for uid in info.uids.split()]
-        if info.patient and its.patient_from == "tag":
+        if info.patient and config.patient_from == "tag":
             ids.append(f"patient\0{info.patient}")
-        found.append(Traces(one, appearance, [digest_of_bytes(it.encode(errors="replace")) for it in ids]))
-    return found
+        traces.append(Traces(digest, appearance, [digest_of_bytes(text.encode(errors="replace")) for text in ids]))
+    return traces
 
 
 def _part_by_record(
@@ -156,25 +158,30 @@ def _part_by_record(
     for part in PARTS:
         for number in record[part]["slices"].tolist():
             by_digest.setdefault(number, set()).add(part)
-    found: dict[str, set[str]] = {}
+    candidates: dict[str, set[str]] = {}
     for patient, number in zip(patients, digests, strict=True):
-        own, parts = by_name.get(names[patient]), by_digest.get(number, set())
+        named_part, parts = by_name.get(names[patient]), by_digest.get(number, set())
         # Slices that are alike, as empty ones are, may be in several parts.
-        found.setdefault(patient, set()).update({own} if own is not None and (own in parts or not parts) else parts)
-    return {patient: min(parts, key=PARTS.index) for patient, parts in found.items() if parts}
+        candidates.setdefault(patient, set()).update(
+            {named_part} if named_part is not None and (named_part in parts or not parts) else parts
+        )
+    return {patient: min(parts, key=PARTS.index) for patient, parts in candidates.items() if parts}
 
 
-def is_split_record(found: Any) -> TypeGuard[SplitRecord]:
+def is_split_record(record: Any) -> TypeGuard[SplitRecord]:
     """Whether an object from a file is a record of this program."""
-    if not (isinstance(found, dict) and {*PARTS} <= {*found} <= {*PARTS, "base"}):
+    if not (isinstance(record, dict) and {*PARTS} <= {*record} <= {*PARTS, "base"}):
         return False
-    for part, its in found.items():
+    for part, columns in record.items():
         least = {*_KEYS} if part in PARTS else {"slices"}
-        if not (isinstance(its, dict) and {*its} in (least, least | {*_TRACES})):
+        if not (isinstance(columns, dict) and {*columns} in (least, least | {*_TRACES})):
             return False
-        if not all(isinstance(it, Tensor) and it.dtype == torch.int64 and it.ndim == 1 for it in its.values()):
+        if not all(
+            isinstance(column, Tensor) and column.dtype == torch.int64 and column.ndim == 1
+            for column in columns.values()
+        ):
             return False
-        if len(its.get("looks", ())) != WORDS_OF_LOOK * len(its.get("originals", ())):
+        if len(columns.get("looks", ())) != WORDS_OF_LOOK * len(columns.get("originals", ())):
             return False
     return True
 
@@ -182,7 +189,7 @@ def is_split_record(found: Any) -> TypeGuard[SplitRecord]:
 def seen_by(record: SplitRecord) -> dict[str, Tensor]:
     """The slices that the weights were trained on, in this run or in the run that `finetune` names."""
     parts = [record[part] for part in ("train", "base") if part in record]
-    return {key: torch.cat([its.get(key, _int64([])) for its in parts]) for key in ("slices", *_TRACES)}
+    return {key: torch.cat([columns.get(key, _int64([])) for columns in parts]) for key in ("slices", *_TRACES)}
 
 
 def patients_of(infos: Sequence[SliceInfo], config: FolderData) -> list[str]:
@@ -238,35 +245,37 @@ def _random(patients: Sequence[str], config: FolderData) -> dict[str, str]:
             f"test by patient: add patients, {by_tag}or take data.split=all to evaluate only"
         )
     largest = max(names, key=lambda name: counts[name])
-    others = [name for name in names if name != largest]
-    drawn = [others[i] for i in np.random.default_rng([config.seed, 0x5B117]).permutation(len(others))]
+    # The second number gives the split a stream of its own, apart from other draws with this seed.
+    candidates = [name for name in names if name != largest]
+    permutation = [candidates[i] for i in np.random.default_rng([config.seed, 0x5B117]).permutation(len(candidates))]
     n_val = max(1, round(config.val_fraction * len(names)))
-    n_test = max(1, min(round(config.test_fraction * len(names)), len(drawn) - n_val))
-    n_val = min(n_val, len(drawn) - n_test)
-    part_of = dict.fromkeys(names, "train") | dict.fromkeys(drawn[:n_val], "val")
-    return part_of | dict.fromkeys(drawn[n_val : n_val + n_test], "test")
+    n_test = max(1, min(round(config.test_fraction * len(names)), len(permutation) - n_val))
+    n_val = min(n_val, len(permutation) - n_test)
+    part_of = dict.fromkeys(names, "train") | dict.fromkeys(permutation[:n_val], "val")
+    return part_of | dict.fromkeys(permutation[n_val : n_val + n_test], "test")
 
 
 def _explicit(patients: Sequence[str], config: FolderData) -> dict[str, str]:
     """Split patients by the three lists. An empty training list takes all others."""
-    known = sorted(set(patients))
+    patient_names = sorted(set(patients))
     lists = {"train": config.train_patients, "val": config.val_patients, "test": config.test_patients}
     part_of: dict[str, str] = {}
     for part, names in lists.items():
         for name in names:
-            if name not in known:
+            if name not in patient_names:
                 raise DataError(
-                    f"data.{part}_patients={name} is no patient below {config.root}: {suggest(name, known, len(known))}"
+                    f"data.{part}_patients={name} is no patient below {config.root}: "
+                    f"{suggest(name, patient_names, len(patient_names))}"
                 )
             if name in part_of:
                 raise DataError(f"data.{part}_patients={name} is also in data.{part_of[name]}_patients: name it once")
             part_of[name] = part
     if not config.train_patients:
-        part_of = dict.fromkeys(known, "train") | part_of
+        part_of = dict.fromkeys(patient_names, "train") | part_of
     if missing := [part for part in PARTS if part not in part_of.values()]:
         raise DataError(
             f"data.split=explicit finds nothing for {' and '.join(missing)} below {config.root}: fill the lists "
-            f"data.val_patients and data.test_patients; there are {few(known)}"
+            f"data.val_patients and data.test_patients; there are {shortlist(patient_names)}"
         )
     return part_of
 

@@ -28,19 +28,21 @@ def original(hu: FloatArray) -> int:
     """A digest of a slice [H, W] in whole HU, inside its body's frame, in one of its eight orientations."""
     body = hu > NO_AIR
     rows, columns = (np.flatnonzero(body.any(axis)) for axis in (1, 0))
-    framed = hu[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    whole = np.maximum(framed, AIR).round().astype(np.int32)
-    if _is_before(whole.sum(1)[::-1], whole.sum(1)):
-        whole = whole[::-1]
-    if _is_before(whole.sum(0)[::-1], whole.sum(0)):
-        whole = whole[:, ::-1]
-    if _is_before(whole.sum(0), whole.sum(1)):
-        whole = whole.T
-    return digest_of_bytes(np.int64(len(whole)).tobytes() + whole.tobytes())
+    crop = hu[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    image = np.maximum(crop, AIR).round().astype(np.int32)
+    # Flips and turns of a slice must lead to one orientation: that whose sums of rows and columns come first.
+    if _is_before(image.sum(1)[::-1], image.sum(1)):
+        image = image[::-1]
+    if _is_before(image.sum(0)[::-1], image.sum(0)):
+        image = image[:, ::-1]
+    if _is_before(image.sum(0), image.sum(1)):
+        image = image.T
+    # With the number of rows: images of 2 × 6 and 3 × 4 pixels may have the same bytes.
+    return digest_of_bytes(np.int64(len(image)).tobytes() + image.tobytes())
 
 
-def _is_before(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    return bool(one.tolist() < other.tolist())
+def _is_before(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    return bool(a.tolist() < b.tolist())
 
 
 def look(hu: FloatArray) -> list[int]:
@@ -68,11 +70,12 @@ def _weights(places: np.ndarray[Any, Any], centre: float, step: float) -> np.nda
 
 def alike(looks: Tensor, seen: Tensor) -> Tensor:
     """Which of N looks is near to one of M, in any orientation: bool [N] from int64 [N · 8] and [M · 8]."""
-    one, other = _levels(looks), _levels(seen).flatten(1)
-    near = torch.zeros(len(one), dtype=torch.bool)
-    for turns in range(4) if len(other) else ():
-        for turned in (torch.rot90(one, turns, (1, 2)), torch.rot90(one, turns, (1, 2)).transpose(1, 2)):
-            parts = [torch.cdist(part, other).amin(1) for part in turned.flatten(1).split(_ROWS_AT_ONCE)]
+    queries, references = _levels(looks), _levels(seen).flatten(1)
+    near = torch.zeros(len(queries), dtype=torch.bool)
+    for turns in range(4) if len(references) else ():
+        for turned in (torch.rot90(queries, turns, (1, 2)), torch.rot90(queries, turns, (1, 2)).transpose(1, 2)):
+            parts = [torch.cdist(part, references).amin(1) for part in turned.flatten(1).split(_ROWS_AT_ONCE)]
+            # A Euclidean distance over _SIDE² points is _SIDE times the root mean square.
             near |= torch.cat(parts) <= _NEAR * _LEVELS * _SIDE
     return near
 

@@ -19,12 +19,12 @@ from qnmixer.engine.data.slices import (
     SliceInfo,
     UnitSigns,
     clean_hu,
-    doubt,
     doubted,
     reading,
     summarise_skipped,
     turned,
     unit_signs,
+    unit_warning,
 )
 from qnmixer.engine.inference.scan import Scan, warn
 from qnmixer.engine.reconstructor import STREAMS, Reconstructor
@@ -102,7 +102,7 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
     if skipped:
         warn(summary)
     if doubtful_groups := doubted(groups, signs):
-        warn(doubt(str(path), doubtful_groups, len(set(groups)), "files or folders"))
+        warn(unit_warning(str(path), doubtful_groups, len(set(groups)), "files or folders"))
     if stacks:
         warn(turned(str(path if path.is_dir() else path.parent), [*stacks]))
 

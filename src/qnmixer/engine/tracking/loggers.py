@@ -36,7 +36,7 @@ from qnmixer.engine.tracking.records import (
 )
 from qnmixer.engine.tracking.run import name_of_run
 from qnmixer.errors import first_line
-from qnmixer.files import naming, write_text
+from qnmixer.files import path_in_errors, write_text
 
 # The loggers of a run
 
@@ -142,7 +142,7 @@ class MetricsFile(CSVLogger):
         elif not row.keys() <= set(self._columns):
             self._rewrite(read_metrics(self.path), row)
         else:
-            with naming(self.path), self.path.open("a", newline="", encoding="utf-8") as stream:
+            with path_in_errors(self.path), self.path.open("a", newline="", encoding="utf-8") as stream:
                 stream.write(_csv_lines(self._columns, [row]))
 
     def save(self) -> None:

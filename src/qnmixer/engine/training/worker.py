@@ -33,7 +33,7 @@ from qnmixer.engine.processes.process import (
 from qnmixer.engine.tracking.records import read_results
 from qnmixer.engine.tracking.run import Run, resume_hint
 from qnmixer.errors import ConfigError, RankFailed, Stopped
-from qnmixer.files import naming, write_text
+from qnmixer.files import path_in_errors, write_text
 from qnmixer.machine import THREADS, threads_each
 
 _FIT = Kind("a function (config, run)", lambda its: callable(its) and not isinstance(its, type))
@@ -109,7 +109,7 @@ def fit_as_rank(config: Config, run: Run) -> float:
     """Run the function that trains in a rank that torchrun or srun started. After a failure, end the process."""
     end_with_parent()
     try:
-        with naming(run.folder):
+        with path_in_errors(run.folder):
             return _fit(config, run, None)
     except BaseException as error:
         if not is_secondary(error):
@@ -128,7 +128,7 @@ def main(path: Path) -> None:
     lasting_output()
     try:
         config = parse(job["config"])
-        with warnings_in_one_line(), naming(job["folder"]):
+        with warnings_in_one_line(), path_in_errors(job["folder"]):
             _fit(config, Run(Path(job["folder"]), job["overrides"], config.resume), path.parent)
     except BaseException as error:
         leave(error, explain(error, "train"))

@@ -8,7 +8,7 @@ from typing import Any
 from qnmixer.engine.checkpoints import built_from, find_checkpoint, read_checkpoint
 from qnmixer.engine.config.compose import of_hydra
 from qnmixer.engine.config.run import Config, checked
-from qnmixer.engine.data.slices import few
+from qnmixer.engine.data.slices import shortlist
 from qnmixer.engine.data.splits import Overlap
 from qnmixer.engine.evaluation.scores import Conditions, ImageScore, by_patient
 from qnmixer.engine.plugins import check_trusted
@@ -119,7 +119,7 @@ class Comparison:
 def _listed(methods: Sequence[ComparedMethod]) -> str:
     """The jobs of some methods, with the name of their sweep."""
     names = [f"{job.folder.parent.name}/{job.folder.name}" for method in methods for job in method.jobs]
-    return few(names)
+    return shortlist(names)
 
 
 def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collection[str] = ()) -> list[ComparedMethod]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 
 from qnmixer.engine.config.logged import COLUMNS_OF_COMPARISON, IN_WINDOW
-from qnmixer.engine.data.slices import few
+from qnmixer.engine.data.slices import shortlist
 from qnmixer.engine.data.splits import Overlap
 from qnmixer.engine.evaluation.scores import Conditions, used_in_training
 from qnmixer.engine.reports.pictures import draw_slices
@@ -91,7 +91,7 @@ def _methods(comparison: Comparison, methods: list[ComparedMethod], of_test: str
     warnings = [f"\nWarning: {line}." for line in used_in_training(trained)]
     if len(tests := methods[0].tests) > 1:
         jobs = [[job.folder.name for method in methods for job in method.jobs if job.test == test] for test in tests]
-        listing = "; ".join(sorted(few(names) for names in jobs))
+        listing = "; ".join(sorted(shortlist(names) for names in jobs))
         warnings.append(
             f"\nWarning: the test slices of jobs {listing} differ, as they follow data.seed, so ± has both. With "
             "data.seed=1 in the sweep all are tested on the same."
