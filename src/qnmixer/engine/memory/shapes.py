@@ -83,7 +83,7 @@ class _Shapes(TorchDispatchMode):
     """
 
     active: ClassVar["_Shapes | None"] = None
-    _known: ClassVar[dict[Any, tuple[list[Any], TreeSpec]]] = {}
+    _cache: ClassVar[dict[Any, tuple[list[Any], TreeSpec]]] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,13 +95,13 @@ class _Shapes(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         tensors: list[Tensor] = []
         key = func, _key(args, tensors), _key(kwargs.items(), tensors) if kwargs else None
-        known = self._known.get(key)
-        if known is None:
+        cached = self._cache.get(key)
+        if cached is None:
             if torch.Tag.inplace_view in func.tags:  # it changes the shape of its argument
                 with no_dispatch():
                     return func(*args, **(kwargs or {}))
-            known = self._known[key] = _outputs(func, args, kwargs or {}, tensors)
-        leaves, structure = known
+            cached = self._cache[key] = _outputs(func, args, kwargs or {}, tensors)
+        leaves, structure = cached
         made = [self._made(leaf, tensors) if isinstance(leaf, _Output) else leaf for leaf in leaves]
         return made[0] if structure.is_leaf() else tree_unflatten(made, structure)
 
@@ -145,7 +145,7 @@ def _outputs(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[
     if func is torch.ops.aten._local_scalar_dense.default:
         return tree_flatten(1.0)  # Optimizers ask for values. Any will do, because no shape depends on it.
     mode = FakeTensorMode()
-    mode.cache_enabled = False  # `_known` is the cache
+    mode.cache_enabled = False  # `_Shapes._cache` is the cache
     fakes = [_fake(tensor, mode) if isinstance(tensor, _Shape) else mode.from_tensor(tensor) for tensor in tensors]
     with mode:
         following = iter(fakes)
@@ -179,8 +179,8 @@ def _outputs(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[
 
 def _fake(shape: _Shape, mode: FakeTensorMode) -> Tensor:
     """torch's fake tensor of the same shape, in a memory of the same size."""
-    whole = torch.empty(shape.memory.nbytes() // shape.itemsize, dtype=shape.dtype, device="meta")
-    view = whole.as_strided(shape.shape, shape.stride(), shape.storage_offset())
+    memory = torch.empty(shape.memory.nbytes() // shape.itemsize, dtype=shape.dtype, device="meta")
+    view = memory.as_strided(shape.shape, shape.stride(), shape.storage_offset())
     fake = FakeTensor(mode, view, shape.device)
     torch._C._set_conj(fake, shape.is_conj())
     torch._C._set_neg(fake, shape.is_neg())
