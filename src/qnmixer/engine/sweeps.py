@@ -152,13 +152,17 @@ def place_jobs(folder: Path, jobs: list[list[str]]) -> list[Path]:
     repeats failed jobs, and then draws other jobs than before, takes no folder of another job.
     """
     described = read_sweep(folder)
-    ran = {path.parent.name: read_results(path.parent).get("overrides", []) for path in folder.glob("*/results.json")}
+    overrides_by_name = {
+        path.parent.name: read_results(path.parent).get("overrides", []) for path in folder.glob("*/results.json")
+    }
     placed, places = dict(described["jobs"] or {}), []
     for overrides in jobs:
         # Each folder once: a sweep may have the same job twice. In any order: a resumed run puts finetune= first.
-        free_names = sorted((name for name in ran if name not in placed), key=lambda name: (len(name), name))
-        equal_names = [name for name in free_names if sorted(ran[name]) == sorted(overrides)]
-        taken = ran.keys() | placed.keys()
+        free_names = sorted(
+            (name for name in overrides_by_name if name not in placed), key=lambda name: (len(name), name)
+        )
+        equal_names = [name for name in free_names if sorted(overrides_by_name[name]) == sorted(overrides)]
+        taken = overrides_by_name.keys() | placed.keys()
         name = equal_names[0] if equal_names else next(str(n) for n in range(len(taken) + 1) if str(n) not in taken)
         placed[name] = overrides
         places.append(folder / name)
@@ -332,7 +336,7 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _JobProcess:
         environment.setdefault(THREADS, str(n_threads))
     # A new process tree for each job. Hydra's own launcher is silently wrong with ddp: child ranks run the whole sweep
     # again, and a change of trainer.devices trains on a part of the data or hangs.
-    me, path = os.getpid(), job.folder / _OUTPUT
+    launcher_pid, path = os.getpid(), job.folder / _OUTPUT
     _say(f"{job.name} → {path}")
     with path.open("ab") as output:
         shown = path.open("rb")
@@ -343,7 +347,7 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _JobProcess:
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,  # Ctrl-C reaches this process only, which then stops its jobs
-            preexec_fn=lambda: die_with_parent(me),
+            preexec_fn=lambda: die_with_parent(launcher_pid),
         )
     return _JobProcess(job, process, gpus, shown)
 
@@ -352,8 +356,8 @@ def _conclude(job: Job, code: int) -> None:
     """Print how a job ended, and write it to results.json if the job itself could not."""
     results = read_results(job.folder)
     if results.get("status") not in ("done", "failed", "interrupted") or (code and results.get("status") == "done"):
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        amend(job.folder, job.overrides, status="failed", error=f"the job {how}: see {_OUTPUT}")
+        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        amend(job.folder, job.overrides, status="failed", error=f"the job {ending}: see {_OUTPUT}")
     _say(f"{job.name}: {outcome(read_results(job.folder))}")
 
 

@@ -207,16 +207,16 @@ def n_microbatches(config: Config) -> int:
 def in_flight(config: Config, device: int) -> int:
     """The most micro-batches that a device has between their forward and their backward pass."""
     assert isinstance(config.strategy, PipelineConfig)
-    from_here_on = devices_per_replica(config) - device
-    return 1 if config.strategy.schedule == "sequential" else min(n_microbatches(config), from_here_on)
+    n_remaining = devices_per_replica(config) - device
+    return 1 if config.strategy.schedule == "sequential" else min(n_microbatches(config), n_remaining)
 
 
 def idle(config: Config) -> float:
     """Share of device time that a pipeline waits (the bubble), if all stages take the same time."""
     assert isinstance(config.strategy, PipelineConfig)
-    together = 1 if config.strategy.schedule == "sequential" else n_microbatches(config)
-    waiting = devices_per_replica(config) - 1
-    return waiting / (together + waiting)
+    n_together = 1 if config.strategy.schedule == "sequential" else n_microbatches(config)
+    n_waiting = devices_per_replica(config) - 1
+    return n_waiting / (n_together + n_waiting)
 
 
 def _plan_pipeline(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple[DevicePlan, ...]:

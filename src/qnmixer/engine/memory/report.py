@@ -161,6 +161,7 @@ def _print_tables(console: Console, config: Config, devices: list[str], planner:
 
 def largest_batch(peaks: dict[int, float], limit: float) -> str:
     """The batch size at which the line through two known peaks reaches the limit."""
+    # A line, because weights take the same at any batch, and every slice has a graph of its own.
     (small_batch, small_peak), (large_batch, large_peak) = sorted(peaks.items())
     batch = math.floor(small_batch + (limit - small_peak) * (large_batch - small_batch) / (large_peak - small_peak))
     return f"{batch:,}" if batch >= 1 else "none"

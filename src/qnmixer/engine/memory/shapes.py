@@ -102,26 +102,26 @@ class _Shapes(TorchDispatchMode):
                     return func(*args, **(kwargs or {}))
             cached = self._cache[key] = _outputs(func, args, kwargs or {}, tensors)
         leaves, structure = cached
-        made = [self._made(leaf, tensors) if isinstance(leaf, _Output) else leaf for leaf in leaves]
-        return made[0] if structure.is_leaf() else tree_unflatten(made, structure)
+        outputs = [self._made(leaf, tensors) if isinstance(leaf, _Output) else leaf for leaf in leaves]
+        return outputs[0] if structure.is_leaf() else tree_unflatten(outputs, structure)
 
     def _made(self, output: _Output, tensors: list[Tensor]) -> Tensor:
         """The tensor that an operator gives for these tensors. It is added to them."""
         if output.argument is not None:
-            made = tensors[output.argument]
+            tensor = tensors[output.argument]
         else:
-            made = Tensor._make_wrapper_subclass(
+            tensor = Tensor._make_wrapper_subclass(
                 _Shape, output.shape, output.strides, output.offset, dtype=output.dtype, device=output.device
             )
-            made.memory = _Bytes(output.n_bytes) if output.source is None else storage_of(tensors[output.source])
+            tensor.memory = _Bytes(output.n_bytes) if output.source is None else storage_of(tensors[output.source])
             if output.conjugate:
-                torch._C._set_conj(made, True)
+                torch._C._set_conj(tensor, True)
             if output.negative:
-                torch._C._set_neg(made, True)
-        tensors.append(made)
+                torch._C._set_neg(tensor, True)
+        tensors.append(tensor)
         if self.observer is not None:
-            self.observer(made)
-        return made
+            self.observer(tensor)
+        return tensor
 
 
 def _key(values: Iterable[Any], tensors: list[Tensor]) -> Any:
@@ -148,8 +148,8 @@ def _outputs(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[
     mode.cache_enabled = False  # `_Shapes._cache` is the cache
     fakes = [_fake(tensor, mode) if isinstance(tensor, _Shape) else mode.from_tensor(tensor) for tensor in tensors]
     with mode:
-        following = iter(fakes)
-        args, kwargs = tree_map_only(Tensor, lambda _: next(following), (args, kwargs))
+        fakes_in_order = iter(fakes)
+        args, kwargs = tree_map_only(Tensor, lambda _: next(fakes_in_order), (args, kwargs))
         leaves, structure = tree_flatten(func(*args, **kwargs))
     sources = {fake.untyped_storage()._cdata: k for k, fake in enumerate(fakes) if fake.layout is torch.strided}
     outputs = []

@@ -115,6 +115,7 @@ class BufferMeans(Callback):
             torch.where(change, _numbers(place.tensor), 0.0)
             for place, change in zip(self._start_tensors, changed, strict=True)
         ]
+        # One message: many small ones would cost more than their bytes. float64 has every counter below 2**53 exactly.
         message = torch.cat([torch.stack(changed).double(), *values])
         dist.all_reduce(message)
         counts, *sums = message.split([len(changed), *map(len, values)])
@@ -126,6 +127,7 @@ class BufferMeans(Callback):
         start_numbers = _numbers(start_tensor)
         if not (start_tensor.is_floating_point() or start_tensor.is_complex()):
             return start_numbers + ((total - count * start_numbers) / self.n_replicas).round()
+        # A replica that has left the value unchanged counts with the value at the start.
         n = count.clamp_min(self.n_replicas)
         return torch.where(count < n, total / n + (1 - count / n) * start_numbers, total / n)
 

@@ -166,11 +166,11 @@ class Packing:
     def unpack(self, packed: Tensor) -> Any:
         """Unpack the state. Constants become tensors that need no gradient again."""
         pieces = packed.split([part.shape.numel() for part in self.parts], dim=1)
-        made = []
+        tensors = []
         for piece, part in zip(pieces, self.parts, strict=True):
             tensor = piece.view(-1, *part.shape).to(part.dtype)
-            made.append(tensor if part.requires_grad else tensor.detach())
-        return tree_unflatten([made[place] if place >= 0 else None for place in self.places], self.spec)
+            tensors.append(tensor if part.requires_grad else tensor.detach())
+        return tree_unflatten([tensors[place] if place >= 0 else None for place in self.places], self.spec)
 
 
 class _Part(NamedTuple):

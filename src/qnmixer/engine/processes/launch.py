@@ -85,11 +85,11 @@ class _AskToStop:
         self.first_signal: int | None = None  # the signal that made us ask the ranks
 
     def __call__(self, number: int, _: FrameType | None) -> None:
-        again, self.first_signal = self.first_signal is not None, self.first_signal or number
+        is_second, self.first_signal = self.first_signal is not None, self.first_signal or number
         # A terminal sends Ctrl-C to every process of its group, and a parent may send it once more.
-        if self.echo.repeats(number) or (again and number in _WARNINGS):
+        if self.echo.repeats(number) or (is_second and number in _WARNINGS):
             return
-        if again or not self.ask():
+        if is_second or not self.ask():
             raise SignalException("stopped by a signal", signal.SIGTERM)
 
 

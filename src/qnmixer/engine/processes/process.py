@@ -185,8 +185,8 @@ def stop_signals() -> Iterator[None]:
             return
         if echo.repeats(number):  # Ctrl-C comes twice: from the terminal, and from the launcher
             return
-        again, _received = _received is not None, _received or number
-        if not _defers_stop or (again and not is_rank()):
+        is_second, _received = _received is not None, _received or number
+        if not _defers_stop or (is_second and not is_rank()):
             raise Stopped(_received)
 
     _received = None

@@ -231,8 +231,8 @@ def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: 
     place, id_file = os.environ.get("WANDB_DIR") or folder, folder / RUN_ID
     if not resumes:
         # `wandb agent` chooses the id of each run that it starts.
-        of_agent = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
-        write_text(id_file, of_agent or uuid.uuid4().hex[:8])
+        agent_id = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+        write_text(id_file, agent_id or uuid.uuid4().hex[:8])
     if not re.fullmatch(r"[\w.-]{1,128}", run_id := read_text(id_file)):
         raise damaged(id_file, "it is no id of a W&B run", f"remove {id_file.parent}, and W&B starts a new run")
     quiet = wandb.Settings(silent=True)  # silent also stops wandb from asking for a key: nobody may sit at the terminal

@@ -165,8 +165,9 @@ class Run:
 
         modules: the user's own that the run imports.
         """
-        fresh = {"status": "running", "git_commit": git_commit(), "versions": versions()} | signed_modules(modules)
-        self.record = fresh | signed(self.overrides) | {"started": timestamp()} | self._earlier_record | fresh
+        entries = {"status": "running", "git_commit": git_commit(), "versions": versions()} | signed_modules(modules)
+        # Twice: the first time for the order of the file, the second time because they replace the earlier ones.
+        self.record = entries | signed(self.overrides) | {"started": timestamp()} | self._earlier_record | entries
         self.record.pop("error", None)  # of the part before the resume
         start = time.monotonic()
         if not self._earlier_record:
@@ -182,8 +183,8 @@ class Run:
             raise
         finally:
             self.record["seconds"] = round(self.record.get("seconds", 0.0) + time.monotonic() - start, 1)
-            if self.record["status"] != "done" and (since := read_results(self.folder)).get("status") == "failed":
-                self.record |= {key: since[key] for key in ("status", "error") if key in since}  # of another rank
+            if self.record["status"] != "done" and (failure := read_results(self.folder)).get("status") == "failed":
+                self.record |= {key: failure[key] for key in ("status", "error") if key in failure}  # of another rank
             if not self._earlier_record or self.record.get("resumed") != self._earlier_record.get("resumed"):
                 self._write()
 
@@ -321,11 +322,11 @@ def _has_begun(run: Path, overrides: list[str]) -> bool:
     keys = recorded_values | command_values
     key = next((key for key in keys if recorded_values.get(key) != command_values.get(key)), None)
     if is_done or key is not None:
-        how = "that is done"
+        state = "that is done"
         if key is not None:
-            how = f"with {recorded_values.get(key, f'no {key}')}, not {command_values.get(key, 'without')}"
+            state = f"with {recorded_values.get(key, f'no {key}')}, not {command_values.get(key, 'without')}"
         resume = shlex.quote(f"resume={quoted(run)}")
-        raise ConfigError(f"{run} has a run {how}: resume it with {resume}, or give another hydra.run.dir=FOLDER")
+        raise ConfigError(f"{run} has a run {state}: resume it with {resume}, or give another hydra.run.dir=FOLDER")
     return True
 
 

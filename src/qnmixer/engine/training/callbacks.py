@@ -363,9 +363,9 @@ class MeanWeights(Callback):
         self._swapped = not self._swapped
         for name, parameter in pl_module.named_parameters():
             if name in self.mean:
-                copy = parameter.detach().clone()
+                weights = parameter.detach().clone()
                 parameter.copy_(self.mean[name])
-                self.mean[name].copy_(copy)
+                self.mean[name].copy_(weights)
 
 
 _MOST_ITERATES = 15  # iterates in a picture

@@ -239,8 +239,8 @@ def _profiler(config: Config, folder: Path) -> Profiler | None:
     if not isinstance(debug, ProfileConfig):
         return None
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to the terminal
-    recorded = schedule(skip_first=debug.warm_up - 1, wait=0, warmup=1, active=debug.steps, repeat=1)
-    return PyTorchProfiler(folder, "operators", schedule=recorded, record_shapes=True, acc_events=True)
+    steps_to_record = schedule(skip_first=debug.warm_up - 1, wait=0, warmup=1, active=debug.steps, repeat=1)
+    return PyTorchProfiler(folder, "operators", schedule=steps_to_record, record_shapes=True, acc_events=True)
 
 
 # Training
