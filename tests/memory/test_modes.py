@@ -132,7 +132,7 @@ def test_what_stays_on_the_device_is_freed_with_its_image(projector: FanBeamProj
     apply_memory_mode(network, MODES["offload"])
     with PeakTracker() as tracker:
         network(projector(torch.rand(1, 1, 32, 32)))
-        assert tracker.now["activations"] < 2**17
+        assert tracker.current["activations"] < 2**17
 
 
 def peak_of_a_step(projector: FanBeamProjector, *overrides: str) -> float:

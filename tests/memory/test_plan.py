@@ -65,7 +65,7 @@ def test_the_tracker_counts_what_tensors_take() -> None:
             view = x[1:].view(-1)
             del x, view
             torch.ones(3 * MIB // 4)
-            end = dict(tracker.now)
+            end = dict(tracker.current)
     mib = {kind: n / MIB for kind, n in tracker.peak.items()}
     assert mib == {"parameters": 1, "gradients": 1, "optimizer": 1, "operator": 2, "activations": 4}
     assert tracker.peak_bytes == 9 * MIB

@@ -67,9 +67,9 @@ def test_memory_is_free_with_the_last_of_its_views() -> None:
         x = torch.ones(256)
         view = x[1:]
         del x
-        assert tracker.now["activations"] == 1024
+        assert tracker.current["activations"] == 1024
         del view
-        assert tracker.now["activations"] == 0
+        assert tracker.current["activations"] == 0
 
 
 def test_gradients_of_a_layer_with_state() -> None:
@@ -95,10 +95,10 @@ def test_torch_is_asked_once_for_each_operator(monkeypatch: pytest.MonkeyPatch) 
 
     Those of H are new in each iteration, because it has a pair more.
     """
-    monkeypatch.setattr(_Shapes, "_known", {})
+    monkeypatch.setattr(_Shapes, "_cache", {})
     planner = Planner(config := parse(compose("train", [*SMALL, "model.n_iterations=4"])))
     planner.estimate(config)
-    known = len(_Shapes._known)
+    known = len(_Shapes._cache)
     planner.estimate(override(config, "model.n_iterations=6"))
     planner.estimate(override(config, "memory=recompute"))
-    assert known < len(_Shapes._known) < 1.3 * known
+    assert known < len(_Shapes._cache) < 1.3 * known

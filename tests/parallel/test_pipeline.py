@@ -46,13 +46,13 @@ def test_a_state_comes_out_of_its_packing_as_it_went_in(overrides: tuple[str, ..
     module = module_of(*overrides)
     y = torch.rand(3, 1, 8, 24)
     state: Any = module.network.run(range(4), y, module.network.start(y))
-    packing = Packing.of(state)
+    packing = Packing.from_state(state)
     packed = packing.pack(state)
     assert packed.shape == (3, packing.width)
     back = packing.unpack(packed)
     assert isinstance(back, QNState)
     assert isinstance(module.network, QNMixer)
-    assert Packing.of(back) == packing
+    assert Packing.from_state(back) == packing
     assert torch.equal(packing.pack(back), packed)
     large, small = {"identity": (1, 1), "bfgs": (2 * 3 + 2, 2 * 3 + 1)}[module.network.hessian]
     assert packing.width == (1 + large) * 256 + small  # x; of each pair s, z, ρ and cosine; s, its scale, and r

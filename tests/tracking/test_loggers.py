@@ -12,9 +12,9 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import Config, parse, parse_file
 from qnmixer.engine.tracking import loggers as room
 from qnmixer.engine.tracking.loggers import (
-    DONE,
-    FAILED,
-    INTERRUPTED,
+    FAILURE,
+    INTERRUPTION,
+    SUCCESS,
     MetricsFile,
     build_loggers,
     close_loggers,
@@ -34,7 +34,7 @@ def config_of(*overrides: str) -> Config:
 OFFLINE = config_of()
 
 
-def run_in(folder: Path, *steps: int, config: Config = OFFLINE, exit_code: int = DONE, **options: Any) -> None:
+def run_in(folder: Path, *steps: int, config: Config = OFFLINE, exit_code: int = SUCCESS, **options: Any) -> None:
     """A run, or a part of one, that logs its folder's name and does nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     for_each = build_loggers(config, folder, options.pop("overrides", []), **options)
@@ -55,7 +55,7 @@ def test_without_wandb_and_on_other_ranks_there_is_metrics_csv(
     config = config_of(*overrides)
     (logger,) = build_loggers(config, tmp_path, [])
     assert isinstance(logger, MetricsFile)
-    close_loggers(DONE)
+    close_loggers(SUCCESS)
     assert not list(tmp_path.iterdir())
     assert wandb.run is None
 
@@ -68,7 +68,7 @@ def test_jobs_of_a_sweep_are_runs_of_one_group(
     sweep.mkdir()
     said = {"overrides": [], "varying": ["optimizer.lr"], "jobs": None}
     (sweep / SWEEP).write_text(json.dumps(said))
-    codes = (DONE, FAILED, INTERRUPTED)
+    codes = (SUCCESS, FAILURE, INTERRUPTION)
     for k, code in enumerate(codes):
         overrides = ["seed=1", f"optimizer.lr={k + 1}"]
         run_in(sweep / str(k), 1, 2, config=config_of(*overrides), overrides=overrides, exit_code=code)
@@ -101,7 +101,7 @@ def test_the_users_environment_is_under_the_command_line(
     mine = {"DIR": str(places[1]), "PROJECT": "mine", "NAME": "by hand", "TAGS": "paper, noise", "ENTITY": ""}
     for name, value in mine.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    run_in(places[0] / "a", 1, config=config_of(), exit_code=INTERRUPTED)
+    run_in(places[0] / "a", 1, config=config_of(), exit_code=INTERRUPTION)
     given = ["logger.wandb.project=theirs", "logger.wandb.run_name=typed", "tags=[b]", "+logger.wandb.notes=why"]
     run_in(places[0] / "b", 1, config=config_of(*given))
     assert not [*places[0].rglob("*.wandb")]
@@ -119,8 +119,8 @@ def test_the_users_environment_is_under_the_command_line(
 def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Path, offline_runs: OfflineRuns) -> None:
     """Step 4 was done after the checkpoint, and is done again. Another part ends at step 3, with its test."""
     folder = tmp_path / "a"
-    run_in(folder, 1, 2, 3, 4, config=config_of("logger=csv"), exit_code=INTERRUPTED)
-    run_in(folder, 3, 4, resumed_at=2, exit_code=INTERRUPTED)  # W&B begins here
+    run_in(folder, 1, 2, 3, 4, config=config_of("logger=csv"), exit_code=INTERRUPTION)
+    run_in(folder, 3, 4, resumed_at=2, exit_code=INTERRUPTION)  # W&B begins here
     time.sleep(1)  # wandb names folders by the second
     run_in(folder, 4, 5, resumed_at=3)
     time.sleep(1)
@@ -128,7 +128,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Pa
     for logger in loggers:
         logger.log_metrics({"of/a": 3}, 3)
         logger.log_metrics({"test/psnr": 31.0}, 3)
-    close_loggers(DONE)
+    close_loggers(SUCCESS)
     assert [row["step"] for row in read_metrics(folder / "metrics.csv")] == ["1", "2", "3", "3"]
     time.sleep(1)
     run_in(folder, 1)  # a new run in an old folder
@@ -140,9 +140,9 @@ def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Pa
 
 def test_what_a_second_kill_repeats_is_not_logged_again(tmp_path: Path, offline_runs: OfflineRuns) -> None:
     """metrics.csv has no step above 3 after the second part: W&B has those of the first one."""
-    run_in(tmp_path / "a", 1, 2, 3, 4, 5, 6, exit_code=INTERRUPTED)
+    run_in(tmp_path / "a", 1, 2, 3, 4, 5, 6, exit_code=INTERRUPTION)
     time.sleep(1)  # wandb names folders by the second
-    run_in(tmp_path / "a", 3, resumed_at=2, exit_code=INTERRUPTED)
+    run_in(tmp_path / "a", 3, resumed_at=2, exit_code=INTERRUPTION)
     time.sleep(1)
     run_in(tmp_path / "a", 3, 4, 5, 6, 7, resumed_at=2)
     steps = [row["_step"] for run in offline_runs(tmp_path) for row in run.history]
@@ -169,7 +169,7 @@ def test_an_unreachable_server_makes_the_run_an_offline_one(
         run_in(tmp_path, 1, config=config_of("logger.wandb.mode=online"))
     assert time.monotonic() - start < 8
     (run,) = offline_runs(tmp_path)
-    assert (run.exit_code, [row["_step"] for row in run.history]) == (DONE, [1])
+    assert (run.exit_code, [row["_step"] for row in run.history]) == (SUCCESS, [1])
 
 
 def test_a_missing_key_is_an_error_in_one_line(

@@ -18,7 +18,7 @@ SWEEP = {"overrides": [], "varying": [], "jobs": None}
 
 
 def rows(folder: Path) -> object:
-    return MetricsFile(folder, resumed_at=9).kept
+    return MetricsFile(folder, resumed_at=9).kept_rows
 
 
 @pytest.mark.parametrize(

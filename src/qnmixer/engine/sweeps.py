@@ -66,8 +66,8 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
     """
     varying = _varying_keys(overrides, config)
     _check_sweep(overrides, config)
-    given = any(override.startswith(f"{_FOLDER_KEY}=") for override in overrides)
-    folder = Path(config.hydra.sweep.dir) if given else RUNS / "sweeps" / _name_of_sweep(overrides, varying)
+    has_folder = any(override.startswith(f"{_FOLDER_KEY}=") for override in overrides)
+    folder = Path(config.hydra.sweep.dir) if has_folder else RUNS / "sweeps" / _name_of_sweep(overrides, varying)
     described: Sweep = {"overrides": overrides, "varying": varying, "jobs": None}
     with run_lock(folder):
         # Results of something else would be counted as jobs of this sweep.
@@ -103,9 +103,9 @@ def _check_sweep(overrides: list[str], config: DictConfig) -> None:
         raise ConfigError("resume= resumes one run, not a sweep: to resume a sweep, give its own command again")
     sweeper = config.hydra.sweeper
     modes = modes_of(validated(Metrics, OmegaConf.to_container(config.metrics), "metrics"))
-    wanted = f"{modes.get(config.monitor, 'max')}imize"
-    if "direction" in sweeper and getattr(sweeper.direction, "name", sweeper.direction) != wanted:
-        raise ConfigError(f"monitor={config.monitor} must be {wanted}d: set hydra.sweeper.direction={wanted}")
+    direction = f"{modes.get(config.monitor, 'max')}imize"
+    if "direction" in sweeper and getattr(sweeper.direction, "name", sweeper.direction) != direction:
+        raise ConfigError(f"monitor={config.monitor} must be {direction}d: set hydra.sweeper.direction={direction}")
     if "n_trials" in sweeper:
         _check_search(overrides, sweeper)
 
@@ -140,8 +140,8 @@ def _name_of_sweep(overrides: list[str], varying: list[str]) -> str:
     """Name of the sweep's folder: the same for the same sweep on any machine, and for a search with more trials."""
     # These do not change the results of a job.
     no_matter = ("hydra.launcher", "hydra/launcher", "hydra.sweeper.n_trials")
-    what = [override for override in overrides if not override.startswith(no_matter)]
-    mark = hashlib.sha256("\n".join(what).encode()).hexdigest()[:6]
+    deciding_overrides = [override for override in overrides if not override.startswith(no_matter)]
+    mark = hashlib.sha256("\n".join(deciding_overrides).encode()).hexdigest()[:6]
     return "-".join([*(key.replace("/", ".").rpartition(".")[2] for key in varying), mark])
 
 
@@ -152,14 +152,18 @@ def place_jobs(folder: Path, jobs: list[list[str]]) -> list[Path]:
     repeats failed jobs, and then draws other jobs than before, takes no folder of another job.
     """
     described = read_sweep(folder)
-    ran = {path.parent.name: read_results(path.parent).get("overrides", []) for path in folder.glob("*/results.json")}
+    overrides_by_name = {
+        path.parent.name: read_results(path.parent).get("overrides", []) for path in folder.glob("*/results.json")
+    }
     placed, places = dict(described["jobs"] or {}), []
     for overrides in jobs:
         # Each folder once: a sweep may have the same job twice. In any order: a resumed run puts finetune= first.
-        free = sorted((name for name in ran if name not in placed), key=lambda name: (len(name), name))
-        same = [name for name in free if sorted(ran[name]) == sorted(overrides)]
-        taken = ran.keys() | placed.keys()
-        name = same[0] if same else next(str(n) for n in range(len(taken) + 1) if str(n) not in taken)
+        free_names = sorted(
+            (name for name in overrides_by_name if name not in placed), key=lambda name: (len(name), name)
+        )
+        equal_names = [name for name in free_names if sorted(overrides_by_name[name]) == sorted(overrides)]
+        taken = overrides_by_name.keys() | placed.keys()
+        name = equal_names[0] if equal_names else next(str(n) for n in range(len(taken) + 1) if str(n) not in taken)
         placed[name] = overrides
         places.append(folder / name)
     write_sweep(folder, described | {"jobs": placed})
@@ -169,17 +173,17 @@ def place_jobs(folder: Path, jobs: list[list[str]]) -> list[Path]:
 def find_sweep(text: str) -> Path:
     """The folder of a sweep. "latest": the sweep under runs/ whose job ended last. Raises ConfigError without one."""
     if text == "latest":
-        found = [path.parent for path in RUNS.glob(f"**/{SWEEP}")]
-        if not found:
+        sweeps = [path.parent for path in RUNS.glob(f"**/{SWEEP}")]
+        if not sweeps:
             raise ConfigError(
                 f"sweep=latest finds no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or run one with "
                 "python -m qnmixer.train -m experiment=demo seed=1,2,3"
             )
-        return max(found, key=lambda sweep: last_change(sweep / SWEEP, *sweep.glob("*/results.json")))
+        return max(sweeps, key=lambda sweep: last_change(sweep / SWEEP, *sweep.glob("*/results.json")))
     folder = path_of(text)
     if not (folder / SWEEP).is_file():
-        what = "is no sweep (it has no sweep.json)" if folder.exists() else "does not exist"
-        raise ConfigError(f"sweep={text} {what}: give the folder that qnmixer.train -m printed")
+        problem = "is no sweep (it has no sweep.json)" if folder.exists() else "does not exist"
+        raise ConfigError(f"sweep={text} {problem}: give the folder that qnmixer.train -m printed")
     return folder
 
 
@@ -202,13 +206,13 @@ class Job:
     @property
     def name(self) -> str:
         """The number of the job, and its overrides that differ from other jobs."""
-        found = sweep_of(self.folder)
-        differs = name_of_job(found[1], self.overrides) if found else ""
-        return f"job {self.folder.name}" + f" ({differs})" * bool(differs)
+        sweep_entry = sweep_of(self.folder)
+        difference = name_of_job(sweep_entry[1], self.overrides) if sweep_entry else ""
+        return f"job {self.folder.name} ({difference})" if difference else f"job {self.folder.name}"
 
 
 @dataclass
-class _Running:
+class _JobProcess:
     job: Job
     process: subprocess.Popen[bytes]
     gpus: list[str]
@@ -234,27 +238,27 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
     waiting = [(job, config) for job in jobs if not _is_done(job) and (config := _checked(job, check))]
     gpus = _gpus() if any(config.trainer.accelerator != "cpu" for _, config in waiting) else []
     limit = at_once or len(gpus) or 1
-    running: list[_Running] = []
+    running: list[_JobProcess] = []
     with _stopping(running):
         while waiting or running:
-            for it in [*running]:
-                code = it.process.poll()
+            for job_process in [*running]:
+                code = job_process.process.poll()
                 if limit == 1:
-                    it.echo()
+                    job_process.echo()
                 if code is not None:
-                    running.remove(it)
-                    _conclude(it.job, code)
-            use = Counter(gpu for it in running for gpu in it.gpus)
+                    running.remove(job_process)
+                    _conclude(job_process.job, code)
+            use = Counter(gpu for job_process in running for gpu in job_process.gpus)
             shared = limit > len(gpus)  # so many jobs at once were asked for
-            free = [gpu for gpu in sorted(gpus, key=use.__getitem__) if shared or not use[gpu]]
+            free_gpus = [gpu for gpu in sorted(gpus, key=use.__getitem__) if shared or not use[gpu]]
             if waiting and len(running) < limit:
                 job, config = waiting[0]
                 needed = _n_gpus(config, len(gpus))
                 # Jobs start in order: a large job would wait forever if small ones could overtake it. With nothing
                 # running it starts in any case, and asking for too many GPUs is its own error.
-                if needed <= len(free) or not running:
+                if needed <= len(free_gpus) or not running:
                     n_threads = _threads(config, limit, len(gpus)) if limit > 1 else None
-                    running.append(_start(job, free[:needed], n_threads))
+                    running.append(_start(job, free_gpus[:needed], n_threads))
                     waiting.pop(0)
                     continue
             time.sleep(0.1)
@@ -276,14 +280,16 @@ def outcome(results: dict[str, Any]) -> str:
 
 
 def _is_done(job: Job) -> bool:
-    before = read_results(job.folder)
-    its = before.get("overrides", [])
-    if before and sorted(its) != sorted(job.overrides):  # a resumed run puts finetune= first
-        raise ConfigError(f"{job.folder} has another job ({' '.join(its)}): choose another hydra.sweep.dir=FOLDER")
-    if before.get("status") != "done":
+    record = read_results(job.folder)
+    recorded_overrides = record.get("overrides", [])
+    if record and sorted(recorded_overrides) != sorted(job.overrides):  # a resumed run puts finetune= first
+        raise ConfigError(
+            f"{job.folder} has another job ({' '.join(recorded_overrides)}): choose another hydra.sweep.dir=FOLDER"
+        )
+    if record.get("status") != "done":
         return False
     # Also with another version of the code: a sweep of days must survive a changed comment.
-    _say(f"{job.name}: already done, {outcome(before)}")
+    _say(f"{job.name}: already done, {outcome(record)}")
     return True
 
 
@@ -315,11 +321,11 @@ def _n_gpus(config: Config, n_gpus: int) -> int:
 
 def _threads(config: Config, limit: int, n_gpus: int) -> int:
     """Threads for each process of a job. Jobs that run side by side share the cores, so no job waits for another."""
-    each = _n_gpus(config, n_gpus) or config.trainer.devices or 1
-    return threads_each(max(n_gpus, limit * each if limit > n_gpus else 0))
+    n_processes = _n_gpus(config, n_gpus) or config.trainer.devices or 1
+    return threads_each(max(n_gpus, limit * n_processes if limit > n_gpus else 0))
 
 
-def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
+def _start(job: Job, gpus: list[str], n_threads: int | None) -> _JobProcess:
     job.folder.mkdir(parents=True, exist_ok=True)
     if read_results(job.folder):  # a resumed job must not show the end of its first part
         amend(job.folder, job.overrides, status="running", error=None)
@@ -330,7 +336,7 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
         environment.setdefault(THREADS, str(n_threads))
     # A new process tree for each job. Hydra's own launcher is silently wrong with ddp: child ranks run the whole sweep
     # again, and a change of trainer.devices trains on a part of the data or hangs.
-    me, path = os.getpid(), job.folder / _OUTPUT
+    launcher_pid, path = os.getpid(), job.folder / _OUTPUT
     _say(f"{job.name} → {path}")
     with path.open("ab") as output:
         shown = path.open("rb")
@@ -341,29 +347,30 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,  # Ctrl-C reaches this process only, which then stops its jobs
-            preexec_fn=lambda: die_with_parent(me),
+            preexec_fn=lambda: die_with_parent(launcher_pid),
         )
-    return _Running(job, process, gpus, shown)
+    return _JobProcess(job, process, gpus, shown)
 
 
 def _conclude(job: Job, code: int) -> None:
     """Print how a job ended, and write it to results.json if the job itself could not."""
     results = read_results(job.folder)
     if results.get("status") not in ("done", "failed", "interrupted") or (code and results.get("status") == "done"):
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        amend(job.folder, job.overrides, status="failed", error=f"the job {how}: see {_OUTPUT}")
+        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        amend(job.folder, job.overrides, status="failed", error=f"the job {ending}: see {_OUTPUT}")
     _say(f"{job.name}: {outcome(read_results(job.folder))}")
 
 
 @contextmanager
-def _stopping(running: list[_Running]) -> Iterator[None]:
+def _stopping(running: list[_JobProcess]) -> Iterator[None]:
     """Stop the running jobs on every stop signal of this process. Each job first writes a checkpoint."""
 
     def leave(number: int, _: object) -> None:
         raise Stopped(number)
 
     # Keep submitit's own handlers: they put the job back into the queue.
-    by_default = [it for it in SIGNALS if signal.getsignal(it) in (signal.SIG_DFL, signal.default_int_handler)]
+    default_handlers = (signal.SIG_DFL, signal.default_int_handler)
+    by_default = [number for number in SIGNALS if signal.getsignal(number) in default_handlers]
     with handle_signals(by_default, leave) as handled:
         try:
             yield
@@ -375,19 +382,19 @@ def _stopping(running: list[_Running]) -> Iterator[None]:
             raise
 
 
-def _stop(running: list[_Running], number: int) -> None:
+def _stop(running: list[_JobProcess], number: int) -> None:
     """Send a signal to the jobs, and kill those that do not end in time."""
-    for it in running:
-        it.process.send_signal(number)
+    for job_process in running:
+        job_process.process.send_signal(number)
     deadline = time.monotonic() + _SECONDS_TO_STOP_JOBS
-    for it in running:
+    for job_process in running:
         with suppress(subprocess.TimeoutExpired):
-            it.process.wait(max(0, deadline - time.monotonic()))
-        it.process.kill()  # its ranks and data workers end with it, see `die_with_parent`
-        it.process.wait()
-        if read_results(it.job.folder).get("status") in (None, "running"):
-            amend(it.job.folder, it.job.overrides, status="interrupted", error=None)
-        _say(f"{it.job.name}: {outcome(read_results(it.job.folder))}")
+            job_process.process.wait(max(0, deadline - time.monotonic()))
+        job_process.process.kill()  # its ranks and data workers end with it, see `die_with_parent`
+        job_process.process.wait()
+        if read_results(job_process.job.folder).get("status") in (None, "running"):
+            amend(job_process.job.folder, job_process.job.overrides, status="interrupted", error=None)
+        _say(f"{job_process.job.name}: {outcome(read_results(job_process.job.folder))}")
 
 
 def _say(line: str) -> None:
@@ -435,17 +442,16 @@ def jobs_of(sweep: Path) -> dict[Path, list[str]]:
     if (jobs := read_sweep(sweep)["jobs"]) is not None:
         return {sweep / name: overrides for name, overrides in jobs.items()}
     paths = [path.parent for path in sweep.glob("**/results.json")]
-    return {
-        path: read_results(path).get("overrides", []) for path in sorted(paths, key=lambda it: (len(str(it)), str(it)))
-    }
+    paths.sort(key=lambda path: (len(str(path)), str(path)))  # job 10 after job 9
+    return {path: read_results(path).get("overrides", []) for path in paths}
 
 
 def rows_of(sweep: Path) -> list[JobRow]:
     """The jobs of a sweep in their order."""
     varying, rows = read_sweep(sweep)["varying"], []
     for path, overrides in jobs_of(sweep).items():
-        given = dict(o.lstrip("+").split("=", 1) for o in overrides if "=" in o)
-        values = {key: given.get(key, "") for key in varying}
+        values_by_key = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+        values = {key: values_by_key.get(key, "") for key in varying}
         rows.append(JobRow(str(path.relative_to(sweep)), values, read_results(path)))
     return rows
 
@@ -469,7 +475,7 @@ def write_report(folder: Path, rows: list[JobRow]) -> None:
     console = Console()
     console.print(terminal_table(headings, cells, words=len(headings) - 3))
     drawn = _draw(folder / "sweep.png", [row for row in rows if row.best is not None], monitor)
-    files = ["sweep.csv", "sweep.md", *["sweep.png"] * drawn]
+    files = ["sweep.csv", "sweep.md", "sweep.png"] if drawn else ["sweep.csv", "sweep.md"]
     ends = [*errors, f"sweep folder: {folder} ({', '.join(files)})"]
     if "seed" in rows[0].values:
         ends.append(f"means over seeds: python -m qnmixer.compare {shlex.quote(f'sweep={quoted(folder)}')}")
@@ -482,15 +488,15 @@ def _draw(path: Path, rows: list[JobRow], monitor: str) -> bool:
         key: [(x, row.best) for row in rows if (x := as_number(row.values[key])) is not None]
         for key in (rows[0].values if rows else ())
     }
-    numeric = {key: its for key, its in points.items() if len({x for x, _ in its}) > 1}
+    numeric = {key: pairs for key, pairs in points.items() if len({x for x, _ in pairs}) > 1}
     if not numeric:
         return False
     from matplotlib.figure import Figure  # imported here, because it takes half a second
 
     figure = Figure(figsize=(5 * len(numeric), 4), layout="constrained")
-    for axes, (key, its) in zip(figure.subplots(1, len(numeric), squeeze=False)[0], numeric.items(), strict=True):
-        axes.plot(*zip(*its, strict=True), "o")
-        xs = [x for x, _ in its]
+    for axes, (key, pairs) in zip(figure.subplots(1, len(numeric), squeeze=False)[0], numeric.items(), strict=True):
+        axes.plot(*zip(*pairs, strict=True), "o")
+        xs = [x for x, _ in pairs]
         axes.set(xlabel=key, ylabel=monitor, xscale="log" if 0 < 10 * min(xs) <= max(xs) else "linear")
         axes.grid(alpha=0.3)
     with atomic_file(path) as stream:

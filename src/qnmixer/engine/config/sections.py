@@ -192,6 +192,11 @@ class TrainerConfig(PassedOn):
         }
 
     @property
+    def n_devices(self) -> int:
+        """The number of devices on all nodes, with one on each if `devices` is open."""
+        return (self.devices or 1) * self.num_nodes
+
+    @property
     def passed_on(self) -> dict[str, Any]:
         """The arguments for Lightning's Trainer that are not in conf/, without those that are None."""
         values = {name: getattr(self, name) for name in _PASSED_ON}

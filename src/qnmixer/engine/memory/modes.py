@@ -58,8 +58,8 @@ def _recomputing_loop(
     The last iteration of the network stores its graph, because the backward pass starts there.
     """
     for t in iterations:
-        last = t == network.n_iterations - 1
-        state = network.step(t, y, state) if last else recomputation.run(network.step, t, y, state)
+        is_last = t == network.n_iterations - 1
+        state = network.step(t, y, state) if is_last else recomputation.run(network.step, t, y, state)
     return state
 
 

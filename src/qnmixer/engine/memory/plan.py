@@ -60,9 +60,9 @@ class Planner:
         T = config.model.T
         if isinstance(config.strategy, PipelineConfig) or T < 2:
             return None
-        more = 2  # an even number: two kinds of block may alternate
-        longer = with_iterations(config, T + more)
-        return (self.estimate(longer).peak - self.estimate(config).peak) / more
+        n_added = 2  # an even number: two kinds of block may alternate
+        longer = with_iterations(config, T + n_added)
+        return (self.estimate(longer).peak - self.estimate(config).peak) / n_added
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
         """The plan of each device that works on one batch, first stage first. Only a pipeline has several."""
@@ -149,9 +149,9 @@ def _measured_batch(module: RunModule, n: int) -> Any:
     if measurement.fine_matrix is not None:
         fine = {"fine": torch.rand(n, 1, *2 * [fine_size(module.config)])}
     with torch.no_grad():
-        measured = measurement.project(image[-1:], *(images[-1:] for images in fine.values()))
-    others = torch.empty(n - 1, 1, scan.n_views, scan.n_detectors)
-    return batch_of(image, torch.ones(n), torch.cat([others, measured])) | fine
+        sinogram = measurement.project(image[-1:], *(images[-1:] for images in fine.values()))
+    other_sinograms = torch.empty(n - 1, 1, scan.n_views, scan.n_detectors)
+    return batch_of(image, torch.ones(n), torch.cat([other_sinograms, sinogram])) | fine
 
 
 def _step_all_at_once(optimizer: torch.optim.Optimizer) -> None:
@@ -180,12 +180,12 @@ def _sharded(footprint: Footprint, config: Config, network: UnrolledNetwork[Any]
     Messages that gather weights and reduce gradients are twice the largest unit. While accumulating, all gradients are
     full.
     """
-    n_shards = (config.trainer.devices or 1) * config.trainer.num_nodes
+    n_shards = config.trainer.n_devices
     blocks = [n_bytes(block.parameters()) for block in network.blocks()]
-    whole = n_bytes(network.parameters())
-    root = whole - sum(blocks)
+    all_bytes = n_bytes(network.parameters())
+    root = all_bytes - sum(blocks)
     gathered = root + max(blocks, default=0)
-    unreduced = whole if config.trainer.accumulate_grad_batches > 1 else 0
+    unreduced = all_bytes if config.trainer.accumulate_grad_batches > 1 else 0
     return replace(
         footprint,
         parameters=footprint.parameters / n_shards,
@@ -207,16 +207,16 @@ def n_microbatches(config: Config) -> int:
 def in_flight(config: Config, device: int) -> int:
     """The most micro-batches that a device has between their forward and their backward pass."""
     assert isinstance(config.strategy, PipelineConfig)
-    from_here_on = devices_per_replica(config) - device
-    return 1 if config.strategy.schedule == "sequential" else min(n_microbatches(config), from_here_on)
+    n_remaining = devices_per_replica(config) - device
+    return 1 if config.strategy.schedule == "sequential" else min(n_microbatches(config), n_remaining)
 
 
 def idle(config: Config) -> float:
     """Share of device time that a pipeline waits (the bubble), if all stages take the same time."""
     assert isinstance(config.strategy, PipelineConfig)
-    together = 1 if config.strategy.schedule == "sequential" else n_microbatches(config)
-    waiting = devices_per_replica(config) - 1
-    return waiting / (together + waiting)
+    n_together = 1 if config.strategy.schedule == "sequential" else n_microbatches(config)
+    n_waiting = devices_per_replica(config) - 1
+    return n_waiting / (n_together + n_waiting)
 
 
 def _plan_pipeline(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple[DevicePlan, ...]:
@@ -228,8 +228,9 @@ def _plan_pipeline(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple
     packings = layouts(module.network, y, partial(autocast, config.trainer.precision))
     plans = []
     for device, iterations in enumerate(stages_of(module.network.n_iterations, devices_per_replica(config))):
-        most = in_flight(config, device)
-        plans.append(DevicePlan(iterations, most, _plan_stage(module, optimizer, batch, packings, iterations, most)))
+        n_in_flight = in_flight(config, device)
+        footprint = _plan_stage(module, optimizer, batch, packings, iterations, n_in_flight)
+        plans.append(DevicePlan(iterations, n_in_flight, footprint))
     return tuple(plans)
 
 
@@ -239,9 +240,9 @@ def _plan_stage(
     batch: Any,
     packings: list[Packing],
     iterations: range,
-    most: int,
+    n_in_flight: int,
 ) -> Footprint:
-    """A stage at the peak of one micro-batch, with what at most `most` of them hold between forward and backward.
+    """A stage at the peak of one micro-batch, with what at most `n_in_flight` hold between forward and backward.
 
     torch has a buffer for each received state and gradient of each micro-batch of one call. It frees a sent gradient at
     its next message or later, when less is in flight.
@@ -255,9 +256,9 @@ def _plan_stage(
     gradient = [] if is_last else [packings[iterations.stop].empty(b, "cpu").detach()]  # it comes in
 
     def forward() -> Tensor:
-        output: Tensor = stage(*received, y=batch["sinogram"][:b])
+        image: Tensor = stage(*received, y=batch["sinogram"][:b])
         with precision():
-            return loss_of_part(module, batch, 0, output, 0, {}) if is_last else output
+            return loss_of_part(module, batch, 0, image, 0, {}) if is_last else image
 
     tracker = PeakTracker()
     tracker.track(module, optimizer, *(value for value in batch.values() if isinstance(value, Tensor)))
@@ -265,19 +266,19 @@ def _plan_stage(
     with tracker, torch.autocast("cpu", enabled=False):
         if config.trainer.precision != "32":
             forward()  # makes these copies
-        before = tracker.now["activations"]
-        made = forward()
-        held = tracker.now["activations"] - before
-        made.backward(*gradient)
-        del made
+        base_bytes = tracker.current["activations"]
+        output = forward()
+        held_bytes = tracker.current["activations"] - base_bytes
+        output.backward(*gradient)
+        del output
         torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])  # the sum over the devices
         optimizer.step()
-    at_once, late = (1, 0) if config.strategy.schedule == "sequential" else (n_microbatches(config), 1)
+    n_at_once, n_late = (1, 0) if config.strategy.schedule == "sequential" else (n_microbatches(config), 1)
     peak = Footprint(**tracker.peak)
     return replace(
         peak,
-        activations=peak.activations + (most - 1) * held,
-        strategy=at_once * n_bytes(received + gradient) + late * n_bytes(received),
+        activations=peak.activations + (n_in_flight - 1) * held_bytes,
+        strategy=n_at_once * n_bytes(received + gradient) + n_late * n_bytes(received),
     )
 
 
@@ -291,7 +292,8 @@ def advice(planner: Planner, config: Config, available: float) -> str:
     fitting: list[str] = []
     for change in changes(config):
         peaks[change] = planner.estimate(override(config, change)).peak / MIB
-        fitting += [change] * (peaks[change] <= available)
+        if peaks[change] <= available:
+            fitting.append(change)
         if len(fitting) == 3:
             break
     chosen = fitting or sorted(peaks, key=peaks.__getitem__)[:3]
@@ -310,13 +312,20 @@ def changes(config: Config) -> list[str]:
     recompute = "" if config.memory.name == "recompute" else "memory=recompute"
     kind = "bf16" if config.trainer.accelerator == "cpu" else "16"  # fp16 is far slower on a CPU
     half = "" if config.trainer.precision != "32" else f"trainer.precision={kind}-mixed"
-    smaller, single = (_with_batch(config, min(batch - 1, most)) for most in (batch, 1))
+    smaller, single = (_with_batch(config, min(batch - 1, limit)) for limit in (batch, 1))
     model = config.model
     fewer = f"model.n_iterations={model.T // 2}" if model.T > 1 else ""
     thinner = f"model.channels={model.width // 8 * 4}" if model.width >= 8 else ""
-    wanted = [recompute, smaller, half, f"{recompute} {half}", f"{recompute} {single}", f"{recompute} {half} {single}"]
-    wanted += [_one_in_flight(config), fewer, thinner, f"{recompute} {half} {single} {thinner}"]
-    changed = dict.fromkeys(change for change in (" ".join(c.split()) for c in wanted) if change)
+    candidates = [
+        recompute,
+        smaller,
+        half,
+        f"{recompute} {half}",
+        f"{recompute} {single}",
+        f"{recompute} {half} {single}",
+    ]
+    candidates += [_one_in_flight(config), fewer, thinner, f"{recompute} {half} {single} {thinner}"]
+    changed = dict.fromkeys(change for change in (" ".join(c.split()) for c in candidates) if change)
     return [change for change in changed if changed_to(config, change) not in (None, config)]
 
 
@@ -336,10 +345,10 @@ def changed_to(config: Config, overrides: str) -> Config | None:
         return None
 
 
-def _with_batch(config: Config, most: int) -> str:
-    """Overrides for the largest batch of at most `most` that divides the batch, with more accumulation."""
+def _with_batch(config: Config, limit: int) -> str:
+    """Overrides for the largest batch of at most `limit` that divides the batch, with more accumulation."""
     batch = config.data.batch_size
-    for size in range(most, 0, -1):
+    for size in range(limit, 0, -1):
         if batch % size == 0:
             accumulate = config.trainer.accumulate_grad_batches * batch // size
             return f"data.batch_size={size} trainer.accumulate_grad_batches={accumulate}"

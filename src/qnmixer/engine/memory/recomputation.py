@@ -54,9 +54,9 @@ class Recomputation:
     def _first_pass(self, values: dict[Place, Tensor]) -> Iterator[None]:
         """Store the values that the pass sees, and find out which it changes."""
         values |= {place: self._value(place) for place in self._places}
-        before = {place: (place.tensor, place.tensor._version) for place in values}
+        originals = {place: (place.tensor, place.tensor._version) for place in values}
         yield
-        for place, (tensor, version) in before.items():
+        for place, (tensor, version) in originals.items():
             if place.tensor is not tensor or tensor._version != version:
                 self._changing.add(place)
             elif self._compares and not bool((tensor == values[place]).all()):

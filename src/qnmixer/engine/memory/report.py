@@ -119,8 +119,8 @@ def _print_run(console: Console, config: Config, planner: Planner, assumed: str)
 
 def _print_pipeline(console: Console, config: Config, planner: Planner) -> None:
     rows = [
-        [str(n), _span(it.iterations), str(it.in_flight), f"{it.footprint.peak / MIB:,.0f}"]
-        for n, it in enumerate(planner.devices(config))
+        [str(n), _span(device.iterations), str(device.in_flight), f"{device.footprint.peak / MIB:,.0f}"]
+        for n, device in enumerate(planner.devices(config))
     ]
     headings = ["device", "iterations", "micro-batches in flight", "peak, MiB"]
     console.print(terminal_table(headings, rows, words=2, title="devices"))
@@ -130,15 +130,15 @@ def _print_pipeline(console: Console, config: Config, planner: Planner) -> None:
 
 
 def _span(iterations: range) -> str:
-    first, last = iterations.start, iterations.stop - 1
-    return str(first) if first == last else f"{first}–{last}"
+    start, end = iterations.start, iterations.stop - 1
+    return str(start) if start == end else f"{start}–{end}"
 
 
 def _print_tables(console: Console, config: Config, devices: list[str], planner: Planner) -> None:
     """Print the peak by batch size, and the largest batch by device."""
     least = config.strategy.microbatch_size if isinstance(config.strategy, PipelineConfig) else 1
     batches = [b * least for b in BATCHES]
-    each = " of a device" if config.strategy.name != "single" else ""
+    suffix = " of a device" if config.strategy.name != "single" else ""
     peaks: list[list[str]] = []
     largest: list[list[str]] = [devices]
     headings = ["device"]
@@ -147,13 +147,13 @@ def _print_tables(console: Console, config: Config, devices: list[str], planner:
         run = changed_to(config, f"memory={memory} trainer.precision={precisions[0]}")
         if run is None:
             continue
-        of = {b: planner.estimate(run.changed(data=run.data.changed(batch_size=b))).peak / MIB for b in batches}
-        peaks.append([memory, ", ".join(precisions), *(f"{of[b]:,.0f}" for b in batches)])
+        peak_of = {b: planner.estimate(run.changed(data=run.data.changed(batch_size=b))).peak / MIB for b in batches}
+        peaks.append([memory, ", ".join(precisions), *(f"{peak_of[b]:,.0f}" for b in batches)])
         headings.append(f"{memory}\n{precisions[0]}")
-        largest.append([largest_batch(of, usable(name)) for name in devices])
-    columns = ["memory", "precision", *(f"batch {b}{each}" for b in batches)]
+        largest.append([largest_batch(peak_of, usable(name)) for name in devices])
+    columns = ["memory", "precision", *(f"batch {b}{suffix}" for b in batches)]
     console.print(terminal_table(columns, peaks, words=2, title="peak of a training step, MiB"))
-    console.print(terminal_table(headings, zip(*largest, strict=True), title=f"largest batch{each} that fits"))
+    console.print(terminal_table(headings, zip(*largest, strict=True), title=f"largest batch{suffix} that fits"))
     console.print(
         "Counted as lost: 1 GiB and 5 % to CUDA and its libraries (assumed). A V100 has no bf16.\n", style="dim"
     )
@@ -161,6 +161,7 @@ def _print_tables(console: Console, config: Config, devices: list[str], planner:
 
 def largest_batch(peaks: dict[int, float], limit: float) -> str:
     """The batch size at which the line through two known peaks reaches the limit."""
-    (few, small), (many, large) = sorted(peaks.items())
-    batch = math.floor(few + (limit - small) * (many - few) / (large - small))
+    # A line, because weights take the same at any batch, and every slice has a graph of its own.
+    (small_batch, small_peak), (large_batch, large_peak) = sorted(peaks.items())
+    batch = math.floor(small_batch + (limit - small_peak) * (large_batch - small_batch) / (large_peak - small_peak))
     return f"{batch:,}" if batch >= 1 else "none"

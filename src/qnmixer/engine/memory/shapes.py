@@ -83,7 +83,7 @@ class _Shapes(TorchDispatchMode):
     """
 
     active: ClassVar["_Shapes | None"] = None
-    _known: ClassVar[dict[Any, tuple[list[Any], TreeSpec]]] = {}
+    _cache: ClassVar[dict[Any, tuple[list[Any], TreeSpec]]] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,33 +95,33 @@ class _Shapes(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         tensors: list[Tensor] = []
         key = func, _key(args, tensors), _key(kwargs.items(), tensors) if kwargs else None
-        known = self._known.get(key)
-        if known is None:
+        cached = self._cache.get(key)
+        if cached is None:
             if torch.Tag.inplace_view in func.tags:  # it changes the shape of its argument
                 with no_dispatch():
                     return func(*args, **(kwargs or {}))
-            known = self._known[key] = _outputs(func, args, kwargs or {}, tensors)
-        leaves, structure = known
-        made = [self._made(leaf, tensors) if isinstance(leaf, _Output) else leaf for leaf in leaves]
-        return made[0] if structure.is_leaf() else tree_unflatten(made, structure)
+            cached = self._cache[key] = _outputs(func, args, kwargs or {}, tensors)
+        leaves, structure = cached
+        outputs = [self._made(leaf, tensors) if isinstance(leaf, _Output) else leaf for leaf in leaves]
+        return outputs[0] if structure.is_leaf() else tree_unflatten(outputs, structure)
 
     def _made(self, output: _Output, tensors: list[Tensor]) -> Tensor:
         """The tensor that an operator gives for these tensors. It is added to them."""
         if output.argument is not None:
-            made = tensors[output.argument]
+            tensor = tensors[output.argument]
         else:
-            made = Tensor._make_wrapper_subclass(
+            tensor = Tensor._make_wrapper_subclass(
                 _Shape, output.shape, output.strides, output.offset, dtype=output.dtype, device=output.device
             )
-            made.memory = _Bytes(output.n_bytes) if output.source is None else storage_of(tensors[output.source])
+            tensor.memory = _Bytes(output.n_bytes) if output.source is None else storage_of(tensors[output.source])
             if output.conjugate:
-                torch._C._set_conj(made, True)
+                torch._C._set_conj(tensor, True)
             if output.negative:
-                torch._C._set_neg(made, True)
-        tensors.append(made)
+                torch._C._set_neg(tensor, True)
+        tensors.append(tensor)
         if self.observer is not None:
-            self.observer(made)
-        return made
+            self.observer(tensor)
+        return tensor
 
 
 def _key(values: Iterable[Any], tensors: list[Tensor]) -> Any:
@@ -145,11 +145,11 @@ def _outputs(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[
     if func is torch.ops.aten._local_scalar_dense.default:
         return tree_flatten(1.0)  # Optimizers ask for values. Any will do, because no shape depends on it.
     mode = FakeTensorMode()
-    mode.cache_enabled = False  # `_known` is the cache
+    mode.cache_enabled = False  # `_Shapes._cache` is the cache
     fakes = [_fake(tensor, mode) if isinstance(tensor, _Shape) else mode.from_tensor(tensor) for tensor in tensors]
     with mode:
-        following = iter(fakes)
-        args, kwargs = tree_map_only(Tensor, lambda _: next(following), (args, kwargs))
+        fakes_in_order = iter(fakes)
+        args, kwargs = tree_map_only(Tensor, lambda _: next(fakes_in_order), (args, kwargs))
         leaves, structure = tree_flatten(func(*args, **kwargs))
     sources = {fake.untyped_storage()._cdata: k for k, fake in enumerate(fakes) if fake.layout is torch.strided}
     outputs = []
@@ -179,8 +179,8 @@ def _outputs(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[
 
 def _fake(shape: _Shape, mode: FakeTensorMode) -> Tensor:
     """torch's fake tensor of the same shape, in a memory of the same size."""
-    whole = torch.empty(shape.memory.nbytes() // shape.itemsize, dtype=shape.dtype, device="meta")
-    view = whole.as_strided(shape.shape, shape.stride(), shape.storage_offset())
+    memory = torch.empty(shape.memory.nbytes() // shape.itemsize, dtype=shape.dtype, device="meta")
+    view = memory.as_strided(shape.shape, shape.stride(), shape.storage_offset())
     fake = FakeTensor(mode, view, shape.device)
     torch._C._set_conj(fake, shape.is_conj())
     torch._C._set_neg(fake, shape.is_neg())

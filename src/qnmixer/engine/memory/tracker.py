@@ -62,37 +62,37 @@ class PeakTracker(TorchDispatchMode):
     Shapes on `HOST` do not count either.
 
     Attributes:
-        now: bytes by kind (parameters, gradients, optimizer, operator, activations).
+        current: bytes by kind (parameters, gradients, optimizer, operator, activations).
         peak: the same when their sum was largest.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = dict.fromkeys(("parameters", "gradients", "optimizer", "operator", "activations"), 0)
-        self.peak = dict(self.now)
+        self.current = dict.fromkeys(("parameters", "gradients", "optimizer", "operator", "activations"), 0)
+        self.peak = dict(self.current)
         self._kinds: dict[int, str] = {}  # of each storage that is alive
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._hooks: list[Any] = []
 
-    def track(self, *things: nn.Module | torch.optim.Optimizer | Tensor) -> None:
+    def track(self, *holders: nn.Module | torch.optim.Optimizer | Tensor) -> None:
         """Count tensors that exist already: weights, gradients and buffers of modules, states of optimizers, tensors.
 
         Later gradients of these modules count as gradients, not as activations.
         """
-        for thing in things:
-            if isinstance(thing, nn.Module):
-                for parameter in thing.parameters():
+        for holder in holders:
+            if isinstance(holder, nn.Module):
+                for parameter in holder.parameters():
                     self._count(parameter, "parameters")
                     self._take_gradient(parameter)
                     if parameter.requires_grad:
                         self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take_gradient))
-                for buffer in thing.buffers():
+                for buffer in holder.buffers():
                     self._count(buffer, "operator")
-            elif isinstance(thing, torch.optim.Optimizer):
-                for value in optimizer_tensors(thing):
+            elif isinstance(holder, torch.optim.Optimizer):
+                for value in optimizer_tensors(holder):
                     self._count(value, "optimizer")
             else:
-                self._count(thing, "activations")
+                self._count(holder, "activations")
 
     @property
     def peak_bytes(self) -> int:
@@ -133,13 +133,13 @@ class PeakTracker(TorchDispatchMode):
         self._kinds[key] = kind
         # Of the storage, not the tensor: views share it, and it is freed with the last of them.
         self._alive[key] = weakref.ref(storage, partial(self._forget, key, size))
-        self.now[kind] += size
-        if sum(self.now.values()) > self.peak_bytes:
-            self.peak = dict(self.now)
+        self.current[kind] += size
+        if sum(self.current.values()) > self.peak_bytes:
+            self.peak = dict(self.current)
 
     def _forget(self, key: int, size: int, _: Any) -> None:
         del self._alive[key]
-        self.now[self._kinds.pop(key)] -= size
+        self.current[self._kinds.pop(key)] -= size
 
     def _take_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is None:
@@ -147,6 +147,6 @@ class PeakTracker(TorchDispatchMode):
         self._count(parameter.grad, "gradients")
         # The backward pass made it as a result like any other, so it was counted as an activation.
         storage = storage_of(parameter.grad)
-        before, self._kinds[storage._cdata] = self._kinds[storage._cdata], "gradients"
-        self.now[before] -= storage.nbytes()
-        self.now["gradients"] += storage.nbytes()
+        earlier_kind, self._kinds[storage._cdata] = self._kinds[storage._cdata], "gradients"
+        self.current[earlier_kind] -= storage.nbytes()
+        self.current["gradients"] += storage.nbytes()

@@ -74,12 +74,12 @@ def read_usage(device: torch.device) -> Usage:
     if device.type != "cuda":
         return _cpu_usage()
     stats = torch.cuda.memory_stats(device)  # once: each of torch's three functions would collect all of it again
-    free, total = torch.cuda.mem_get_info(device)
+    free_bytes, total = torch.cuda.mem_get_info(device)
     allocated, reserved, peak = (
         stats.get(f"{kind}_bytes.all.{value}", 0)
         for kind, value in (("allocated", "current"), ("reserved", "current"), ("allocated", "peak"))
     )
-    return Usage(allocated, reserved, peak, total - free)
+    return Usage(allocated, reserved, peak, total - free_bytes)
 
 
 def _cpu_usage() -> Usage:
@@ -115,8 +115,8 @@ _LACK_OF_MEMORY = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that an allocation failed, on a GPU (torch's, CUDA's or a library's) or on the host."""
-    said = str(error).lower()
-    return isinstance(error, MemoryError) or any(words in said for words in _LACK_OF_MEMORY)
+    message = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in message for words in _LACK_OF_MEMORY)
 
 
 def memory_of(device: torch.device) -> float:

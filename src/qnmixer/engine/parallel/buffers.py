@@ -70,13 +70,13 @@ def unchanged_buffers(network: nn.Module) -> Iterator[None]:
 @contextmanager
 def replaced(values: dict[Place, Tensor]) -> Iterator[None]:
     """Put copies of these values into their places, and what is there now back after the block."""
-    before = {place: place.tensor for place in values}
+    originals = {place: place.tensor for place in values}
     for place, value in values.items():
         place.put(value.detach().clone())
     try:
         yield
     finally:
-        for place, tensor in before.items():
+        for place, tensor in originals.items():
             place.put(tensor)
 
 
@@ -97,37 +97,39 @@ class BufferMeans(Callback):
 
     def __init__(self, n_replicas: int) -> None:
         self.n_replicas = n_replicas
-        self._before: dict[Place, Tensor] = {}
+        self._start_tensors: dict[Place, Tensor] = {}
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Remember the buffers, which are equal on all devices."""
         network: Any = pl_module.network
-        places = [*self._before] or [place for place in places_of(network) if place.is_saved]
-        self._before = {place: place.tensor.detach().clone() for place in places}
+        places = [*self._start_tensors] or [place for place in places_of(network) if place.is_saved]
+        self._start_tensors = {place: place.tensor.detach().clone() for place in places}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Give each buffer its mean over the devices."""
-        if not self._before:
+        if not self._start_tensors:
             return
-        changed = [(place.tensor != before).any() for place, before in self._before.items()]
+        changed = [(place.tensor != start_tensor).any() for place, start_tensor in self._start_tensors.items()]
         values = [
             # Not times 0: a mask may hold infinite values.
             torch.where(change, _numbers(place.tensor), 0.0)
-            for place, change in zip(self._before, changed, strict=True)
+            for place, change in zip(self._start_tensors, changed, strict=True)
         ]
+        # One message: many small ones would cost more than their bytes. float64 has every counter below 2**53 exactly.
         message = torch.cat([torch.stack(changed).double(), *values])
         dist.all_reduce(message)
         counts, *sums = message.split([len(changed), *map(len, values)])
-        for (place, before), total, count in zip(self._before.items(), sums, counts, strict=True):
-            place.write(self._mean(before, total, count))
+        for (place, start_tensor), total, count in zip(self._start_tensors.items(), sums, counts, strict=True):
+            place.write(self._mean(start_tensor, total, count))
 
-    def _mean(self, before: Tensor, total: Tensor, count: Tensor) -> Tensor:
+    def _mean(self, start_tensor: Tensor, total: Tensor, count: Tensor) -> Tensor:
         """The new values from the sum of those on the devices that changed them, and the number of these devices."""
-        old = _numbers(before)
-        if not (before.is_floating_point() or before.is_complex()):
-            return old + ((total - count * old) / self.n_replicas).round()
+        start_numbers = _numbers(start_tensor)
+        if not (start_tensor.is_floating_point() or start_tensor.is_complex()):
+            return start_numbers + ((total - count * start_numbers) / self.n_replicas).round()
+        # A replica that has left the value unchanged counts with the value at the start.
         n = count.clamp_min(self.n_replicas)
-        return torch.where(count < n, total / n + (1 - count / n) * old, total / n)
+        return torch.where(count < n, total / n + (1 - count / n) * start_numbers, total / n)
 
 
 def _numbers(tensor: Tensor) -> Tensor:
@@ -137,8 +139,9 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 def buffer_means(strategy: StrategyConfig, trainer: TrainerConfig) -> list[Callback]:
     """The callback of a run with several devices."""
-    n_devices = (trainer.devices or 1) * trainer.num_nodes
-    return [] if n_devices == 1 else [BufferMeans(n_devices // strategy.devices_per_replica(trainer))]
+    if trainer.n_devices == 1:
+        return []
+    return [BufferMeans(trainer.n_devices // strategy.devices_per_replica(trainer))]
 
 
 def line_on_buffers(strategy: StrategyConfig, trainer: TrainerConfig, network: nn.Module) -> str | None:
@@ -149,9 +152,9 @@ def line_on_buffers(strategy: StrategyConfig, trainer: TrainerConfig, network: n
     return f"{_listed(names)}: {_meaning(strategy)}"
 
 
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"buffers {', '.join(names[:most])}{more}"
+def _listed(names: Sequence[str], limit: int = 4) -> str:
+    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"buffers {', '.join(names[:limit])}{suffix}"
 
 
 def _meaning(strategy: StrategyConfig) -> str:

@@ -67,22 +67,22 @@ class Stage(nn.Module):
             state = self.network.loop(self.network, self.iterations, y, state)
             if self.iterations.stop == self.network.n_iterations:
                 return self.network.image(state)
-            return Packing.of(state).pack(state)
+            return Packing.from_state(state).pack(state)
 
 
-def loss_of_part(module: Any, batch: Any, batch_idx: int, image: Tensor, first: int, logged: Logged) -> Tensor:
+def loss_of_part(module: Any, batch: Any, batch_idx: int, image: Tensor, start: int, logged: Logged) -> Tensor:
     """The part of a micro-batch in the loss of its batch, by the module's own `training_step`.
 
     Args:
         module: a LightningModule with `network` and `measure`. Its loss is a mean over the images of a batch.
         batch: with its sinograms.
         image: x_T of the micro-batch, which the stages have computed.
-        first: position in the batch of the micro-batch's first sample.
+        start: position in the batch of the micro-batch's first sample.
         logged: takes what `training_step` logs.
 
     Raises ConfigError if `training_step` needs more of the network than x_T, or logs a torchmetrics Metric.
     """
-    part = {key: value[first : first + len(image)] for key, value in batch.items()}
+    part = {key: value[start : start + len(image)] for key, value in batch.items()}
     share = len(image) / len(batch["image"])
     with _giving(module, part["sinogram"], image, partial(_add_logged, logged, share)):
         return module.training_step(part, batch_idx) * share
@@ -92,8 +92,8 @@ def loss_of_part(module: Any, batch: Any, batch_idx: int, image: Tensor, first: 
 def _giving(module: Any, y: Tensor, image: Tensor, add: Callable[..., None]) -> Iterator[None]:
     """Within it, the module measures y, its network gives this image for y and no iterates, and `log` calls `add`."""
 
-    def forward(given: Tensor) -> Tensor:
-        if given is not y:
+    def forward(sinogram: Tensor) -> Tensor:
+        if sinogram is not y:
             raise ConfigError(
                 "strategy=pipeline: training_step gives the network another sinogram than that of self.measure, but "
                 "its iterations are on other devices: choose strategy=ddp"
@@ -107,18 +107,18 @@ def _giving(module: Any, y: Tensor, image: Tensor, add: Callable[..., None]) -> 
         )
 
     # In the objects, so that hooks of `forward` still run.
-    ours: list[tuple[Any, dict[str, Any]]] = [
+    patches: list[tuple[Any, dict[str, Any]]] = [
         (module.network, {"forward": forward} | dict.fromkeys(_OF_ITERATES, refuse)),
         (module, {"measure": lambda batch, stream: y, "log": add}),
     ]
-    for it, methods in ours:
-        vars(it).update(methods)
+    for owner, methods in patches:
+        vars(owner).update(methods)
     try:
         yield
     finally:
-        for it, methods in ours:
+        for owner, methods in patches:
             for name in methods:
-                del vars(it)[name]
+                del vars(owner)[name]
 
 
 def _add_logged(logged: Logged, share: float, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -139,10 +139,11 @@ class Packing:
     dtype: torch.dtype
 
     @staticmethod
-    def of(state: Any) -> "Packing":
+    def from_state(state: Any) -> "Packing":
         """The layout of states like this one."""
         leaves, spec = tree_flatten(state)
-        order = {leaf: k for k, leaf in enumerate(dict.fromkeys(it for it in leaves if isinstance(it, Tensor)))}
+        tensors = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        order = {tensor: k for k, tensor in enumerate(tensors)}
         places = tuple(order[leaf] if isinstance(leaf, Tensor) else -1 for leaf in leaves)
         parts = tuple(_Part(leaf.shape[1:], leaf.dtype, leaf.requires_grad) for leaf in order)
         return Packing(spec, places, parts, torch.promote_types(torch.float32, parts[0].dtype))
@@ -165,11 +166,11 @@ class Packing:
     def unpack(self, packed: Tensor) -> Any:
         """Unpack the state. Constants become tensors that need no gradient again."""
         pieces = packed.split([part.shape.numel() for part in self.parts], dim=1)
-        made = []
+        tensors = []
         for piece, part in zip(pieces, self.parts, strict=True):
             tensor = piece.view(-1, *part.shape).to(part.dtype)
-            made.append(tensor if part.requires_grad else tensor.detach())
-        return tree_unflatten([made[place] if place >= 0 else None for place in self.places], self.spec)
+            tensors.append(tensor if part.requires_grad else tensor.detach())
+        return tree_unflatten([tensors[place] if place >= 0 else None for place in self.places], self.spec)
 
 
 class _Part(NamedTuple):
@@ -183,9 +184,9 @@ def stages_of(n_iterations: int, n_stages: int) -> list[range]:
 
     The last stage also computes the loss.
     """
-    few, more = divmod(n_iterations, n_stages)
-    lengths = [few + 1] * more + [few] * (n_stages - more)
-    return [range(first, end) for first, end in pairwise([0, *accumulate(lengths)])]
+    length, n_longer = divmod(n_iterations, n_stages)
+    lengths = [length + 1] * n_longer + [length] * (n_stages - n_longer)
+    return [range(start, end) for start, end in pairwise([0, *accumulate(lengths)])]
 
 
 def layouts(network: UnrolledNetwork[Any], y: Tensor, context: Context) -> list[Packing]:
@@ -196,13 +197,13 @@ def layouts(network: UnrolledNetwork[Any], y: Tensor, context: Context) -> list[
     packings, state = [], None
     for t in range(network.n_iterations):
         with torch.enable_grad(), context():
-            before = state if t else network.start(y)
-            state = network.step(t, y, before)
-        packings.append(Packing.of(before))
+            input_state = state if t else network.start(y)
+            state = network.step(t, y, input_state)
+        packings.append(Packing.from_state(input_state))
         # As another device would receive it: without its graph, and still one tensor where it holds one twice.
         received = cache(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
         state = tree_map_only(Tensor, received, state)
-    return [*packings, Packing.of(state)]
+    return [*packings, Packing.from_state(state)]
 
 
 # The strategy
@@ -253,10 +254,10 @@ class PipelineStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Add no DDP wrapper: `optimizer_step` sums the gradients."""
-        for first in range(0, self.world_size, self.n_devices):
+        for first_rank in range(0, self.world_size, self.n_devices):
             # Every rank must make every group, also those that it is not in; otherwise `new_group` hangs.
-            group = dist.new_group(list(range(first, first + self.n_devices)), timeout=self._timeout)
-            if first == self.global_rank // self.n_devices * self.n_devices:
+            group = dist.new_group(list(range(first_rank, first_rank + self.n_devices)), timeout=self._timeout)
+            if first_rank == self.global_rank // self.n_devices * self.n_devices:
                 self._group = group
         assert self.lightning_module is not None
         # Lightning clears gradients between forward and backward, when the first micro-batches already have theirs.
@@ -325,12 +326,12 @@ class Pipeline:
         self.module, self.context, self.group = module, context, group
         self.sequential = schedule == "sequential"
         self.microbatch_size = microbatch_size
-        of_one = y[: self.microbatch_size]
+        microbatch_y = y[: self.microbatch_size]
         # Layouts must not change later dropout.
         with torch.random.fork_rng([y.device] if y.is_cuda else []), unchanged_buffers(module.network):
-            packings = layouts(module.network, of_one, context)
+            packings = layouts(module.network, microbatch_y, context)
         stages = stages_of(module.network.n_iterations, dist.get_world_size(group))
-        stage = self._stage(stages, dist.get_rank(group), packings, of_one)
+        stage = self._stage(stages, dist.get_rank(group), packings, microbatch_y)
         # A schedule of one micro-batch, which is called for each, or one of all. torch's 1F1B takes no single one.
         kind, n = (ScheduleGPipe, 1) if self.sequential else (Schedule1F1B, len(y) // self.microbatch_size)
         # The loss of a micro-batch is its part of the batch's mean, so torch must not divide by their number again.
@@ -341,18 +342,18 @@ class Pipeline:
         self._losses: list[Tensor] = []
         self._logged: Logged = {}
 
-    def _stage(self, of_all: list[range], index: int, packings: list[Packing], y: Tensor) -> PipelineStage:
-        """A stage for torch's schedules. y: of a micro-batch."""
-        iterations, last = of_all[index], index == len(of_all) - 1
+    def _stage(self, stages: list[range], index: int, packings: list[Packing], y: Tensor) -> PipelineStage:
+        """The stage of this index, for torch's schedules. y: of a micro-batch."""
+        iterations, is_last = stages[index], index == len(stages) - 1
         # With the shapes of input and output given, torch does not run all stages once more to find them.
         received, sent = (packings[t].empty(len(y), "meta") for t in (iterations.start, iterations.stop))
         return PipelineStage(
             Stage(self.module.network, iterations, packings[iterations.start], self.context),
             index,
-            len(of_all),
+            len(stages),
             y.device,
             input_args=(received,) if index else (),
-            output_args=(torch.empty_like(y, device="meta") if last else sent,),
+            output_args=(torch.empty_like(y, device="meta") if is_last else sent,),
             group=self.group,
         )
 
@@ -373,13 +374,15 @@ class Pipeline:
 
     def _on_every_device(self, device: torch.device) -> Tensor:
         """The loss of the batch, after `log` of all values. Only the device of the last stage knows them."""
-        known: list[Any] = [None]
-        last = dist.get_world_size(self.group) - 1
+        message: list[Any] = [None]
+        last_rank = dist.get_world_size(self.group) - 1
         if self._losses:
-            values = {name: (total.item() / share, *rest) for name, (total, share, *rest) in self._logged.items()}
-            known = [(torch.stack(self._losses).sum().item(), values)]
-        dist.broadcast_object_list(known, group_src=last, group=self.group, device=device)
-        loss, values = known[0]
+            values = {
+                name: (total.item() / share, *arguments) for name, (total, share, *arguments) in self._logged.items()
+            }
+            message = [(torch.stack(self._losses).sum().item(), values)]
+        dist.broadcast_object_list(message, group_src=last_rank, group=self.group, device=device)
+        loss, values = message[0]
         for name, (value, args, options) in values.items():
             self.module.log(name, torch.tensor(value, device=device), *args, **options)
         return torch.tensor(loss, device=device)

@@ -39,13 +39,13 @@ def load_checked(path: Path) -> dict[str, Any]:
 
 def _require_few_values(content: Any) -> None:
     """Raise ValueError for endless unpickled values: a few bytes can hold one list a billion times, or itself."""
-    left = [(content, 0)]
+    stack = [(content, 0)]
     for _ in range(_MOST_VALUES):
-        if not left:
+        if not stack:
             return
-        value, depth = left.pop()
+        value, depth = stack.pop()
         if isinstance(value, dict | list | tuple | set) and depth < _DEEPEST:
-            left += [(it, depth + 1) for it in (value.values() if isinstance(value, dict) else value)]
+            stack += [(child, depth + 1) for child in (value.values() if isinstance(value, dict) else value)]
         elif isinstance(value, dict | list | tuple | set):
             break
     raise ValueError("it has too many values")

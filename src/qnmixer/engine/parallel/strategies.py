@@ -58,7 +58,7 @@ def build_strategy(config: StrategyConfig, trainer: TrainerConfig, batch_size: i
         case DDPConfig():
             return CopiesStrategy(config.find_unused_parameters)
         case FSDPConfig():
-            return ShardedStrategy((trainer.devices or 1) * trainer.num_nodes)
+            return ShardedStrategy(trainer.n_devices)
         case PipelineConfig():
             n_devices = config.devices_per_replica(trainer)
             accumulate = trainer.accumulate_grad_batches
@@ -173,9 +173,9 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load the shards of this rank from the full weights."""
         assert self.model is not None
-        ours = self.model.state_dict()
+        shards = self.model.state_dict()
         self.model.load_state_dict(
-            {k: _sharded(ours.get(k), v) for k, v in checkpoint["state_dict"].items()}, strict=strict
+            {k: _sharded(shards.get(k), v) for k, v in checkpoint["state_dict"].items()}, strict=strict
         )
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -184,8 +184,10 @@ class ShardedStrategy(ModelParallelStrategy):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             numbers = [number for group in state["param_groups"] for number in group["params"]]
             # torch numbers parameters in the order of the groups, so the state of one device fits by number.
-            of = dict(zip(numbers, parameters, strict=True))
-            sharded = {n: {k: _sharded(of[n], v) for k, v in entry.items()} for n, entry in state["state"].items()}
+            parameter_of = dict(zip(numbers, parameters, strict=True))
+            sharded = {
+                n: {k: _sharded(parameter_of[n], v) for k, v in entry.items()} for n, entry in state["state"].items()
+            }
             optimizer.load_state_dict({**state, "state": sharded})
 
     def _units(self) -> list[FSDPModule]:

@@ -15,14 +15,14 @@ _FOLDER = "qnmixer-"
 
 
 @contextmanager
-def temporary_folder(what: str) -> Iterator[Path]:
-    """A folder in the temporary folder of this machine, while the block runs. Its name begins with qnmixer-WHAT-.
+def temporary_folder(label: str) -> Iterator[Path]:
+    """A folder in the temporary folder of this machine, while the block runs. Its name begins with qnmixer-LABEL-.
 
     If this process is killed, the next run removes the folder: `remove_left_folders`.
     """
     remove_left_folders()
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{what}-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{label}-"))
         with (folder / _LOCK).open("w") as lock:
             with suppress(OSError):  # a disk without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -49,7 +49,8 @@ def remove_left_folders() -> None:
             with os.fdopen(descriptor, "r+b") as lock:
                 # Not lockf: this process may hold the lock of another folder, which lockf would give it again.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for path in (it for it in folder.iterdir() if it.name != _LOCK):
-                    remove(path)
+                for path in folder.iterdir():
+                    if path.name != _LOCK:
+                        remove(path)
                 (folder / _LOCK).unlink()  # last: a folder without it would stay
                 folder.rmdir()

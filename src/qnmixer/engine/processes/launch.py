@@ -62,12 +62,12 @@ def launch(
         try:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            if all(_has_stopped(failure, stop.first) for failure in error.failures.values()):
-                raise Stopped(stop.first, together=True) from None
+            if all(_has_stopped(failure, stop.first_signal) for failure in error.failures.values()):
+                raise Stopped(stop.first_signal, together=True) from None
             failed = _rank_failed(error.failures)
             raise failed from failed.__cause__
         except SignalException:
-            raise Stopped(stop.first) from None
+            raise Stopped(stop.first_signal) from None
 
 
 def _quieten_agent() -> None:
@@ -82,14 +82,14 @@ class _AskToStop:
 
     def __init__(self, ask: Callable[[], bool]) -> None:
         self.ask, self.echo = ask, Echo()
-        self.first: int | None = None  # the signal that made us ask the ranks
+        self.first_signal: int | None = None  # the signal that made us ask the ranks
 
     def __call__(self, number: int, _: FrameType | None) -> None:
-        again, self.first = self.first is not None, self.first or number
+        is_second, self.first_signal = self.first_signal is not None, self.first_signal or number
         # A terminal sends Ctrl-C to every process of its group, and a parent may send it once more.
-        if self.echo.of(number) or (again and number in _WARNINGS):
+        if self.echo.repeats(number) or (is_second and number in _WARNINGS):
             return
-        if again or not self.ask():
+        if is_second or not self.ask():
             raise SignalException("stopped by a signal", signal.SIGTERM)
 
 

@@ -116,12 +116,12 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
     # A second signal must not interrupt this function: the record would be lost.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    stopped, secondary, now = isinstance(error, KeyboardInterrupt), is_secondary(error), time.time()
+    stopped, secondary, end_time = isinstance(error, KeyboardInterrupt), is_secondary(error), time.time()
     # For torch's elastic agent, ours or torchrun's. It reads the first two fields, and `launch` the others.
     record: dict[str, Any] = {
         "message": "was stopped by a signal" if stopped else line or f"{type(error).__name__}: {error}",
-        "timestamp": int(now),
-        "time": now,
+        "timestamp": int(end_time),
+        "time": end_time,
         "traceback": traceback.format_exc(),
         "bug": line is None and not stopped,  # the traceback is for the user too
         "secondary": secondary,
@@ -139,7 +139,8 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         time.sleep(_SECONDS_TO_BE_SECOND)
         speaks = True
     if say and speaks:
-        text = f"{record['traceback'] * record['bug']}error: rank {rank()}: {record['message']}"
+        details = record["traceback"] if record["bug"] else ""
+        text = f"{details}error: rank {rank()}: {record['message']}"
         print(visible(text, keep="\n"), file=sys.stderr)
     elif say and rank() == 0 and (record["stopped"] or getattr(error, "number", None) == signal.SIGINT):
         print(visible(str(error)), file=sys.stderr)
@@ -158,7 +159,7 @@ def is_secondary(error: BaseException) -> bool:
 
 # Signals
 
-SIGNALS = [it for it in signal.Signals if it.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")]
+SIGNALS = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")]
 """SIGINT: Ctrl-C. SIGTERM: the end of a job. SIGHUP: the terminal or ssh closed. SIGUSR1, SIGUSR2: SLURM's warning
 before the time limit (#SBATCH --signal=USR1@120, which submitit also sets). Windows has the first two only."""
 _SECONDS_OF_ECHO = 2
@@ -182,10 +183,10 @@ def stop_signals() -> Iterator[None]:
         global _received
         if os.getpid() != owner:  # a data worker: a fork inherits this handler
             return
-        if echo.of(number):  # Ctrl-C comes twice: from the terminal, and from the launcher
+        if echo.repeats(number):  # Ctrl-C comes twice: from the terminal, and from the launcher
             return
-        again, _received = _received is not None, _received or number
-        if not _defers_stop or (again and not is_rank()):
+        is_second, _received = _received is not None, _received or number
+        if not _defers_stop or (is_second and not is_rank()):
             raise Stopped(_received)
 
     _received = None
@@ -232,15 +233,15 @@ def handle_signals(
     if threading.current_thread() is not threading.main_thread():
         yield []
         return
-    before = {number: signal.getsignal(number) for number in numbers}
-    handled = [number for number, old in before.items() if old is not signal.SIG_IGN]
+    earlier_handlers = {number: signal.getsignal(number) for number in numbers}
+    handled = [number for number, earlier_handler in earlier_handlers.items() if earlier_handler is not signal.SIG_IGN]
     for number in handled:
         signal.signal(number, handler)
     try:
         yield handled
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, earlier_handler in earlier_handlers.items():
+            signal.signal(number, earlier_handler)
 
 
 class Echo:
@@ -249,10 +250,10 @@ class Echo:
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
-    def of(self, number: int) -> bool:
+    def repeats(self, number: int) -> bool:
         """Whether this is the first signal again."""
-        now = time.monotonic()
+        arrival = time.monotonic()
         if self._first is None:
-            self._first = number, now
+            self._first = number, arrival
             return False
-        return number == self._first[0] and now - self._first[1] < _SECONDS_OF_ECHO
+        return number == self._first[0] and arrival - self._first[1] < _SECONDS_OF_ECHO

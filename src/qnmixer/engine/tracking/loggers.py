@@ -41,7 +41,7 @@ from qnmixer.files import path_in_errors, write_text
 # The loggers of a run
 
 # Exit codes of a W&B run; wandb itself uses the last one for Ctrl-C.
-DONE, FAILED, INTERRUPTED = 0, 1, 255
+SUCCESS, FAILURE, INTERRUPTION = 0, 1, 255
 
 
 def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at: int | None = None) -> list[Logger]:
@@ -74,14 +74,14 @@ def _build_logger(config: Config, options: LoggerConfig, folder: Path) -> Logger
         "save_dir": str(folder),
         "tracking_uri": f"sqlite:///{folder.absolute()}/mlflow.db",  # MLflow's own default is refused by new versions
     }
-    given = {name: value for name, value in options.plain().items() if value is not None}
-    logger: Logger = LoggerConfig(**given).at(options.section).build(supplied=places)
+    arguments = {name: value for name, value in options.plain().items() if value is not None}
+    logger: Logger = LoggerConfig(**arguments).at(options.section).build(supplied=places)
     logger.log_hyperparams(_described(config))
     return logger
 
 
 def close_loggers(exit_code: int) -> None:
-    """Finish the W&B run, if this process has one, as DONE, FAILED or INTERRUPTED."""
+    """Finish the W&B run, if this process has one, as SUCCESS, FAILURE or INTERRUPTION."""
     wandb = sys.modules.get("wandb")
     if wandb is None or (run := wandb.run) is None:
         return
@@ -113,15 +113,15 @@ class MetricsFile(CSVLogger):
 
     Attributes:
         last_step: the last step of the file so far; 0 without any.
-        kept: the rows up to the step that the run resumes from.
+        kept_rows: the rows up to the step that the run resumes from.
     """
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         super().__init__(folder, name="", version="")
         self.path, self.resumed_at = folder / "metrics.csv", resumed_at
-        before = [] if resumed_at is None else read_metrics(self.path)
-        self.last_step = max((int(row["step"]) for row in before), default=0)
-        self.kept = [row for row in before if int(row["step"]) <= (resumed_at or 0)]
+        rows = [] if resumed_at is None else read_metrics(self.path)
+        self.last_step = max((int(row["step"]) for row in rows), default=0)
+        self.kept_rows = [row for row in rows if int(row["step"]) <= (resumed_at or 0)]
         self._columns: list[str] | None = None  # of the file; None before the first row
 
     @property
@@ -138,7 +138,7 @@ class MetricsFile(CSVLogger):
         """Append a row."""
         row: dict[str, Any] = {"step": step, **metrics}
         if self._columns is None:
-            self._rewrite(self.kept, row)
+            self._rewrite(self.kept_rows, row)
         elif not row.keys() <= set(self._columns):
             self._rewrite(read_metrics(self.path), row)
         else:
@@ -148,12 +148,12 @@ class MetricsFile(CSVLogger):
     def save(self) -> None:
         """Do nothing: each row is on the disk already."""
 
-    def _rewrite(self, rows: list[dict[str, str]], new: dict[str, Any]) -> None:
+    def _rewrite(self, rows: list[dict[str, str]], new_row: dict[str, Any]) -> None:
         # Every row of the file has all its columns, so the first one stands for all.
-        columns = dict.fromkeys([*(name for row in [*rows[:1], new] for name in row)])
+        columns = dict.fromkeys([*(name for row in [*rows[:1], new_row] for name in row)])
         self._columns = sorted(columns, key=lambda name: name not in ("step", "samples"))
         header = dict(zip(self._columns, self._columns, strict=True))
-        write_text(self.path, _csv_lines(self._columns, [header, *rows, new]))
+        write_text(self.path, _csv_lines(self._columns, [header, *rows, new_row]))
 
 
 def _csv_lines(columns: list[str], rows: list[dict[str, Any]]) -> str:
@@ -185,30 +185,32 @@ class WandbRun(WandbLogger):
 
     Args:
         run: of `wandb.init`.
-        known: W&B has all steps before this one.
+        next_step: W&B has all steps before this one.
     """
 
-    def __init__(self, run: Any, known: int) -> None:
+    def __init__(self, run: Any, next_step: int) -> None:
         super().__init__(experiment=run)
-        self.known = known
+        self.next_step = next_step
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add values to the row of a step."""
         assert step is not None
         # The test comes after training, which may have ended at a known step. W&B's steps only rise.
-        if step >= self.known or any(name.startswith("test/") for name in metrics):
-            self.experiment.log({**metrics, _STEP_KEY: step}, step=max(step, self.known))
+        if step >= self.next_step or any(name.startswith("test/") for name in metrics):
+            self.experiment.log({**metrics, _STEP_KEY: step}, step=max(step, self.next_step))
 
 
 def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: list[str], file: MetricsFile) -> WandbRun:
     """Start the W&B run of a folder. If it resumes, W&B goes on where it was."""
     resumes = file.resumed_at is not None and (folder / RUN_ID).is_file()
-    known = max(file.last_step, _known_steps(folder / KNOWN_UNTIL)) if resumes else 0
-    write_text(folder / KNOWN_UNTIL, str(known))  # a run may be killed and resumed several times
-    logger = WandbRun(_start_wandb(config, options, folder, overrides, resumes), known)
-    for row in file.kept[-1:] if resumes else ():  # a killed W&B lacks it, and training does not repeat it
-        values = {name: it for name, text in row.items() if name != "step" and (it := as_number(text)) is not None}
+    next_step = max(file.last_step, _known_steps(folder / KNOWN_UNTIL)) if resumes else 0
+    write_text(folder / KNOWN_UNTIL, str(next_step))  # a run may be killed and resumed several times
+    logger = WandbRun(_start_wandb(config, options, folder, overrides, resumes), next_step)
+    for row in file.kept_rows[-1:] if resumes else ():  # a killed W&B lacks it, and training does not repeat it
+        values = {
+            name: number for name, text in row.items() if name != "step" and (number := as_number(text)) is not None
+        }
         logger.log_metrics(values, int(row["step"]))
     return logger
 
@@ -229,8 +231,8 @@ def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: 
     place, id_file = os.environ.get("WANDB_DIR") or folder, folder / RUN_ID
     if not resumes:
         # `wandb agent` chooses the id of each run that it starts.
-        of_agent = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
-        write_text(id_file, of_agent or uuid.uuid4().hex[:8])
+        agent_id = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+        write_text(id_file, agent_id or uuid.uuid4().hex[:8])
     if not re.fullmatch(r"[\w.-]{1,128}", run_id := read_text(id_file)):
         raise damaged(id_file, "it is no id of a W&B run", f"remove {id_file.parent}, and W&B starts a new run")
     quiet = wandb.Settings(silent=True)  # silent also stops wandb from asking for a key: nobody may sit at the terminal
@@ -280,22 +282,24 @@ def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: 
 
 def _group_and_name(config: Config, folder: Path, overrides: list[str]) -> tuple[str | None, str]:
     """Group and name of a run. In a sweep: the sweep, and the job's own overrides. Else: None, and the setting."""
-    own = name_of_run(folder)
-    if (found := sweep_of(folder)) is None:
-        what = with_names(to_plain(config))
+    run_name = name_of_run(folder)
+    if (sweep_entry := sweep_of(folder)) is None:
+        settings = with_names(to_plain(config))
         views = f"{config.geometry.n_views}views"
-        return None, "-".join([what["model"]["name"], what["data"]["name"], views, f"seed{config.seed}", own])
-    sweep_folder, sweep = found
-    return sweep_folder.name, without_folders(name_of_job(sweep, overrides)) or own
+        return None, "-".join(
+            [settings["model"]["name"], settings["data"]["name"], views, f"seed{config.seed}", run_name]
+        )
+    sweep_folder, sweep = sweep_entry
+    return sweep_folder.name, without_folders(name_of_job(sweep, overrides)) or run_name
 
 
 def _tags(config: Config, overrides: list[str]) -> list[str]:
     """The user's tags, then the experiment, model, data and strategy of the run."""
-    given, what = values_of(overrides), with_names(to_plain(config))
-    chosen = [value for key, value in given.items() if key.partition("/")[0] == "experiment" and value != "null"]
+    values, settings = values_of(overrides), with_names(to_plain(config))
+    chosen = [value for key, value in values.items() if key.partition("/")[0] == "experiment" and value != "null"]
     experiments = [word for words in chosen for word in re.split(r"[\s,]+", words.strip("[] "))]
-    own = config.tags or [*filter(None, map(str.strip, os.environ.get("WANDB_TAGS", "").split(",")))]
-    words = [*own, *experiments, what["model"]["name"], what["data"]["name"], config.strategy.name]
+    user_tags = config.tags or [*filter(None, map(str.strip, os.environ.get("WANDB_TAGS", "").split(",")))]
+    words = [*user_tags, *experiments, settings["model"]["name"], settings["data"]["name"], config.strategy.name]
     return [*dict.fromkeys(word[:LONGEST_TAG] for word in words)]
 
 
@@ -310,7 +314,7 @@ def _described(config: Config) -> dict[str, Any]:
         "git_commit": git_commit(),
         "versions": versions(),
         "device": device_name(trainer.accelerator),
-        "n_devices": (trainer.devices or 1) * trainer.num_nodes,
+        "n_devices": trainer.n_devices,
         "effective_batch": effective_batch(config),
     }
 
@@ -318,9 +322,9 @@ def _described(config: Config) -> dict[str, Any]:
 def _anonymous(value: Any) -> Any:
     """The same values without folders in their texts: arguments of a user's classes may contain some."""
     if isinstance(value, dict):
-        return {key: _anonymous(it) for key, it in value.items()}
+        return {key: _anonymous(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_anonymous(it) for it in value]
+        return [_anonymous(entry) for entry in value]
     return without_folders(value) if isinstance(value, str) else value
 
 
@@ -342,5 +346,5 @@ def device_name(accelerator: str) -> str:
     if accelerator == "cuda":
         return torch.cuda.get_device_name()
     path = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", path.read_text(encoding="utf-8")) if path.is_file() else None
-    return found.group(1) if found else platform.processor() or platform.machine()
+    match = re.search(r"model name\s*:\s*(.+)", path.read_text(encoding="utf-8")) if path.is_file() else None
+    return match.group(1) if match else platform.processor() or platform.machine()

@@ -61,7 +61,7 @@ def best_of(record: dict[str, Any]) -> tuple[str, float | None]:
 
 def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:
     """Set the state of a run in its results.json, where `results` has not begun, or has died."""
-    record = read_results(folder) or signed(overrides) | {"started": now()}
+    record = read_results(folder) or signed(overrides) | {"started": timestamp()}
     record |= {"status": status, "error": error}
     write_results(folder, {key: value for key, value in record.items() if value is not None})
 
@@ -69,7 +69,7 @@ def amend(folder: Path, overrides: list[str], *, status: str, error: str | None)
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 
 
-def now() -> str:
+def timestamp() -> str:
     """The time, as results.json has it."""
     return time.strftime(_TIME_FORMAT)
 
@@ -176,12 +176,12 @@ def damaged(path: Path, why: str, fix: str = _FIX) -> DataError:
     return DataError(f"{path} is damaged, or another program wrote it ({why}): {fix}")
 
 
-def read_text(path: Path, most: int = _MOST_BYTES, fix: str = _FIX) -> str:
-    """The text of a record. Raises DataError if it has more bytes than `most`, NUL bytes, or is not UTF-8."""
+def read_text(path: Path, limit: int = _MOST_BYTES, fix: str = _FIX) -> str:
+    """The text of a record. Raises DataError if it has more bytes than `limit`, NUL bytes, or is not UTF-8."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # a pipe would never end
-        content = stream.read(most + 1)
-    if len(content) > most:
-        raise damaged(path, f"more than {most >> 20} MiB", fix)
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise damaged(path, f"more than {limit >> 20} MiB", fix)
     if b"\0" in content:
         raise damaged(path, "it has NUL bytes", fix)
     try:
@@ -225,8 +225,8 @@ def is_signed(record: dict[str, Any]) -> bool:
     """Whether this user has given the overrides of a results.json."""
     if "overrides" not in record:  # others could take them from another file
         return False
-    ours = _signature(record["overrides"])
-    return ours is not None and record.get("signature") == ours
+    signature = _signature(record["overrides"])
+    return signature is not None and record.get("signature") == signature
 
 
 def signed_modules(modules: Collection[str]) -> dict[str, Any]:
@@ -241,8 +241,8 @@ def own_modules(folder: Path) -> list[str]:
     """
     record = read_results(folder)
     modules = record.get("modules", [])
-    ours = _signature([_OF_MODULES, *modules]) if modules else None
-    return modules if ours is not None and record.get("signature_of_modules") == ours else []
+    signature = _signature([_OF_MODULES, *modules]) if modules else None
+    return modules if signature is not None and record.get("signature_of_modules") == signature else []
 
 
 def _signature(overrides: list[str]) -> str | None:
@@ -297,9 +297,11 @@ def git_diff() -> str:
         with tempfile.TemporaryDirectory() as temporary:  # a temporary index, so that the user's own stays unchanged
             index = {"GIT_INDEX_FILE": str(Path(temporary) / "index")}
             _git(root, "read-tree", "HEAD", **index)
-            new = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *parts).split("\0")
+            new_names = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *parts).split("\0")
             # Without this, git diff leaves out files that were never added.
-            if code := [name for name in new if Path(name).suffix in _CODE_SUFFIXES and not _PRIVATE_NAME.search(name)]:
+            if code := [
+                name for name in new_names if Path(name).suffix in _CODE_SUFFIXES and not _PRIVATE_NAME.search(name)
+            ]:
                 _git(root, "add", "--intent-to-add", "--", *code, **index)
             return _git(root, "diff", "--no-ext-diff", "--no-color", "HEAD", "--", *parts, **index)
     except (OSError, subprocess.CalledProcessError):
@@ -322,5 +324,5 @@ def _checkout(package: Path) -> Path:
 
 def _git(folder: Path | str, *arguments: str, **environment: str) -> str:
     command, environment = ["git", *arguments], os.environ | environment
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
-    return done.stdout.decode(errors="replace")
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+    return process.stdout.decode(errors="replace")

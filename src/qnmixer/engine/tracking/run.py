@@ -25,11 +25,11 @@ from qnmixer.engine.tracking.records import (
     amend,
     git_commit,
     is_signed,
-    now,
     read_results,
     signed,
     signed_modules,
     sweep_of,
+    timestamp,
     versions,
     write_results,
 )
@@ -49,8 +49,8 @@ def name_of_run(run: Path) -> str:
         run = run.parent.parent
     if run.is_file():
         return run.stem
-    if (found := sweep_of(run)) is not None:
-        return f"{found[0].name}/{run.name}"
+    if (sweep_entry := sweep_of(run)) is not None:
+        return f"{sweep_entry[0].name}/{run.name}"
     return f"{run.parent.name}/{run.name}" if re.fullmatch(r"\d{4}-\d\d-\d\d", run.parent.name) else run.name
 
 
@@ -62,16 +62,16 @@ def is_run(folder: Path) -> bool:
 def runs_in(folder: Path) -> Iterator[Path]:
     """All run folders below a folder, also those of sweeps."""
     for path, folders, _ in os.walk(folder):
-        here = Path(path)
-        if is_run(here) and not (here / SWEEP).is_file():
+        run = Path(path)
+        if is_run(run) and not (run / SWEEP).is_file():
             folders.clear()
-            if "run" not in map(key_of, overrides_of(here)):  # of `qnmixer.evaluate`, which writes the same files
-                yield here
+            if "run" not in map(key_of, overrides_of(run)):  # of `qnmixer.evaluate`, which writes the same files
+                yield run
 
 
 def latest() -> Path:
     """The run folder under runs/ that began, resumed or ended last. Raises CheckpointError if there is none."""
-    run = max(runs_in(RUNS), key=lambda it: (it / "results.json").stat().st_mtime, default=None)
+    run = max(runs_in(RUNS), key=lambda folder: (folder / "results.json").stat().st_mtime, default=None)
     if run is None:
         raise CheckpointError(f"resume=latest finds no run under {RUNS.absolute()}: give the run's folder, resume=DIR")
     return run
@@ -87,8 +87,12 @@ def overrides_of(run: Path) -> list[str]:
 
     Hydra's own are left out, because they could make Hydra run code. Only its search path stays.
     """
-    found: list[str] = read_results(run).get("overrides", [])
-    return [it for it in found if not of_hydra(it) or key_of(it) == SEARCH_PATH]
+    overrides: list[str] = read_results(run).get("overrides", [])
+    return [override for override in overrides if _defines_run(override)]
+
+
+def _defines_run(override: str) -> bool:
+    return not of_hydra(override) or key_of(override) == SEARCH_PATH
 
 
 # Writing one
@@ -118,11 +122,12 @@ class Run:
         self.console = Console(quiet=rank() != 0)
         self.record: dict[str, Any] = {}
         self.resumed_at: int | None = None
-        self._before = {} if resume is None else read_results(folder)
+        self._earlier_record = {} if resume is None else read_results(folder)
         if resume is not None:
             # Its record still says where it began, but not for a stranger's run: the user has not seen that.
-            began = [it for it in overrides_of(folder) if key_of(it) == "finetune" and is_signed(self._before)]
-            self.overrides = [*began, *_without_keys(self.overrides, "finetune", "resume")]
+            recorded_overrides = overrides_of(folder) if is_signed(self._earlier_record) else []
+            finetune = [override for override in recorded_overrides if key_of(override) == "finetune"]
+            self.overrides = [*finetune, *_without_keys(self.overrides, "finetune", "resume")]
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -137,8 +142,8 @@ class Run:
             return
         with run_lock(self.folder):
             remove_left_folders()
-            for left in filter(is_temporary, self.folder.rglob(".*")):
-                left.unlink(missing_ok=True)
+            for path in filter(is_temporary, self.folder.rglob(".*")):
+                path.unlink(missing_ok=True)
             if not is_run(self.folder):
                 amend(self.folder, self.overrides, status="running", error=None)
             try:
@@ -160,11 +165,12 @@ class Run:
 
         modules: the user's own that the run imports.
         """
-        fresh = {"status": "running", "git_commit": git_commit(), "versions": versions()} | signed_modules(modules)
-        self.record = fresh | signed(self.overrides) | {"started": now()} | self._before | fresh
+        entries = {"status": "running", "git_commit": git_commit(), "versions": versions()} | signed_modules(modules)
+        # Twice: the first time for the order of the file, the second time because they replace the earlier ones.
+        self.record = entries | signed(self.overrides) | {"started": timestamp()} | self._earlier_record | entries
         self.record.pop("error", None)  # of the part before the resume
         start = time.monotonic()
-        if not self._before:
+        if not self._earlier_record:
             self._write()
         try:
             yield self.record
@@ -177,9 +183,9 @@ class Run:
             raise
         finally:
             self.record["seconds"] = round(self.record.get("seconds", 0.0) + time.monotonic() - start, 1)
-            if self.record["status"] != "done" and (since := read_results(self.folder)).get("status") == "failed":
-                self.record |= {key: since[key] for key in ("status", "error") if key in since}  # of another rank
-            if not self._before or self.record.get("resumed") != self._before.get("resumed"):
+            if self.record["status"] != "done" and (failure := read_results(self.folder)).get("status") == "failed":
+                self.record |= {key: failure[key] for key in ("status", "error") if key in failure}  # of another rank
+            if not self._earlier_record or self.record.get("resumed") != self._earlier_record.get("resumed"):
                 self._write()
 
     def _write(self) -> None:
@@ -189,7 +195,7 @@ class Run:
     def record_resume(self, step: int) -> None:
         """Record that the run resumes from a checkpoint of this optimizer step, with its overrides."""
         self.resumed_at = step
-        resumed = [*self.record.get("resumed", []), {"step": step, "at": now()}]
+        resumed = [*self.record.get("resumed", []), {"step": step, "at": timestamp()}]
         self.record |= signed(self.overrides) | {"resumed": resumed}
         self._write()  # at once, because the run may be killed
         if rank() == 0 and (accepted := self.folder / NEXT_HYDRA).is_dir():
@@ -197,7 +203,7 @@ class Run:
 
     def record_end(self, status: str, error: BaseException | None = None) -> None:
         """Set the end of the run in results.json, if `recording` could not. A refused resume changes nothing."""
-        if self._before and read_results(self.folder).get("resumed") == self._before.get("resumed"):
+        if self._earlier_record and read_results(self.folder).get("resumed") == self._earlier_record.get("resumed"):
             return
         line = None if error is None else f"{type(error).__name__}: {error}"
         amend(self.folder, self.overrides, status=status, error=line)
@@ -221,9 +227,9 @@ def run_lock(folder: Path) -> Iterator[None]:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             stream.seek(0)
-            who = stream.read(200).strip() or "another process"
+            holder = stream.read(200).strip() or "another process"
             raise ConfigError(
-                f"{who} writes to {folder}: wait until it ends, or stop it, or give another hydra.run.dir=FOLDER"
+                f"{holder} writes to {folder}: wait until it ends, or stop it, or give another hydra.run.dir=FOLDER"
             ) from None
         except OSError:  # a file system without locks
             yield
@@ -254,18 +260,19 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     if any(override.startswith("-") for override in overrides):  # --help, or a sweep, whose jobs get here alone
         return overrides
     asked, folder = values_of(overrides).get("resume", "null"), folder_of(overrides)
-    found = given = _without_keys(overrides, "resume", "trust")  # other commands need `trust` for the user's own code
+    # Not `trust`: other commands need it for the user's own code.
+    run_overrides = command_overrides = _without_keys(overrides, "resume", "trust")
     if asked != "null":
         run = _asked_run(asked, folder)
-        found = _in_place(run, given)
-        _check_mine(run, found, given)
-    elif folder is not None and _has_begun(folder, given):
-        found = _in_place(folder, _without_keys(given, "finetune"))
-    folder = folder_of(found)
+        run_overrides = _in_place(run, command_overrides)
+        _check_mine(run, run_overrides, command_overrides)
+    elif folder is not None and _has_begun(folder, command_overrides):
+        run_overrides = _in_place(folder, _without_keys(command_overrides, "finetune"))
+    folder = folder_of(run_overrides)
     if folder and folder.is_dir() and rank() == 0:  # the other ranks may get here when rank 0 has the lock already
         with run_lock(folder):  # before Hydra writes there
             pass
-    return found
+    return run_overrides
 
 
 def _asked_run(asked: str, folder: Path | None) -> Path:
@@ -281,20 +288,20 @@ def _asked_run(asked: str, folder: Path | None) -> Path:
     return run
 
 
-def _in_place(run: Path, given: list[str]) -> list[str]:
+def _in_place(run: Path, command_overrides: list[str]) -> list[str]:
     """The overrides that resume a run in its folder. Overrides given now replace those of the run."""
-    record, values = read_results(run), values_of(given)
+    record, values = read_results(run), values_of(command_overrides)
     if record.get("status") == "done" and not any(key in values for key in (*LENGTH, "trainer.max_time")):
         steps = record.get("steps", 0)
         raise CheckpointError(f"{run} is done ({steps} steps): to train longer, raise trainer.max_steps")
-    before = _without_keys(overrides_of(run), "resume")
+    run_overrides = _without_keys(overrides_of(run), "resume")
     where = [] if "hydra.run.dir" in values else [f"hydra.run.dir={quoted(run)}"]
     if not has_checkpoint(run):  # killed before its first checkpoint: it starts from step 0
-        return [*_merged(before, given), *where]
+        return [*_merged(run_overrides, command_overrides), *where]
     # The checkpoint has the weights: those of finetune are not read again. A resume may still be refused, so Hydra
     # writes its files elsewhere.
-    now = [f"resume={quoted(run)}", f"hydra.output_subdir={NEXT_HYDRA}"]
-    return [*_merged(_without_keys(before, "finetune"), given), *now, *where]
+    additions = [f"resume={quoted(run)}", f"hydra.output_subdir={NEXT_HYDRA}"]
+    return [*_merged(_without_keys(run_overrides, "finetune"), command_overrides), *additions, *where]
 
 
 def _has_begun(run: Path, overrides: list[str]) -> bool:
@@ -311,14 +318,15 @@ def _has_begun(run: Path, overrides: list[str]) -> bool:
         if "overrides" not in record and rank() == 0:  # else the same run without a checkpoint may start again
             check_unused("hydra.run.dir", run)
         return False
-    before, now = _by_key(overrides_of(run)), _by_key(overrides)
-    differing = next((key for key in before | now if before.get(key) != now.get(key)), None)
-    if is_done or differing is not None:
-        how = "that is done"
-        if differing is not None:
-            how = f"with {before.get(differing, f'no {differing}')}, not {now.get(differing, 'without')}"
+    recorded_values, command_values = _by_key(overrides_of(run)), _by_key(overrides)
+    keys = recorded_values | command_values
+    key = next((key for key in keys if recorded_values.get(key) != command_values.get(key)), None)
+    if is_done or key is not None:
+        state = "that is done"
+        if key is not None:
+            state = f"with {recorded_values.get(key, f'no {key}')}, not {command_values.get(key, 'without')}"
         resume = shlex.quote(f"resume={quoted(run)}")
-        raise ConfigError(f"{run} has a run {how}: resume it with {resume}, or give another hydra.run.dir=FOLDER")
+        raise ConfigError(f"{run} has a run {state}: resume it with {resume}, or give another hydra.run.dir=FOLDER")
     return True
 
 
@@ -326,29 +334,40 @@ _SET_HERE = ("resume", "hydra.run.dir", "hydra.output_subdir")
 """Keys that are set here."""
 
 
-def _check_mine(run: Path, found: list[str], given: list[str]) -> None:
+def _check_mine(run: Path, run_overrides: list[str], command_overrides: list[str]) -> None:
     """Raise ConfigError if somebody else started the run, and it has overrides that are not given now."""
-    theirs = [it for it in found if it not in given and key_of(it) not in _SET_HERE]
-    if theirs and not is_signed(read_results(run)):
+    foreign_overrides = [
+        override
+        for override in run_overrides
+        if override not in command_overrides and key_of(override) not in _SET_HERE
+    ]
+    if foreign_overrides and not is_signed(read_results(run)):
         raise ConfigError(
             f"{run} was not started by you here, and its settings may run code or send data: repeat those that you "
-            f"trust, or give others: {shlex.join(theirs):.2000}"
+            f"trust, or give others: {shlex.join(foreign_overrides):.2000}"
         )
 
 
 def _by_key(overrides: list[str]) -> dict[str, str]:
     """The overrides that define a run, by key, without Hydra's keys but the search path."""
-    return {key_of(it): it for it in overrides if not of_hydra(it) or key_of(it) == SEARCH_PATH}
+    return {key_of(override): override for override in overrides if _defines_run(override)}
 
 
-def _merged(before: list[str], given: list[str]) -> list[str]:
+def _merged(run_overrides: list[str], command_overrides: list[str]) -> list[str]:
     """The overrides of a run with those given now in their place.
 
     A new choice for a group removes the old keys of that group. A new length removes the old length.
     """
-    now = {*map(key_of, given)}
-    gone = tuple(f"{key}." for key in now if (CONF / key).is_dir()) + LENGTH * any(key in now for key in LENGTH)
-    return [*(it for it in before if key_of(it) not in now and not key_of(it).startswith(gone)), *given]
+    new_keys = {*map(key_of, command_overrides)}
+    dropped_prefixes = tuple(f"{key}." for key in new_keys if (CONF / key).is_dir())
+    if not new_keys.isdisjoint(LENGTH):
+        dropped_prefixes += LENGTH
+    kept_overrides = [
+        override
+        for override in run_overrides
+        if (key := key_of(override)) not in new_keys and not key.startswith(dropped_prefixes)
+    ]
+    return [*kept_overrides, *command_overrides]
 
 
 def _without_keys(overrides: list[str], *keys: str) -> list[str]:
@@ -367,8 +386,8 @@ def folder_of(overrides: list[str], command: str = "train") -> Path | None:
 
 def resume_hint(folder: Path) -> str:
     """The line that tells the user how to resume a stopped run."""
-    here = folder.resolve()
-    short = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
+    path = folder.resolve()
+    short_path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     steps = read_results(folder).get("steps")
     at = f" after step {steps}" if steps else ""
-    return f"interrupted{at}, to resume: python -m qnmixer.train {shlex.quote(f'resume={quoted(short)}')}"
+    return f"interrupted{at}, to resume: python -m qnmixer.train {shlex.quote(f'resume={quoted(short_path)}')}"

@@ -44,7 +44,8 @@ _T = TypeVar("_T", bound=Callback)
 
 def callback_of(trainer: L.Trainer, kind: type[_T]) -> _T:
     """The callback of this kind, which every run has."""
-    return next(it for it in trainer.callbacks if isinstance(it, kind))  # type: ignore[attr-defined]  # Lightning's, untyped
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's, untyped
+    return next(callback for callback in callbacks if isinstance(callback, kind))
 
 
 class StepMetrics(Callback):
@@ -85,8 +86,10 @@ class StepMetrics(Callback):
         answer is copied in the background, and read before the weights change. The GPU has the backward pass meanwhile.
         """
         if loss.numel() > 1:
-            own = f"{type(pl_module).__name__}.training_step"
-            raise PluginError(f"{own} gives a tensor {list(loss.shape)}: it must give one number, the mean over images")
+            method = f"{type(pl_module).__name__}.training_step"
+            raise PluginError(
+                f"{method} gives a tensor {list(loss.shape)}: it must give one number, the mean over images"
+            )
         self._raise_if_not_finite()  # with accumulation, the loss of the batch before is still unchecked
         loss = loss.detach()
         finite = torch.isfinite(loss).to("cpu", non_blocking=True)  # into pinned memory
@@ -104,10 +107,10 @@ class StepMetrics(Callback):
             return
         names = [name for name, p in pl_module.named_parameters() if p.requires_grad and p.grad is None]
         if names:
-            more = f" and {len(names) - 1} more" * (len(names) > 1)
+            suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise PluginError(
-                f"strategy=ddp waits for a gradient of {names[0]}{more}, but the loss does not depend on it: take the "
-                "weight out (or requires_grad_(False)), or set strategy.find_unused_parameters=true"
+                f"strategy=ddp waits for a gradient of {names[0]}{suffix}, but the loss does not depend on it: take "
+                "the weight out (or requires_grad_(False)), or set strategy.find_unused_parameters=true"
             )
 
     def on_before_optimizer_step(
@@ -116,8 +119,8 @@ class StepMetrics(Callback):
         """Check the loss. Log the gradient norm before clipping, its maximum in the run, lr and the mean of λ_t."""
         assert isinstance(pl_module, RunModule)
         self._raise_if_not_finite()
-        which = [it is optimizer for it in trainer.optimizers].index(True)
-        number = f"_{which}" if which else ""  # of another optimizer than that of the network
+        index = [candidate is optimizer for candidate in trainer.optimizers].index(True)
+        number = f"_{index}" if index else ""  # of another optimizer than that of the network
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = gather(torch.nn.utils.get_total_norm(gradients))  # that of shards is itself in shards
         # The scaler skips a step whose gradient overflows. That norm would be the largest for the rest of the run.
@@ -125,7 +128,7 @@ class StepMetrics(Callback):
         pl_module.log(f"train/grad_norm{number}", norm)
         # As a tensor in float64: Lightning would round a Python float to float32.
         pl_module.log(f"train/lr{number}", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
-        if which:
+        if index:
             return
         self._largest_norm = torch.maximum(counted, torch.as_tensor(self._largest_norm, device=norm.device))
         pl_module.log("train/grad_norm_max", self._largest_norm)
@@ -149,8 +152,8 @@ class StepMetrics(Callback):
         samples = _log_place(trainer, pl_module, on_epoch=False)
         if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]  # Lightning's, untyped
             return
-        (before, since), self._row = self._row, (samples, time.monotonic())
-        pl_module.log("train/samples_per_second", torch.tensor((samples - before) / (self._row[1] - since)))
+        (earlier_samples, start), self._row = self._row, (samples, time.monotonic())
+        pl_module.log("train/samples_per_second", torch.tensor((samples - earlier_samples) / (self._row[1] - start)))
         if (scaler := _scaler(trainer)) is not None:
             pl_module.log("train/loss_scale", torch.tensor(scaler.get_scale()))
 
@@ -234,8 +237,10 @@ class MemoryMonitor(Callback):
             # One step only: the tracker slows it down.
             self._tracker = self._tracking.enter_context(PeakTracker())
             tensors = [value for value in batch.values() if isinstance(value, Tensor)]
-            averaging = [it for it in trainer.callbacks if isinstance(it, MeanWeights)]  # type: ignore[attr-defined]
-            tensors += [mean for it in averaging for mean in it.mean.values()]
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's, untyped
+            for callback in callbacks:
+                if isinstance(callback, MeanWeights):
+                    tensors += callback.mean.values()
             self._tracker.track(pl_module, *trainer.optimizers, *tensors)
 
     def on_train_batch_end(
@@ -290,14 +295,14 @@ def build_callbacks(
     fixes.
     """
     modes, built = modes_of(metrics or {}), []
-    for it in callbacks.values():
-        if issubclass(it.load(), _REFUSED_CALLBACKS):
+    for config in callbacks.values():
+        if issubclass(config.load(), _REFUSED_CALLBACKS):
             raise PluginError(
-                f"{it.as_typed} would change the run while it trains: set data.batch_size, "
+                f"{config.as_typed} would change the run while it trains: set data.batch_size, "
                 "trainer.accumulate_grad_batches or optimizer.lr instead, or choose callbacks=ema"
             )
-        monitored = str(it.arguments.get("monitor"))
-        built.append(it.build(supplied={"mode": modes[monitored]} if monitored in modes else {}))
+        monitored = str(config.arguments.get("monitor"))
+        built.append(config.build(supplied={"mode": modes[monitored]} if monitored in modes else {}))
     return built
 
 
@@ -344,8 +349,8 @@ class MeanWeights(Callback):
         """Save the mean as the weights, for every reader of a checkpoint, and the trained weights beside it."""
         if not self.mean:
             return
-        now = {name: p.detach() for name, p in pl_module.named_parameters()}
-        trained, mean = (self.mean, now) if self._swapped else (now, self.mean)
+        weights = {name: p.detach() for name, p in pl_module.named_parameters()}
+        trained, mean = (self.mean, weights) if self._swapped else (weights, self.mean)
         checkpoint[TRAINED_KEY] = trained
         checkpoint["state_dict"] = checkpoint["state_dict"] | mean
 
@@ -358,9 +363,9 @@ class MeanWeights(Callback):
         self._swapped = not self._swapped
         for name, parameter in pl_module.named_parameters():
             if name in self.mean:
-                before = parameter.detach().clone()
+                weights = parameter.detach().clone()
                 parameter.copy_(self.mean[name])
-                self.mean[name].copy_(before)
+                self.mean[name].copy_(weights)
 
 
 _MOST_ITERATES = 15  # iterates in a picture
@@ -389,8 +394,10 @@ class IteratePictures(Callback):
             rows.append(row)
             for name, value in health.items() if n == 0 else ():
                 if f"val/{name}" in taken:
-                    who = type(pl_module.network).__name__
-                    raise PluginError(f"{who}.diagnostics gives {name}, which a run logs itself: give it another name")
+                    network = type(pl_module.network).__name__
+                    raise PluginError(
+                        f"{network}.diagnostics gives {name}, which a run logs itself: give it another name"
+                    )
                 pl_module.log(f"val/{name}", value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
         if not trainer.is_global_zero:
             return

@@ -53,7 +53,7 @@ class Checkpointing(Checkpoint):
         self.seconds = 0.0  # of earlier parts of a resumed run
         self._start = time.monotonic()
         self._saved = 0
-        self._first = 0  # optimizer steps before this part of the run
+        self._first_step = 0  # optimizer steps before this part of the run
         self._group: dist.ProcessGroup | None = None  # in which ranks agree to stop
         self._resumed: list[dict[str, Any]] = []  # random states of all ranks in the checkpoint
         self._random: dict[str, Any] | None = None  # states at the start of a validation that is running
@@ -71,7 +71,7 @@ class Checkpointing(Checkpoint):
         """
         assert isinstance(pl_module, RunModule)
         defer_stop(is_rank() or not pl_module.settings.get("compile"))
-        self._first = trainer.global_step
+        self._first_step = trainer.global_step
         self._restore_random(trainer)
 
     def on_train_batch_start(
@@ -82,7 +82,7 @@ class Checkpointing(Checkpoint):
             return
         number_rows(trainer)
         step = trainer.global_step
-        if step > self._first:
+        if step > self._first_step:
             defer_stop(True)
         if self.every_n_steps and step % self.every_n_steps == 0 and step > self._saved:
             self.save(trainer, "last")
@@ -201,10 +201,11 @@ class Checkpointing(Checkpoint):
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """The states of Python, NumPy, torch, and of the device if it is a GPU, as plain data for weights_only=True."""
-    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is what libraries draw from
+    # NumPy's global generator, because libraries draw from it.
+    name, keys, position, *gaussian = np.random.get_state(legacy=True)  # noqa: NPY002
     return {
         "python": random.getstate(),
-        "numpy": (name, np.asarray(keys).tolist(), *rest),
+        "numpy": (name, np.asarray(keys).tolist(), position, *gaussian),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }

@@ -48,7 +48,7 @@ from qnmixer.engine.plugins import untrusted_modules
 from qnmixer.engine.processes.process import rank, stop_signals, world_size
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.tracking.loggers import DONE, FAILED, INTERRUPTED, close_loggers, device_name
+from qnmixer.engine.tracking.loggers import FAILURE, INTERRUPTION, SUCCESS, close_loggers, device_name
 from qnmixer.engine.tracking.records import git_diff, read_results
 from qnmixer.engine.tracking.run import Run, resume_hint
 from qnmixer.engine.training.callbacks import (
@@ -71,7 +71,7 @@ RunData = SliceDataModule | OwnDataModule
 @contextmanager
 def session(config: Config, run: Run) -> Iterator[None]:
     """Handle stop signals, write results.json, and close the loggers at the end of the block, even after an error."""
-    exit_code = FAILED
+    exit_code = FAILURE
     with stopping_together(run), stop_signals(), run.recording(untrusted_modules(targets_of(config).values())):
         run.record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
         run.record["processes"] = world_size()  # each has so many threads
@@ -80,10 +80,10 @@ def session(config: Config, run: Run) -> Iterator[None]:
             write_text(run.folder / "code.diff", git_diff())  # empty without changes
         try:
             yield
-            exit_code = DONE
+            exit_code = SUCCESS
         except (KeyboardInterrupt, SystemExit):
             failed = read_results(run.folder).get("status") == "failed"
-            exit_code = FAILED if failed else INTERRUPTED
+            exit_code = FAILURE if failed else INTERRUPTION
             raise
         finally:
             close_loggers(exit_code)
@@ -197,7 +197,7 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> RunData:
 
 def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> L.Trainer:
     """Build Lightning's Trainer for a run folder; the config must come from `resolve_devices`. Sets trainer.tf32."""
-    t, every = config.trainer, config.trainer.val_every_n_steps
+    t, interval = config.trainer, config.trainer.val_every_n_steps
     disable_signal_handling()
     allow_tf32(t.tf32)
     trainer = L.Trainer(
@@ -212,8 +212,8 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         accumulate_grad_batches=t.accumulate_grad_batches,
         gradient_clip_val=t.gradient_clip_val,
         # Lightning counts batches between validations, not optimizer steps.
-        val_check_interval=None if every is None else every * t.accumulate_grad_batches,
-        check_val_every_n_epoch=1 if every is None else None,
+        val_check_interval=None if interval is None else interval * t.accumulate_grad_batches,
+        check_val_every_n_epoch=1 if interval is None else None,
         limit_val_batches=t.limit_val_batches,
         num_sanity_val_steps=0,  # callbacks would count it as a validation
         log_every_n_steps=t.log_every_n_steps,
@@ -227,7 +227,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         default_root_dir=folder,
         profiler=_profiler(config, folder / "profile"),
         # The loader itself has no more batches than limit_train_batches.
-        **{name: its for name, its in t.passed_on.items() if name != "limit_train_batches"},
+        **{name: value for name, value in t.passed_on.items() if name != "limit_train_batches"},
     )
     count_training_steps(trainer)
     return trainer
@@ -239,8 +239,8 @@ def _profiler(config: Config, folder: Path) -> Profiler | None:
     if not isinstance(debug, ProfileConfig):
         return None
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to the terminal
-    recorded = schedule(skip_first=debug.warm_up - 1, wait=0, warmup=1, active=debug.steps, repeat=1)
-    return PyTorchProfiler(folder, "operators", schedule=recorded, record_shapes=True, acc_events=True)
+    steps_to_record = schedule(skip_first=debug.warm_up - 1, wait=0, warmup=1, active=debug.steps, repeat=1)
+    return PyTorchProfiler(folder, "operators", schedule=steps_to_record, record_shapes=True, acc_events=True)
 
 
 # Training
@@ -271,8 +271,8 @@ def recording_training(run: Run, trainer: L.Trainer) -> Iterator[None]:
     try:
         yield
     finally:
-        before = run.record.get("memory", {}).get("measured_step")  # a resumed run may train no further step
-        run.record["memory"] = {"measured_step": callback_of(trainer, MemoryMonitor).measured_mib or before}
+        earlier_peak = run.record.get("memory", {}).get("measured_step")  # a resumed run may train no further step
+        run.record["memory"] = {"measured_step": callback_of(trainer, MemoryMonitor).measured_mib or earlier_peak}
         if trainer.global_step or run.resumed_at is None:  # else it failed before Lightning read its checkpoint
             run.record |= {"steps": trainer.global_step, "seconds": callback_of(trainer, Checkpointing).seconds}
 
@@ -300,12 +300,12 @@ def naming_nan_gradients() -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if not (found := re.search(r"Function '(\w+)' returned nan values", str(error))):
+            if not (match := re.search(r"Function '(\w+)' returned nan values", str(error))):
                 raise
-            traces = "".join(str(it.message) for it in warned)
+            traces = "".join(str(warning.message) for warning in warned)
             frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n +(.*)', traces)
             where = [f" of `{code}` ({path}:{line})" for path, line, code in frames if "site-packages" not in path]
-            raise FloatingPointError(f"the gradient became NaN in {found[1]}{''.join(where[-1:])}") from error
+            raise FloatingPointError(f"the gradient became NaN in {match[1]}{''.join(where[-1:])}") from error
 
 
 @contextmanager
@@ -319,9 +319,11 @@ def interrupts_as_raised() -> Iterator[None]:
     except SystemExit as end:
         raise end.__context__ or end from None
     except Exception as error:  # its loops are half set up while the data workers start
-        first = error.__context__
-        if first is not None and (isinstance(first, KeyboardInterrupt) or "iter(combined_loader)" in str(error)):
-            raise first from None
+        original_error = error.__context__
+        if original_error is not None and (
+            isinstance(original_error, KeyboardInterrupt) or "iter(combined_loader)" in str(error)
+        ):
+            raise original_error from None
         raise
 
 

@@ -33,7 +33,7 @@ def print_start(
 ) -> None:
     """Print network, scan, data, batch, and the limit of the training."""
     t, n_parameters = config.trainer, sum(p.numel() for p in module.parameters())
-    devices = "" if config.strategy.name == "single" else f" × {(t.devices or 1) * t.num_nodes} devices"
+    devices = "" if config.strategy.name == "single" else f" × {t.n_devices} devices"
     noise = "measured" if data.measured else f"noise {config.noise.name}"
     lines = [
         f"{module.network.title}, T = {module.network.n_iterations}, {n_parameters:,} parameters, "
@@ -42,8 +42,11 @@ def print_start(
         data.describe(),
     ]
     if n_parameters:
-        limits = [f"{t.max_steps:,} step{'s' * (t.max_steps != 1)}"] * (t.max_steps > -1)
-        limits += [f"{t.max_epochs:,} epoch{'s' * (t.max_epochs != 1)}"] if t.max_epochs else []
+        limits = []
+        if t.max_steps > -1:  # -1: no limit, as in Lightning
+            limits.append(f"{t.max_steps:,} step{'' if t.max_steps == 1 else 's'}")
+        if t.max_epochs:
+            limits.append(f"{t.max_epochs:,} epoch{'' if t.max_epochs == 1 else 's'}")
         lines += [
             f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = "
             f"{effective_batch(config)} slices an optimizer step",
@@ -61,9 +64,9 @@ def print_start(
 def print_end(run: Run) -> None:
     """Print where the results are."""
     run.console.print(f"run folder: {run.folder}", soft_wrap=True)
-    for what, path in (("to look through", run.folder / "evaluation" / PAGE), ("profile", run.folder / "profile")):
+    for label, path in (("to look through", run.folder / "evaluation" / PAGE), ("profile", run.folder / "profile")):
         if path.exists():
-            run.console.print(f"{what}: {path}", soft_wrap=True, highlight=False)
+            run.console.print(f"{label}: {path}", soft_wrap=True, highlight=False)
     if picture := run.record.get("picture"):
         run.console.print(f"picture: {picture}", soft_wrap=True, highlight=False)
 
@@ -117,11 +120,13 @@ class TrainingProgress(Callback):
         self._step = trainer.global_step
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         main = "val/psnr" if "val/psnr" in values else pl_module.config.monitor
-        others = [name for it in pl_module.config.metrics if (name := f"val/{it}") in values and name != main]
+        other_metrics = [
+            name for metric in pl_module.config.metrics if (name := f"val/{metric}") in values and name != main
+        ]
         self._last = [f"{main} {in_digits(values[main])}"]
         place = [self._place()] if self._step else []  # a network that does not learn has no steps
-        found = " · ".join(_with_unit(name, values[name], pl_module) for name in (main, *others))
-        self._print(" · ".join([*place, f"val {found}", *self._pace_and_time(trainer)]))
+        scores = " · ".join(_with_unit(name, values[name], pl_module) for name in (main, *other_metrics))
+        self._print(" · ".join([*place, f"val {scores}", *self._pace_and_time(trainer)]))
         if trainer.state.fn != TrainerFn.FITTING:  # the last one, after training
             self._progress.end()
 
@@ -139,11 +144,11 @@ class TrainingProgress(Callback):
         """Draw the bar or print a line, if it is due. `validating`: how far a validation is."""
         if not self._progress.is_due():
             return
-        now = [validating] if validating else []
+        status = [validating] if validating else []
         if not validating and (loss := trainer.callback_metrics.get("train/loss")) is not None:
-            now = [f"loss {float(loss):#.3g}"]  # read only when it is shown: that waits for a GPU
-        after = " · ".join([*now, *self._last, *self._pace_and_time(trainer)])
-        self._progress.show(self._place(), after, self._step, self._total if math.isfinite(self._total) else None)
+            status = [f"loss {float(loss):#.3g}"]  # read only when it is shown: that waits for a GPU
+        text = " · ".join([*status, *self._last, *self._pace_and_time(trainer)])
+        self._progress.show(self._place(), text, self._step, self._total if math.isfinite(self._total) else None)
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)
@@ -153,12 +158,12 @@ class TrainingProgress(Callback):
 
     def _pace_and_time(self, trainer: L.Trainer) -> list[str]:
         """Samples a second, and the time left."""
-        speed, (first, start) = trainer.callback_metrics.get("train/samples_per_second"), self._begin
-        found = [] if speed is None else [f"{float(speed):.{2 if speed < 1 else 1}f} samples/s"]
-        if first < self._step < self._total < math.inf:
-            left = (time.monotonic() - start) / (self._step - first) * (self._total - self._step)
-            found.append(f"{timedelta(seconds=round(left))} left")
-        return found
+        speed, (first_step, start) = trainer.callback_metrics.get("train/samples_per_second"), self._begin
+        texts = [] if speed is None else [f"{float(speed):.{2 if speed < 1 else 1}f} samples/s"]
+        if first_step < self._step < self._total < math.inf:
+            seconds = (time.monotonic() - start) / (self._step - first_step) * (self._total - self._step)
+            texts.append(f"{timedelta(seconds=round(seconds))} left")
+        return texts
 
 
 def _with_unit(name: str, value: float, module: RunModule) -> str:
@@ -192,6 +197,6 @@ def quieten() -> None:
     if rank() != 0:
         warnings.simplefilter("ignore")  # rank 0 prints the same warnings
     if is_rank():  # Python drops an exception in a finaliser; that a signal stopped the rank is not worth a traceback
-        sys.unraisablehook = lambda it: (
-            None if issubclass(it.exc_type, KeyboardInterrupt) else sys.__unraisablehook__(it)
+        sys.unraisablehook = lambda unraisable: (
+            None if issubclass(unraisable.exc_type, KeyboardInterrupt) else sys.__unraisablehook__(unraisable)
         )

@@ -36,7 +36,7 @@ from qnmixer.errors import ConfigError, RankFailed, Stopped
 from qnmixer.files import path_in_errors, write_text
 from qnmixer.machine import THREADS, threads_each
 
-_FIT = Kind("a function (config, run)", lambda its: callable(its) and not isinstance(its, type))
+_FIT = Kind("a function (config, run)", lambda value: callable(value) and not isinstance(value, type))
 
 
 def check_processes(config: Config) -> None:
@@ -170,10 +170,10 @@ def _check_inputs(config: Config, run: Run) -> None:
     from qnmixer.engine.data.splits import RunSplit
     from qnmixer.engine.reconstructor import build_geometry
 
-    before = None if run.resume is None else split_of(resumable(config, Path(run.resume)))
+    split = None if run.resume is None else split_of(resumable(config, Path(run.resume)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 will show the warnings
-        parts_of(config.data, RunSplit(before), build_geometry(config))
+        parts_of(config.data, RunSplit(split), build_geometry(config))
 
 
 if __name__ == "__main__":
