@@ -113,7 +113,7 @@ def test_a_release_that_is_not_ready_changes_nothing(release: ModuleType, number
 
 
 def test_a_release_needs_the_address_of_the_repository(release: ModuleType) -> None:
-    set_address(release, "https://github.com/OWNER/NAME")
+    set_address(release, "https://example.org/OWNER/NAME")
     with pytest.raises(release.ReleaseError, match=r"docs/site/mkdocs\.yml .* in place of OWNER/NAME"):
         release.release("0.2.0")
 
