@@ -75,8 +75,8 @@ site: install ## build the website into build/site, without a network
 dist: install ## build the packages into dist, check them, and try the wheel outside of this folder
 	$(BIN)/python .ci/release.py dist
 
-release: ## write VERSION everywhere, commit and tag it: make release VERSION=0.2.0
-	@$(PYTHON) .ci/release.py release "$(VERSION)"
+release: install ## write VERSION into its files, commit and tag it: make release VERSION=0.2.0
+	@$(BIN)/python .ci/release.py release "$(VERSION)"
 
 # It looks for deepinv and ASTRA, as installed by: pip install -e ".[bench]" && pip install --no-deps deepinv
 bench: install ## our operator beside deepinv's and ASTRA's, steps of QN-Mixer, and their memory beside the plan: bench/bench.md
