@@ -8,7 +8,7 @@ into_page = $(BIN)/python -c "import re, pathlib as p; r = p.Path('$(1)'); t = p
 	r.write_text(re.sub(r'(<!-- $(2) -->\n).*?(<!-- end of $(2))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train compare test test-all test-gpu lint site bench readme real results levers clean
+.PHONY: help install lock train compare test test-all test-gpu lint site dist release bench readme real results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
@@ -72,6 +72,12 @@ site: install ## build the website into build/site, without a network
 		evaluation.n_pictures=2 hydra.run.dir=build/gallery
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --config-file docs/site/mkdocs.yml
 
+dist: install ## build the packages into dist, check them, and try the wheel outside of this folder
+	$(BIN)/python .ci/release.py dist
+
+release: install ## write VERSION into its files, commit and tag it: make release VERSION=0.2.0
+	@$(BIN)/python .ci/release.py release "$(VERSION)"
+
 # It looks for deepinv and ASTRA, as installed by: pip install -e ".[bench]" && pip install --no-deps deepinv
 bench: install ## our operator beside deepinv's and ASTRA's, steps of QN-Mixer, and their memory beside the plan: bench/bench.md
 	mkdir -p bench
@@ -109,4 +115,4 @@ levers: install ## write the table of memory levers into docs/memory.md
 	rm levers.md
 
 clean: ## remove .venv and caches; runs stay
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build src/*.egg-info
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist src/*.egg-info

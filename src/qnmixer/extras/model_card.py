@@ -36,6 +36,9 @@ python -m qnmixer.evaluate {run} data=dicom data.root=/path/to/dicom
 Lengths are in mm, angles in radians. The metadata of the file has the same settings, under `{key}`. Folders, patients \
 and accounts are left out. Arguments of the user's own classes are not left out.
 
+The licences of the training slices are not recorded. Before you publish this file, write each collection, its licence \
+and its address here.
+
 ## Evaluations
 
 {evaluations}
