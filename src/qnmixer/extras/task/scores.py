@@ -143,7 +143,7 @@ def detectability(absent: Tensor, present: Tensor) -> Tensor:
     deviations = torch.cat([absent - absent.mean(0), present - present.mean(0)]).flatten(0, 1)
     freedom = places * (n + m - 2)
     covariance = deviations.T @ deviations / freedom
-    square = difference @ torch.linalg.solve(covariance, difference)
+    square = difference @ torch.linalg.pinv(covariance, hermitian=True) @ difference  # flat images have no inverse
     bias = n_channels * (1 / n + 1 / m) / places
     return (square * (freedom - n_channels - 1) / freedom - bias).clamp_min(0).sqrt()
 
