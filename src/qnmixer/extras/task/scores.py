@@ -151,6 +151,8 @@ def detectability(absent: Tensor, present: Tensor) -> Tensor:
 def with_interval(score: Callable[..., Tensor], *samples: Tensor) -> tuple[Tensor, Tensor]:
     """A score of images, and half of its 95 % interval, by the bootstrap: images of each sample are drawn again.
 
+    It is 1.96 standard errors. They are scaled by √(n/(n − 1)), because a sample of n resembles itself too much.
+
     Args:
         score: a function of the samples.
         samples: [n, ...], one entry an image.
@@ -160,4 +162,5 @@ def with_interval(score: Callable[..., Tensor], *samples: Tensor) -> tuple[Tenso
     for _ in range(_RESAMPLES):
         numbers = (torch.randint(len(sample), (len(sample),), generator=generator) for sample in samples)
         drawn.append(score(*(sample[n] for sample, n in zip(samples, numbers, strict=True))))
-    return score(*samples), 1.96 * torch.stack(drawn).std(0)
+    fewest = min(len(sample) for sample in samples)
+    return score(*samples), 1.96 * math.sqrt(fewest / (fewest - 1)) * torch.stack(drawn).std(0)
