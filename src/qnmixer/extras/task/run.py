@@ -151,15 +151,16 @@ def _scored(phantom: TaskPhantom, task: TaskConfig, photons: float, method: str,
     def kept(without: Tensor, inserted: Tensor) -> Tensor:
         return 100 * (inserted[..., core].mean() - without[..., core].mean()) / task.insert_hu
 
-    def noise(regions: Tensor) -> Tensor:
-        return noise_of(noise_power(regions, pixel), pixel)
+    def noise(spectra: Tensor) -> Tensor:
+        return noise_of(spectra.mean(0), pixel)
 
     def halves(profiles: Tensor) -> Tensor:
         return torch.stack([half_modulation(of_contrast, pixel) for of_contrast in profiles.unbind(1)])
 
+    spectra = torch.stack([noise_power(regions, pixel) for regions in absent])
     outputs = [channel_outputs(regions, channels) for regions in (absent, present)]
     measured = (
-        with_interval(noise, absent),
+        with_interval(noise, spectra),
         with_interval(halves, edges),
         with_interval(kept, absent, present),
         with_interval(detectability, *outputs),
@@ -171,7 +172,7 @@ def _scored(phantom: TaskPhantom, task: TaskConfig, photons: float, method: str,
         photons,
         method,
         dict(zip(headings(task.edge_hu), zip(values, intervals, strict=True), strict=True)),
-        spectrum=radial_mean(noise_power(absent, pixel), pixel),
+        spectrum=radial_mean(spectra.mean(0), pixel),
         transfer={
             contrast: task_transfer(profiles, pixel)
             for contrast, profiles in zip(task.edge_hu, edges.unbind(1), strict=True)
