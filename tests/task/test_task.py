@@ -51,7 +51,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_command_writes_a_table_and_a_figure(network: Path, tmp_path: Path) -> None:
     folder = tmp_path / "task"
-    given = [f"run={network}", "evaluation=task", "evaluation.n_images=4", "evaluation.photons=[1e3,1e6]"]
+    given = [f"run={network}", "evaluation=task", "evaluation.n_images=4", "evaluation.photons=[1e5]"]
     given += ["evaluation.insert_diameter=40", "evaluation.edge_hu=[-100,500]", "accelerator=cpu"]
     code, stdout, stderr = run(evaluate, check, "evaluate", *given, f"hydra.run.dir={folder}")
     assert (code, stderr) == (0, "")
@@ -59,22 +59,22 @@ def test_one_command_writes_a_table_and_a_figure(network: Path, tmp_path: Path) 
     assert (folder / "picture.png").stat().st_size > 10_000
     with (folder / "table.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
-    assert [(float(row["photons a ray"]), row["method"]) for row in rows] == [
-        (photons, method) for photons in (1e3, 1e6) for method in ("FBP", "TV", "QN-Mixer")
-    ]
-    noise = {(row["photons a ray"], row["method"]): float(row["noise, HU"]) for row in rows}
-    assert noise["1000.0", "FBP"] > 2 * noise["1000000.0", "FBP"]
+    assert [row["method"] for row in rows] == ["FBP", "TV", "QN-Mixer"]
+    assert float(rows[0]["noise, HU"]) > 2 * float(rows[1]["noise, HU"])
     for row in rows:
         assert all(math.isfinite(float(value)) for name, value in row.items() if name != "method")
-    assert "| 1,000,000 | TV |" in (folder / "table.md").read_text()
+    assert "| 100,000 | TV |" in (folder / "table.md").read_text()
     record = json.loads((folder / "results.json").read_text())
-    assert (record["status"], len(record["task"])) == ("done", 6)
+    assert (record["status"], len(record["task"])) == ("done", 3)
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["evaluation.insert_diameter=2"], "evaluation.insert_diameter=2 does not fit the images of this run: give 25"),
+        (
+            ["evaluation.insert_diameter=2"],
+            "evaluation.insert_diameter=2 does not fit the images of this run: give 18.8",
+        ),
         (["evaluation.insert_hu=1990"], "evaluation.insert_hu has 1990, which makes values that this run cannot have"),
         (["evaluation.insert_hu=0"], "evaluation.insert_hu=0 is no insert: give for example 20"),
         (["evaluation.edge_hu=[0,10]"], "evaluation.edge_hu=[0.0, 10.0] has a disc without contrast: give for example"),

@@ -80,7 +80,7 @@ def check_fit(module: Reconstructor, task: TaskConfig) -> None:
     """Raise ConfigError for inserts that the grid or its values cannot show, or a scale that has no dose."""
     one_scale(module.config.data, section("noise", "physical"))
     phantom = TaskPhantom(module.projector.geometry)
-    smallest, largest = 2 * phantom.pixel_size, phantom.region * phantom.pixel_size / 2
+    smallest, largest = 1.5 * phantom.pixel_size, phantom.region * phantom.pixel_size / 2
     if not smallest <= task.insert_diameter <= largest:
         raise ConfigError(
             f"evaluation.insert_diameter={task.insert_diameter:g} does not fit the images of this run: give "
