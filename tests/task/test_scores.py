@@ -82,7 +82,7 @@ def test_a_signal_in_the_span_of_the_channels_is_detected_as_well_as_white_noise
     flat = channels.flatten(1)
     beside -= (torch.linalg.pinv(flat) @ (flat @ beside.flatten())).view(16, 16)
     absent, present = sigma * white(1, 600, 4, 16, 16), sigma * white(2, 600, 4, 16, 16) + signal + beside
-    score, half = with_interval(detectability, *(channel_outputs(of, channels) for of in (absent, present)))
+    score, half = with_interval(detectability, *(channel_outputs(of) for of in (absent, present)))
     expected = signal.norm() / sigma
     assert 1 < expected < 5
     assert torch.isclose(score, expected, rtol=0.05)
