@@ -83,7 +83,7 @@ class TaskConfig(Section):
     """An evaluation by task: phantoms with inserts at several doses."""
 
     photons: Annotated[list[Annotated[float, Gt(0), Le(1e15)]], Len(1)]
-    n_images: Annotated[int, Ge(4)]
+    n_images: Annotated[int, Ge(3)]
     insert_hu: Annotated[float, Ge(-1000), Le(2000)]
     insert_diameter: Length  # mm
     edge_hu: Annotated[list[Annotated[float, Ge(-1000), Le(2000)]], Len(1)]
