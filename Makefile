@@ -8,7 +8,7 @@ into_page = $(BIN)/python -c "import re, pathlib as p; r = p.Path('$(1)'); t = p
 	r.write_text(re.sub(r'(<!-- $(2) -->\n).*?(<!-- end of $(2))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train compare test test-all test-gpu lint site dist release bench readme real results levers clean
+.PHONY: help install lock train compare test test-all test-gpu lint site dist release bench readme real task results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
@@ -98,6 +98,14 @@ real: install ## compare run=pretrained with total variation on the slices in CT
 		evaluation.tv_weight=9e-5 evaluation.n_pictures=1 hydra.run.dir=runs/real
 	cp runs/real/picture.png notebooks/real_ct.png
 	$(call into_page,README.md,real,runs/real/table.md)
+
+# On phantoms. A quarter of an hour of one CPU core. CARD shows the table and the picture.
+CARD := src/qnmixer/weights/qn_mixer_256_64views.md
+task: install ## what can be found in the images of run=pretrained, for its card
+	rm -rf runs/task
+	$(BIN)/python -m qnmixer.evaluate run=pretrained evaluation=task accelerator=cpu hydra.run.dir=runs/task
+	cp runs/task/picture.png notebooks/results/task.png
+	$(call into_page,$(CARD),task,runs/task/table.md)
 
 results: install ## copy the tables of make compare, bench and test-gpu into notebooks/results
 	mkdir -p notebooks/results

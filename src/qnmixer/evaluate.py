@@ -2,8 +2,10 @@
 
 python -m qnmixer.evaluate run=runs/DIR                                  # on its own test split
 python -m qnmixer.evaluate run=runs/DIR data=dicom data.root=/path/to/ct # on slices it never saw
+python -m qnmixer.evaluate run=runs/DIR evaluation=task                  # noise, resolution, what can be detected
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -11,6 +13,7 @@ from omegaconf import DictConfig
 
 from qnmixer.engine import cli
 from qnmixer.engine.config.commands import EvaluateConfig, check_slices
+from qnmixer.engine.config.sections import TaskConfig
 from qnmixer.engine.tracking.run import folder_of, run_lock
 from qnmixer.errors import say, visible
 from qnmixer.files import check_unused
@@ -20,8 +23,11 @@ from qnmixer.weights import check_weights
 def evaluate(config: EvaluateConfig) -> None:
     """Print the table of one evaluation, and write table, picture and scores per image into a folder."""
     say(visible(f"evaluating {config.run} (loading PyTorch …)"))
-    from qnmixer.engine.evaluation.command import evaluate_run
-
+    evaluate_run: Callable[[EvaluateConfig, Path, list[str]], object]
+    if isinstance(config.evaluation, TaskConfig):
+        from qnmixer.extras.task.command import evaluate_run
+    else:
+        from qnmixer.engine.evaluation.command import evaluate_run
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)
     with run_lock(folder):

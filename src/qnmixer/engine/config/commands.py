@@ -12,7 +12,16 @@ from qnmixer.engine.config.checking import Section, plain_values, unknown_key, v
 from qnmixer.engine.config.data import AsTrained, DataConfig, SourceOrAsTrained, check_data
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import Config, check_targets, parse
-from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, Seed, check_window
+from qnmixer.engine.config.sections import (
+    Accelerator,
+    AnyEvaluation,
+    Count,
+    EvaluationConfig,
+    Length,
+    Seed,
+    TaskConfig,
+    check_window,
+)
 from qnmixer.engine.config.targets import NoiseConfig
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.files import check_there
@@ -50,7 +59,6 @@ class MeasuringConfig(Section):
     trust: Trust
     data: SourceOrAsTrained
     noise: Annotated[NoiseConfig | None, BeforeValidator(_noise_of_run)]  # None: the noise of training
-    evaluation: EvaluationConfig
 
     @classmethod
     def parse(cls, cfg: DictConfig) -> Self:
@@ -67,12 +75,29 @@ class MeasuringConfig(Section):
 class EvaluateConfig(MeasuringConfig):
     """The checked config of one evaluation."""
 
+    evaluation: AnyEvaluation
     run: str
+
+    @classmethod
+    def parse(cls, cfg: DictConfig) -> Self:
+        """As for what is measured. An evaluation by task has phantoms and noise of its own. Raises ConfigError."""
+        config = super().parse(cfg)
+        if not isinstance(config.evaluation, TaskConfig):
+            return config
+        chosen = isinstance(config.data, DataConfig) or any(value is not None for value in config.data.plain().values())
+        if chosen or config.split != "test":
+            raise ConfigError(f"evaluation=task draws its own phantoms: leave out {'data' if chosen else 'split'}=…")
+        if config.noise is not None:
+            raise ConfigError(
+                f"evaluation=task draws photon counts: give doses, as evaluation.photons=[1e5], not {config.noise.name}"
+            )
+        return config
 
 
 class CompareConfig(MeasuringConfig):
     """The checked config of one comparison."""
 
+    evaluation: EvaluationConfig
     sweep: Texts  # folders; several count as one
     seed: Seed  # of test phantoms and noise
     output: str | None

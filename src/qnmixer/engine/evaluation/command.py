@@ -9,7 +9,7 @@ from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.data import LOADING, AsTrained, DataConfig, FolderData, MixedData, PairData, PhantomData
 from qnmixer.engine.config.rules import one_scale, scan_of_set
 from qnmixer.engine.config.run import targets_of
-from qnmixer.engine.config.sections import GeometryConfig
+from qnmixer.engine.config.sections import EvaluationConfig, GeometryConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.engine.evaluation.evaluate import PAGE, evaluate, evaluated_source, what_was_evaluated, write_evaluation
@@ -33,6 +33,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 
     Raises CheckpointError, ConfigError or DataError.
     """
+    assert isinstance(config.evaluation, EvaluationConfig)
     console = Console()
     module, slices, split_record = on_test(config, config.run, overrides)
     with Run(folder, overrides).recording() as record:

@@ -1,0 +1,1 @@
+"""Scores of what a reader must find, on phantoms with known inserts."""

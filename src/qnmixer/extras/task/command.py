@@ -1,0 +1,118 @@
+"""The command `qnmixer.evaluate evaluation=task`: FBP, total variation and a network on phantoms at several doses."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qnmixer.engine.checkpoints import digest_of_weights, load_run
+from qnmixer.engine.config.commands import EvaluateConfig
+from qnmixer.engine.config.rules import one_scale
+from qnmixer.engine.config.run import section
+from qnmixer.engine.config.sections import TaskConfig
+from qnmixer.engine.parallel.devices import choose_device
+from qnmixer.engine.reconstructor import Reconstructor, build_noise
+from qnmixer.engine.reports.terminal import Console, progress
+from qnmixer.engine.tracking.run import Run
+from qnmixer.errors import ConfigError
+from qnmixer.extras.task import scores as of
+from qnmixer.extras.task.phantoms import Disc, TaskPhantom
+from qnmixer.extras.task.report import DoseScores, headings, write_task
+from qnmixer.models.fbp import FBP
+from qnmixer.models.total_variation import TotalVariation
+
+_KINDS = "absent", "present", "edges"
+_FINER = 2  # sinograms come from a finer grid, so that no method reconstructs by the matrix that simulated
+_CORE = 0.6  # part of an insert's radius within which its contrast is measured
+
+
+def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> None:
+    """Run `qnmixer.evaluate evaluation=task`. Writes table.md, table.csv, picture.png and results.json into the folder.
+
+    Raises CheckpointError for weights that cannot be loaded, ConfigError for a network or an insert that does not fit.
+    """
+    task, console = config.evaluation, Console()
+    assert isinstance(task, TaskConfig)
+    module = load_run(config.run, config.checkpoint, config.trust)
+    one_scale(module.config.data, section("noise", "physical"))
+    geometry, phantom = module.projector.geometry, TaskPhantom(module.projector.geometry)
+    smallest, largest = 1.5 * phantom.pixel_size, phantom.region * phantom.pixel_size / 2
+    if not smallest <= task.insert_diameter <= largest:
+        fits = f"does not fit the images of this run: give {smallest:.3g} to {largest:.3g} mm"
+        raise ConfigError(f"evaluation.insert_diameter={task.insert_diameter:g} {fits}")
+    with Run(folder, overrides).recording() as record:
+        scores = [*task_scores(module.to(choose_device(config.accelerator)).eval(), task, console)]
+        insert = f"inserts of {task.insert_hu:g} HU and {task.insert_diameter:g} mm"
+        title = f"{insert}, {geometry.n_views} views, {task.n_images} images of each kind and dose"
+        record["evaluated"] = {"weights": digest_of_weights(module.state_dict()), "data": "task", "noise": "physical"}
+        record["picture"] = str(write_task(folder, title, scores, console))
+    console.print(f"picture: {record['picture']}", soft_wrap=True)
+
+
+def task_scores(module: Reconstructor, task: TaskConfig, console: Console) -> Iterator[DoseScores]:
+    """The scores of every dose and method, in this order. The noise of the module's config becomes that of the dose.
+
+    All doses have the same phantoms.
+    """
+    phantom = TaskPhantom(module.projector.geometry)
+    inserts = [Disc(x, y, task.insert_diameter / 2, task.insert_hu) for x, y in phantom.places]
+    jobs = [(photons, kind, n) for photons in task.photons for kind in range(3) for n in range(task.n_images)]
+    samples: dict[str, dict[str, list[Tensor]]] = {}
+    for photons, kind, n in progress(jobs, "evaluating", "phantom", console):
+        module.config.noise = section("noise", "physical", photons=photons)
+        key = task.seed, kind, n
+        rng = np.random.default_rng(key)
+        discs = phantom.edges(task.edge_hu, rng) if _KINDS[kind] == "edges" else inserts * kind
+        for method, image in _reconstructed(module, task, phantom.draw(_FINER * phantom.size, discs, rng), key).items():
+            if _KINDS[kind] == "edges":
+                profiles = [of.edge_profile(image, d.x, d.y, d.radius, phantom.pixel_size) for d in discs]
+                image = torch.stack(profiles)
+            samples.setdefault(method, {}).setdefault(_KINDS[kind], []).append(image)
+        if (kind, n) == (2, task.n_images - 1):
+            yield from (_scored(phantom, task, photons, method, images) for method, images in samples.items())
+            samples = {}
+
+
+@torch.no_grad()
+def _reconstructed(module: Reconstructor, task: TaskConfig, fine: Tensor, key: tuple[int, ...]) -> dict[str, Tensor]:
+    """HU [H, W] by every method of the sinogram of a phantom [f·H, f·W] in HU."""
+    offset, scale = module.config.data.hu_scaling
+    noise = build_noise(module.config)
+    x = ((fine - offset) / scale)[None, None].to(module.device)
+    y = noise(module.measurement.project(x, x), [key])
+    weights = {"weight": task.tv_weight, "noise_weight": task.tv_noise_weight}
+    methods: dict[str, Callable[[Tensor], Tensor]] = {
+        FBP.title: module.projector.fbp,
+        TotalVariation.title: TotalVariation(module.projector, variance=noise.variance, **weights),
+        module.network.title: module.network,
+    }
+    return {name: (offset + scale * method(y)[0, 0]).cpu() for name, method in methods.items()}
+
+
+def _scored(
+    phantom: TaskPhantom, task: TaskConfig, photons: float, method: str, images: dict[str, list[Tensor]]
+) -> DoseScores:
+    pixel = phantom.pixel_size
+    absent, present = (phantom.regions(torch.stack(images[kind])).double() for kind in _KINDS[:2])
+    edges = torch.stack(images["edges"])  # [n, contrasts, 2, bins]
+    axis = (torch.arange(phantom.region) - (phantom.region - 1) / 2) * pixel
+    core = torch.hypot(axis, axis[:, None]) <= max(_CORE * task.insert_diameter / 2, pixel)
+    spectra = torch.stack([of.noise_power(regions, pixel) for regions in absent])
+    contrasts = [100 / task.insert_hu * regions[..., core].mean((1, 2)) for regions in (absent, present)]
+    measured = (
+        of.with_interval(lambda its: of.noise_of(its.mean(0), pixel), spectra),
+        *(of.with_interval(lambda its: of.half_modulation(its, pixel), part) for part in edges.unbind(1)),
+        of.with_interval(lambda without, inserted: inserted.mean() - without.mean(), *contrasts),
+        of.with_interval(of.detectability, *(of.channel_outputs(regions) for regions in (absent, present))),
+    )
+    values, halves = (torch.cat([part.flatten() for part in parts]).tolist() for parts in zip(*measured, strict=True))
+    return DoseScores(
+        photons,
+        method,
+        dict(zip(headings(task.edge_hu), zip(values, halves, strict=True), strict=True)),
+        spectrum=of.radial_mean(spectra.mean(0), pixel),
+        transfer={hu: of.task_transfer(part, pixel) for hu, part in zip(task.edge_hu, edges.unbind(1), strict=True)},
+        example=images["present"][0],
+    )

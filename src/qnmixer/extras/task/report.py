@@ -1,0 +1,94 @@
+"""The report of an evaluation by task: a table (terminal, Markdown, CSV), and a figure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from qnmixer.engine.evaluation.evaluate import PICTURE
+from qnmixer.engine.reports.terminal import Console, csv_table, in_digits, markdown_table, terminal_table
+from qnmixer.files import atomic_file, write_text
+
+_FIRST = "photons a ray", "method"
+_KEPT, _DETECTED = "contrast kept, %", "d′"
+_NOTE = (
+    "± is half of a 95 % interval (bootstrap over images). Noise: square root of the integral of its power spectrum. "
+    "Edge: frequency at which the task transfer function of a disc's edge is one half. Contrast kept and d′: of the "
+    "inserts; d′ is that of a channelised Hotelling observer with three difference-of-Gaussians channels."
+)
+_SHOWN = {"vmin": -20.0, "vmax": 100.0, "cmap": "gray", "interpolation": "nearest"}  # HU: inserts have a low contrast
+
+
+@dataclass
+class DoseScores:
+    """One method at one dose.
+
+    Args:
+        photons: the dose, counts of an unattenuated ray.
+        method: its name.
+        scores: by heading, each with half of its 95 % interval.
+        spectrum: frequencies in 1/mm, and the noise power there in HU² mm².
+        transfer: by the contrast of an edge in HU: frequencies in 1/mm, and the modulation there.
+        example: an image with inserts, [H, W] in HU.
+    """
+
+    photons: float
+    method: str
+    scores: dict[str, tuple[float, float]]
+    spectrum: tuple[Tensor, Tensor]
+    transfer: dict[float, tuple[Tensor, Tensor]]
+    example: Tensor
+
+
+def headings(edge_hu: Sequence[float]) -> list[str]:
+    """The scores of a table, in their order."""
+    edges = [f"edge of {contrast:g} HU, 1/mm" for contrast in edge_hu]
+    return ["noise, HU", "its mean frequency, 1/mm", *edges, _KEPT, _DETECTED]
+
+
+def write_task(folder: Path, title: str, scores: Sequence[DoseScores], console: Console) -> Path:
+    """Write table.md, table.csv and the picture, and print the table. Returns the picture."""
+    names = [*scores[0].scores]
+    rows = [[f"{one.photons:,.0f}", one.method, *(in_digits(*one.scores[name]) for name in names)] for one in scores]
+    write_text(folder / "table.md", f"**{title}**\n\n{markdown_table([*_FIRST, *names], rows)}\n\n{_NOTE}\n")
+    numbers = [[one.photons, one.method, *(part for name in names for part in one.scores[name])] for one in scores]
+    columns = [part for name in names for part in (name, f"± of {name}")]
+    write_text(folder / "table.csv", csv_table([[*_FIRST, *columns], *numbers]))
+    _draw(folder / PICTURE, scores)
+    console.print(terminal_table([*_FIRST, *names], rows, words=2, title=title, caption=_NOTE))
+    return folder / PICTURE
+
+
+def _draw(path: Path, scores: Sequence[DoseScores]) -> None:
+    """Above the images of the middle dose, below the scores of all doses, and the curves of the middle dose."""
+    doses = sorted({one.photons for one in scores})
+    dose = doses[len(doses) // 2]
+    shown = [one for one in scores if one.photons == dose]
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    upper, lower = figure.subfigures(2, height_ratios=(1, 1.15))
+    upper.suptitle(f"with inserts, {dose:,.0f} photons a ray, {_SHOWN['vmin']} to {_SHOWN['vmax']} HU")
+    panels = lower.subplots(1, 4)
+    for k, (one, axes) in enumerate(zip(shown, upper.subplots(1, len(shown), squeeze=False)[0], strict=True)):
+        axes.imshow(one.example.numpy(), **_SHOWN)
+        axes.set_title(one.method)
+        axes.set_axis_off()
+        points = sorted((point for point in scores if point.method == one.method), key=lambda point: point.photons)
+        for name, panel in zip((_DETECTED, _KEPT), panels, strict=False):
+            values, halves = zip(*(point.scores[name] for point in points), strict=True)
+            beside = [point.photons * 1.05 ** (k - 1) for point in points]
+            panel.errorbar(beside, values, halves, marker="o", capsize=3, label=one.method)
+            panel.set(xscale="log", ylim=(0, None), xlabel=_FIRST[0], title=f"{name} of the inserts")
+        panels[2].loglog(*one.spectrum, label=one.method)
+        for (contrast, curve), style in zip(one.transfer.items(), ("-", "--", ":"), strict=False):
+            panels[3].plot(*curve, style, color=f"C{k}", label=f"{one.method}, {contrast:g} HU")
+    panels[2].set(xlabel="1/mm", title=f"noise power, HU² mm², at {dose:,.0f}")
+    panels[3].set(xlabel="1/mm", ylim=(0, 1.5), title=f"modulation of edges at {dose:,.0f}")
+    for panel in panels:
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=7)
+    FigureCanvasAgg(figure)
+    with atomic_file(path) as stream:
+        figure.savefig(stream, dpi=110, format="png")

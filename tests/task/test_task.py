@@ -1,0 +1,109 @@
+"""`evaluation=task` by the code that its command runs, on an untrained network, and its phantoms."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qnmixer.evaluate import check, evaluate, into_new_folder
+from qnmixer.extras.task.phantoms import Disc, TaskPhantom
+from qnmixer.physics import FanBeamGeometry
+
+from ..test_export import TINY, run, save
+
+
+def geometry(size: int = 64) -> FanBeamGeometry:
+    return FanBeamGeometry(
+        image_size=size, pixel_size=400 / size, n_views=16, n_detectors=96, detector_pitch=10.0, source_to_axis=600.0,
+        axis_to_detector=290.0,
+    )  # fmt: skip
+
+
+def test_a_phantom_has_its_inserts_in_the_middle_of_its_regions_and_nothing_else() -> None:
+    phantom = TaskPhantom(geometry())
+    inserts = [Disc(x, y, 12.5, 20.0) for x, y in phantom.places]
+    without, inserted = (phantom.draw(64, discs, np.random.default_rng(3)) for discs in ([], inserts))
+    difference = phantom.regions((inserted - without)[None])[0]
+    assert difference.shape == (8, phantom.region, phantom.region)
+    assert (difference - difference.flip(1, 2)).abs().max() < 1e-3
+    assert math.isclose(difference.sum(), 8 * 20 * math.pi * 12.5**2 / 6.25**2, rel_tol=0.03)
+    assert math.isclose(difference.sum(), (inserted - without).sum(), rel_tol=1e-4)
+    assert (phantom.regions(without[None]) == 40).all()
+
+
+@pytest.mark.parametrize("size", [16, 63, 64])
+def test_places_of_a_phantom_are_equal_by_symmetry_and_regions_stay_inside(size: int) -> None:
+    phantom = TaskPhantom(geometry(size))
+    assert {(-y, x) for x, y in phantom.places} == {*phantom.places}
+    images = torch.arange(size * size).view(1, size, size)
+    assert phantom.regions(images).shape == (1, 8, phantom.region, phantom.region)
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("task") / "run", *TINY)
+
+
+def test_one_command_writes_a_table_and_a_figure(network: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "task"
+    given = [f"run={network}", "evaluation=task", "evaluation.n_images=3", "evaluation.photons=[1e5]"]
+    given += ["evaluation.insert_diameter=40", "evaluation.edge_hu=[-100,500]", "accelerator=cpu"]
+    code, stdout, stderr = run(evaluate, check, "evaluate", *given, f"hydra.run.dir={folder}")
+    assert (code, stderr) == (0, "")
+    assert f"picture: {folder / 'picture.png'}" in stdout.splitlines()
+    assert (folder / "picture.png").stat().st_size > 10_000
+    with (folder / "table.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["method"] for row in rows] == ["FBP", "TV", "QN-Mixer"]
+    assert float(rows[0]["noise, HU"]) > 2 * float(rows[1]["noise, HU"])
+    for row in rows:
+        assert all(math.isfinite(float(value)) for name, value in row.items() if name != "method")
+    assert "| 100,000 | TV |" in (folder / "table.md").read_text()
+    record = json.loads((folder / "results.json").read_text())
+    assert (record["status"], record["evaluated"]["data"]) == ("done", "task")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            ["evaluation.insert_diameter=2"],
+            "evaluation.insert_diameter=2 does not fit the images of this run: give 18.8",
+        ),
+        (["evaluation.insert_hu=0"], "evaluation.insert_hu=0 is no insert: give for example 20"),
+        (["evaluation.edge_hu=[0,10]"], "evaluation.edge_hu=[0.0, 10.0] has a disc without contrast: give for example"),
+        (["evaluation.photons=[]"], "evaluation.photons=[]"),
+        (["evaluation.photons=[-1]"], "evaluation.photons=-1 should be greater than 0"),
+        (["evaluation.n_images=2"], "evaluation.n_images=2 should be greater than or equal to 3"),
+        (["data=phantoms"], "evaluation=task draws its own phantoms: leave out data=…"),
+        (["data.disc=true"], "evaluation=task draws its own phantoms: leave out data=…"),
+        (["split=val"], "evaluation=task draws its own phantoms: leave out split=…"),
+        (["noise=field"], "evaluation=task draws photon counts: give doses, as evaluation.photons=[1e5], not field"),
+        (["evaluation.window=[0,1]"], "evaluation.window works with evaluation=default only"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(network: Path, tmp_path: Path, given: list[str], says: str) -> None:
+    words = [
+        f"run={network}",
+        "evaluation=task",
+        "evaluation.insert_diameter=40",
+        f"hydra.run.dir={tmp_path / 'new'}",
+        *given,
+    ]
+    code, _, stderr = run(evaluate, check, "evaluate", *words)
+    assert code == 1
+    (line,) = [line for line in stderr.splitlines() if not line.startswith("warning")]
+    assert line.startswith(f"error: {says}")
+    assert into_new_folder(words) == words  # nothing was written
+
+
+def test_images_that_are_scaled_one_by_one_have_no_dose(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", *TINY, "data.scaling=minmax")
+    _, _, stderr = run(
+        evaluate, check, "evaluate", f"run={folder}", "evaluation=task", f"hydra.run.dir={tmp_path / 'e'}"
+    )
+    assert "needs the same attenuation scale in all slices" in stderr
