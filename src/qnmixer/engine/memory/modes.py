@@ -89,8 +89,8 @@ def _to_host(tensor: Tensor, host: str) -> tuple[torch.device, Tensor]:
         return tensor.device, tensor.detach()
     # torch caches pinned memory, and reuses it only when all copies from and to it are done. So from the second step on
     # no page is pinned again, and the host waits for no copy. Strides stay, and so the rounding stays too.
-    moved = torch.empty_like(tensor, device=host, pin_memory=tensor.is_cuda)
-    return tensor.device, moved.copy_(tensor, non_blocking=True)
+    host_tensor = torch.empty_like(tensor, device=host, pin_memory=tensor.is_cuda)
+    return tensor.device, host_tensor.copy_(tensor, non_blocking=True)
 
 
 def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:

@@ -61,8 +61,8 @@ class Planner:
         if isinstance(config.strategy, PipelineConfig) or T < 2:
             return None
         n_added = 2  # an even number: two kinds of block may alternate
-        longer = with_iterations(config, T + n_added)
-        return (self.estimate(longer).peak - self.estimate(config).peak) / n_added
+        longer_config = with_iterations(config, T + n_added)
+        return (self.estimate(longer_config).peak - self.estimate(config).peak) / n_added
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
         """The plan of each device that works on one batch, first stage first. Only a pipeline has several."""
@@ -145,13 +145,13 @@ def _plan_replica(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple[
 def _measured_batch(module: RunModule, n: int) -> Any:
     """A batch of n with its sinograms. A run makes them one by one. All take the same, so the plan makes one."""
     measurement, size = module.measurement, module.config.data.image_size
-    scan, image, fine = measurement.projector.geometry, torch.rand(n, 1, size, size), {}
+    scan, image, fine_image = measurement.projector.geometry, torch.rand(n, 1, size, size), {}
     if measurement.fine_matrix is not None:
-        fine = {"fine": torch.rand(n, 1, *2 * [fine_size(module.config)])}
+        fine_image = {"fine": torch.rand(n, 1, *2 * [fine_size(module.config)])}
     with torch.no_grad():
-        sinogram = measurement.project(image[-1:], *(images[-1:] for images in fine.values()))
+        sinogram = measurement.project(image[-1:], *(images[-1:] for images in fine_image.values()))
     other_sinograms = torch.empty(n - 1, 1, scan.n_views, scan.n_detectors)
-    return batch_of(image, torch.ones(n), torch.cat([other_sinograms, sinogram])) | fine
+    return batch_of(image, torch.ones(n), torch.cat([other_sinograms, sinogram])) | fine_image
 
 
 def _step_all_at_once(optimizer: torch.optim.Optimizer) -> None:
@@ -311,20 +311,25 @@ def changes(config: Config) -> list[str]:
     batch = config.data.batch_size
     recompute = "" if config.memory.name == "recompute" else "memory=recompute"
     kind = "bf16" if config.trainer.accelerator == "cpu" else "16"  # fp16 is far slower on a CPU
-    half = "" if config.trainer.precision != "32" else f"trainer.precision={kind}-mixed"
-    smaller, single = (_with_batch(config, min(batch - 1, limit)) for limit in (batch, 1))
+    half_precision = "" if config.trainer.precision != "32" else f"trainer.precision={kind}-mixed"
+    smaller_batch, batch_of_one = (_with_batch(config, min(batch - 1, limit)) for limit in (batch, 1))
     model = config.model
-    fewer = f"model.n_iterations={model.T // 2}" if model.T > 1 else ""
-    thinner = f"model.channels={model.width // 8 * 4}" if model.width >= 8 else ""
+    fewer_iterations = f"model.n_iterations={model.T // 2}" if model.T > 1 else ""
+    fewer_channels = f"model.channels={model.width // 8 * 4}" if model.width >= 8 else ""
     candidates = [
         recompute,
-        smaller,
-        half,
-        f"{recompute} {half}",
-        f"{recompute} {single}",
-        f"{recompute} {half} {single}",
+        smaller_batch,
+        half_precision,
+        f"{recompute} {half_precision}",
+        f"{recompute} {batch_of_one}",
+        f"{recompute} {half_precision} {batch_of_one}",
     ]
-    candidates += [_one_in_flight(config), fewer, thinner, f"{recompute} {half} {single} {thinner}"]
+    candidates += [
+        _one_in_flight(config),
+        fewer_iterations,
+        fewer_channels,
+        f"{recompute} {half_precision} {batch_of_one} {fewer_channels}",
+    ]
     changed = dict.fromkeys(change for change in (" ".join(c.split()) for c in candidates) if change)
     return [change for change in changed if changed_to(config, change) not in (None, config)]
 

@@ -57,11 +57,11 @@ def print_plan(config: PlanConfig) -> None:
 
 def as_object(config: Config, planner: Planner, devices: list[str]) -> dict[str, object]:
     """The plan as plain data, in MiB. `fits` says for some devices whether the run fits into them."""
-    footprint, grows = planner.estimate(config), planner.growth(config)
+    footprint, growth = planner.estimate(config), planner.growth(config)
     plan: dict[str, object] = {
         "strategy": config.strategy.name,
         "peak_mib": _mib(footprint.peak),
-        "per_iteration_mib": None if grows is None else _mib(grows),
+        "per_iteration_mib": None if growth is None else _mib(growth),
         "parts": {name: _mib(value) for name, value in footprint.parts().items()},
         "fits": {name: footprint.peak / MIB <= usable(name) for name in devices},
         "devices": [_mib(device.footprint.peak) for device in planner.devices(config)],
@@ -103,12 +103,12 @@ def _setting(config: Config, assumed: str = "") -> str:
 
 def _print_run(console: Console, config: Config, planner: Planner, assumed: str) -> None:
     console.print(_setting(config, assumed), highlight=False, soft_wrap=True)  # before the plan, which takes seconds
-    footprint, grows = planner.estimate(config), planner.growth(config)
+    footprint, growth = planner.estimate(config), planner.growth(config)
     parts = " · ".join(f"{name} {value / MIB:,.1f}" for name, value in footprint.parts().items())
     where = " on the fullest device" if isinstance(config.strategy, PipelineConfig) else ""
     lines = [f"peak of a training step{where}: {footprint.peak / MIB:,.1f} MiB ({parts})"]
-    if grows is not None:
-        lines.append(f"each further iteration adds {grows / MIB:,.1f} MiB")
+    if growth is not None:
+        lines.append(f"each further iteration adds {growth / MIB:,.1f} MiB")
     if config.trainer.accelerator != "cpu":
         lines.append(
             f"a run on a GPU shows about {on_a_gpu(footprint.peak) / MIB:,.0f} MiB: cuBLAS's workspaces "

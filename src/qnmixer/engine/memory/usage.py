@@ -84,8 +84,8 @@ def read_usage(device: torch.device) -> Usage:
 
 def _cpu_usage() -> Usage:
     try:
-        _, resident, of_files = _pages_in_bytes()
-        return Usage(resident - of_files, resident)
+        _, resident, file_backed = _pages_in_bytes()
+        return Usage(resident - file_backed, resident)
     except OSError:  # no Linux
         import resource  # late, as in `memory_of`
 

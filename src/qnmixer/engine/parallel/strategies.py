@@ -199,8 +199,8 @@ def _gathered(value: Any) -> Any:
     return gather(value).cpu() if isinstance(value, DTensor) else value
 
 
-def _sharded(like: Any, value: Any) -> Any:
-    """A full tensor in the shards of `like`, if that has shards and the same shape."""
-    if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
-        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+def _sharded(target: Any, value: Any) -> Any:
+    """A full tensor in the shards of `target`, if that has shards and the same shape."""
+    if isinstance(target, DTensor) and isinstance(value, Tensor) and value.shape == target.shape:
+        return distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
     return value

@@ -153,8 +153,8 @@ def is_secondary(error: BaseException) -> bool:
     """Whether a rank ends with this error because another rank ended, or because of a signal."""
     if isinstance(error, KeyboardInterrupt):
         return True
-    of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-    return of_torch or any(words in str(error).lower() for words in _LOST_CONTACT)
+    is_dist_error = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    return is_dist_error or any(words in str(error).lower() for words in _LOST_CONTACT)
 
 
 # Signals
