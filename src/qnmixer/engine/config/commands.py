@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from os.path import expanduser
 from typing import Annotated, Any, Literal, Self, TypeVar
 
+from annotated_types import Ge, Le, Len
 from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
@@ -12,7 +13,15 @@ from qnmixer.engine.config.checking import Section, plain_values, unknown_key, v
 from qnmixer.engine.config.data import AsTrained, DataConfig, SourceOrAsTrained, check_data
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import Config, check_targets, parse
-from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, Seed, check_window
+from qnmixer.engine.config.sections import (
+    Accelerator,
+    Count,
+    EvaluationConfig,
+    GeometryConfig,
+    Length,
+    Seed,
+    check_window,
+)
 from qnmixer.engine.config.targets import NoiseConfig
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.files import check_there
@@ -124,6 +133,37 @@ class ExportConfig(Section):
         return self
 
 
+class CalibrateConfig(Section):
+    """The config of `qnmixer.calibrate`."""
+
+    input: File
+    output: File
+    unit: Literal["attenuation", "counts"]
+    air: File | None  # None: the input is of air, or in attenuation
+    electronic_sigma: Annotated[float, Ge(0)] | None  # counts; None: fitted
+    region: Annotated[list[float], Len(3, 3)] | None  # x, y, radius in mm
+    n_slices: Annotated[int, Ge(1), Le(64)]
+    water_attenuation: Length  # 1/mm
+    seed: Seed
+    geometry: GeometryConfig
+
+    @property
+    def of_scans(self) -> bool:
+        """Whether the input is of scans. Else it is of slices."""
+        return self.input.endswith(".npy")
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Self:
+        if self.air is not None and self.unit != "counts":
+            raise ValueError(f"air={self.air} divides counts: give unit=counts too, or leave air= out")
+        if not self.of_scans and self.unit == "counts":
+            raise ValueError("unit=counts is for scans in .npy, and slices are in HU: leave it out")
+        if self.of_scans == (self.region is not None):
+            way = "leave it out" if self.of_scans else "give a uniform disc in mm from the centre, region=[x,y,radius]"
+            raise ValueError(f"region is for a series of slices: {way}")
+        return self
+
+
 def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     """Parse and check the config of `qnmixer.evaluate`. Raises ConfigError."""
     return _parsed_measuring(EvaluateConfig, cfg)
@@ -204,4 +244,10 @@ def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
 def parse_export(cfg: DictConfig) -> ExportConfig:
     """Parse and check the config of `qnmixer.export`. Raises ConfigError."""
     config: ExportConfig = validated(ExportConfig, plain_values(cfg))
+    return config
+
+
+def parse_calibrate(cfg: DictConfig) -> CalibrateConfig:
+    """Parse and check the config of `qnmixer.calibrate`. Raises ConfigError."""
+    config: CalibrateConfig = validated(CalibrateConfig, plain_values(cfg))
     return config
