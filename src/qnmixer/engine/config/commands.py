@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from qnmixer.engine.config.checking import Section, plain_values, unknown_key, validated
 from qnmixer.engine.config.data import AsTrained, DataConfig, SourceOrAsTrained, check_data
-from qnmixer.engine.config.files import TARGET
+from qnmixer.engine.config.files import TARGET, options
 from qnmixer.engine.config.run import Config, check_targets, parse
 from qnmixer.engine.config.sections import (
     Accelerator,
@@ -22,7 +22,7 @@ from qnmixer.engine.config.sections import (
     Seed,
     check_window,
 )
-from qnmixer.engine.config.targets import NoiseConfig
+from qnmixer.engine.config.targets import Loggers, NoiseConfig
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.files import check_there
 from qnmixer.weights import SUFFIX
@@ -67,6 +67,19 @@ class EvaluateConfig(MeasuringConfig):
     """The checked config of one evaluation."""
 
     run: str
+
+
+class RobustnessConfig(EvaluateConfig):
+    """The checked config of one table of robustness."""
+
+    n_slices: Count | None  # None: all of the split
+    photons: list[Length]
+    noises: list[str]
+    views: list[int]
+    field_of_view: list[Length]
+    detector_offset: list[float]
+    source_distance: list[float]
+    logger: Loggers
 
 
 class CompareConfig(MeasuringConfig):
@@ -167,6 +180,15 @@ class CalibrateConfig(Section):
 def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     """Parse and check the config of `qnmixer.evaluate`. Raises ConfigError."""
     return _parsed_measuring(EvaluateConfig, cfg)
+
+
+def parse_robustness(cfg: DictConfig) -> RobustnessConfig:
+    """Parse and check the config of `qnmixer.robustness`. Raises ConfigError."""
+    config = _parsed_measuring(RobustnessConfig, cfg)
+    known = [option for option in options("noise") if option not in ("as_trained", "custom")]
+    if odd := next((option for option in config.noises if option not in known), None):
+        raise ConfigError(f"noises={odd} does not exist: choose {', '.join(known)}")
+    return config
 
 
 def parse_compare(cfg: DictConfig) -> CompareConfig:

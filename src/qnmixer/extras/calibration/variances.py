@@ -28,6 +28,8 @@ _CLEAR = 4.0
 """A group is used if its transmission is so many standard deviations above zero: then its counts are not clipped."""
 _COARSE, _VIEWS = 64, 96
 """Pixels a side and views from which attenuations are computed. They vary slowly, and coarse pixels have less noise."""
+_AIR = -950.0
+"""HU of a coarse pixel below which it is air. A file holds no HU below −1024, so its noisy air is too dense."""
 _DRAWS = 6
 """Draws of each kind of noise for a slice."""
 
@@ -112,7 +114,7 @@ def _slices(path: Path, count: int) -> list[InputSlice]:
 
 
 def _region(geometry: FanBeamGeometry, region: Sequence[float]) -> tuple[FloatArray, FloatArray]:
-    """Rows and columns of the pixels in a disc (x, y, radius). Raises DataError if they are few, or not in the slice."""
+    """Rows and columns of the pixels in a disc (x, y, radius). Raises DataError for few, or some outside."""
     x, y, radius = region
     axis = (np.arange(geometry.image_size) - (geometry.image_size - 1) / 2) * geometry.pixel_size
     rows, columns = np.nonzero((axis[None, :] - x) ** 2 + (axis[:, None] - y) ** 2 <= radius**2)
@@ -142,6 +144,6 @@ def _attenuations(slices: Sequence[InputSlice], geometry: FanBeamGeometry, of_wa
     attenuations = []
     for piece in slices:
         hu = to_grid(piece.hu, piece.spacing, size, geometry.field_of_view)
-        image = torch.from_numpy(of_water * (hu + 1000).clip(min=0)).float()[None, None]
+        image = torch.from_numpy(np.where(hu < _AIR, 0.0, of_water * (hu + 1000))).float()[None, None]
         attenuations.append(apply_linear(image, matrix, matrix.transpose)[0, 0].numpy()[nearest])
     return attenuations
