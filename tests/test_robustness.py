@@ -52,7 +52,8 @@ WORDS = ["data=phantoms", "data.num_workers=0", "n_slices=1", "accelerator=cpu"]
 
 def test_one_table_over_all_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, folder = save(tmp_path / "run", *TINY), tmp_path / "run" / "robustness"
-    words = [f"run={run}", *WORDS, "logger=wandb", f"hydra.run.dir={folder}", "source_distance=[200]"]
+    few = ["photons=[2.5e4,4e5]", "noises=[none]", "views=[2]", "field_of_view=[1.1]", "detector_offset=[1]"]
+    words = [f"run={run}", *WORDS, *few, "logger=wandb", f"hydra.run.dir={folder}", "source_distance=[200]"]
     assert command(monkeypatch, *words) == 0
     psnr = rows_of(folder)
     conditions = dict.fromkeys(condition for condition, _, _ in psnr)

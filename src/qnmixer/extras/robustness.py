@@ -35,7 +35,7 @@ Scores = dict[str, tuple[float, float]]
 """PSNR in dB and SSIM × 100 by method."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a config has no hash
 class Condition:
     """What differs from training.
 
@@ -139,12 +139,12 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
                 geometry = scanned.projector.geometry
                 data = SliceDataModule(slices.config, first=config.n_slices, split=slices.split, geometry=geometry)
                 found[condition] = scores_of(evaluate(scanned, data, config.split, config.evaluation, device))
+                write_text(folder / "table.csv", csv_table(lines(found)))  # what is measured stays, if the rest fails
             n_images = len(data.dataset(config.split))
             headings, rows = table(found)
             slices_named = f"{n_images} slices of {evaluated_source(slices.config).name}"
             caption = f"{slices_named}. PSNR in dB / SSIM × 100. {_KNOWN}"
             write_text(folder / "table.md", "\n\n".join([markdown_table(headings, rows), caption, *refusals]) + "\n")
-            write_text(folder / "table.csv", csv_table(lines(found)))
             draw(folder / PLOT, found, nominal(module.config))
             log(loggers, found, folder)
             record["evaluated"] = {"weights": digest_of_weights(module.state_dict())}
@@ -199,7 +199,7 @@ def draw(path: Path, found: Mapping[Condition, Scores], trained: Mapping[str, fl
     reference = next(iter(found.values()))
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     panels = figure.subplots(2, -(-len(axes_names) // 2), sharey=True, squeeze=False).flat
-    for panel, axis in zip(panels, axes_names, strict=False):
+    for axis, panel in zip(axes_names, panels, strict=False):
         points = [(condition.value, scores) for condition, scores in found.items() if condition.axis == axis and scores]
         points += [(trained[axis], reference)] if axis in trained else []
         points.sort(key=lambda point: point[0] if isinstance(point[0], float) else 0.0)
