@@ -120,40 +120,40 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
         name = module.config.data.name
         raise ConfigError(f"data={name} has measured sinograms: give slices, as data=phantoms or data=dicom")
     device = choose_device(config.accelerator)
-    measured = [*conditions(config, module.config)]  # wrong ones end the command before it works for minutes
-    found: dict[Condition, Scores] = {}
+    planned = [*conditions(config, module.config)]  # wrong ones end the command before it works for minutes
+    results: dict[Condition, Scores] = {}
     refusals: list[str] = []
     exit_code = FAILED
     with Run(folder, overrides).recording() as record:
         trainer = module.config.trainer.changed(accelerator=device.type)
         loggers = build_loggers(module.config.changed(logger=config.logger, trainer=trainer), folder, overrides)
         try:
-            for condition in measured:
+            for condition in planned:
                 say(condition.name)
                 try:
                     scanned = _scanned(module, condition)
                 except (UserError, RuntimeError) as error:  # torch's, for weights of another shape
                     refusals.append(f"{condition.name}: the network does not take it ({first_line(error)})")
-                    found[condition] = {}
+                    results[condition] = {}
                     continue
                 geometry = scanned.projector.geometry
                 data = SliceDataModule(slices.config, first=config.n_slices, split=slices.split, geometry=geometry)
-                found[condition] = scores_of(evaluate(scanned, data, config.split, config.evaluation, device))
-                write_text(folder / "table.csv", csv_table(lines(found)))  # what is measured stays, if the rest fails
+                results[condition] = scores_of(evaluate(scanned, data, config.split, config.evaluation, device))
+                write_text(folder / "table.csv", csv_table(lines(results)))  # what is measured stays, if the rest fails
             n_images = len(data.dataset(config.split))
-            headings, rows = table(found)
+            headings, rows = table(results)
             slices_named = f"{n_images} slices of {evaluated_source(slices.config).name}"
             caption = f"{slices_named}. PSNR in dB / SSIM × 100. {_KNOWN}"
             write_text(folder / "table.md", "\n\n".join([markdown_table(headings, rows), caption, *refusals]) + "\n")
-            draw(folder / PLOT, found, nominal(module.config))
-            log(loggers, found, folder)
+            draw(folder / PLOT, results, nominal(module.config))
+            log(loggers, results, folder)
             record["evaluated"] = {"weights": digest_of_weights(module.state_dict())}
             exit_code = DONE
         finally:
             close_loggers(exit_code)
     console.print(terminal_table(headings, rows, caption=caption))
     console.print(*refusals, f"plot: {folder / PLOT}", sep="\n", soft_wrap=True, highlight=False)
-    return found
+    return results
 
 
 def _scanned(module: Reconstructor, condition: Condition) -> Reconstructor:
@@ -172,38 +172,44 @@ def scores_of(evaluation: Evaluation) -> Scores:
     return {name: (mean(evaluation.values(name, "psnr")), mean(evaluation.values(name, "ssim"))) for name in methods}
 
 
-def _methods(found: Mapping[Condition, Scores]) -> list[str]:
-    return list(dict.fromkeys(name for scores in found.values() for name in scores))
+def _methods(results: Mapping[Condition, Scores]) -> list[str]:
+    return list(dict.fromkeys(name for scores in results.values() for name in scores))
 
 
-def table(found: Mapping[Condition, Scores]) -> tuple[list[str], list[list[str]]]:
+def table(results: Mapping[Condition, Scores]) -> tuple[list[str], list[list[str]]]:
     """Headings and rows for people, a row for each condition."""
-    methods = _methods(found)
+    methods = _methods(results)
     rows = []
-    for condition, scores in found.items():
+    for condition, scores in results.items():
         pairs = [scores.get(name) for name in methods]
         cells = [NOTHING if pair is None else " / ".join(map(in_digits, pair)) for pair in pairs]
         rows.append([condition.name, *cells])
     return ["condition", *methods], rows
 
 
-def lines(found: Mapping[Condition, Scores]) -> list[list[Any]]:
+def lines(results: Mapping[Condition, Scores]) -> list[list[Any]]:
     """Headings and rows of table.csv, a row for each condition and method."""
-    rows = [[of.axis, of.value, name, *pair] for of, scores in found.items() for name, pair in scores.items()]
+    rows = [
+        [condition.axis, condition.value, name, *pair]
+        for condition, scores in results.items()
+        for name, pair in scores.items()
+    ]
     return [["condition", "value", "method", "psnr", "ssim"], *rows]
 
 
-def draw(path: Path, found: Mapping[Condition, Scores], trained: Mapping[str, float]) -> None:
+def draw(path: Path, results: Mapping[Condition, Scores], trained: Mapping[str, float]) -> None:
     """Draw PSNR against each condition. The value of training is in each panel that has one."""
-    axes_names = list(dict.fromkeys(condition.axis for condition in found))
-    reference = next(iter(found.values()))
+    axes_names = list(dict.fromkeys(condition.axis for condition in results))
+    reference = next(iter(results.values()))
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     panels = figure.subplots(2, -(-len(axes_names) // 2), sharey=True, squeeze=False).flat
     for axis, panel in zip(axes_names, panels, strict=False):
-        points = [(condition.value, scores) for condition, scores in found.items() if condition.axis == axis and scores]
+        points = [
+            (condition.value, scores) for condition, scores in results.items() if condition.axis == axis and scores
+        ]
         points += [(trained[axis], reference)] if axis in trained else []
         points.sort(key=lambda point: point[0] if isinstance(point[0], float) else 0.0)
-        for name in _methods(found):
+        for name in _methods(results):
             panel.plot([value for value, _ in points], [scores[name][0] for _, scores in points], "o-", label=name)
         panel.set(xlabel=axis, xscale="log" if axis.startswith("dose") else panel.get_xscale())
         panel.grid(alpha=0.3)
@@ -216,11 +222,11 @@ def draw(path: Path, found: Mapping[Condition, Scores], trained: Mapping[str, fl
         figure.savefig(stream, dpi=130, format="png")
 
 
-def log(loggers: Sequence[Logger], found: Mapping[Condition, Scores], folder: Path) -> None:
+def log(loggers: Sequence[Logger], results: Mapping[Condition, Scores], folder: Path) -> None:
     """Log all scores. W&B also gets the table and the plot."""
-    methods = _methods(found)
-    values = {}
-    for condition, scores in found.items():
+    methods = _methods(results)
+    values: dict[str, float] = {}
+    for condition, scores in results.items():
         for name, pair in scores.items():
             method = "" if name == methods[-1] else f"{name.lower()}/"
             named = zip(("psnr", "ssim"), pair, strict=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError
 
 _STANDARD_ERRORS = 1.96
@@ -29,9 +28,9 @@ class Variances:
         error: relative standard deviation of each measured variance.
     """
 
-    measured: FloatArray
-    counting: FloatArray
-    electronic: FloatArray
+    measured: np.ndarray
+    counting: np.ndarray
+    electronic: np.ndarray
     error: float
 
 

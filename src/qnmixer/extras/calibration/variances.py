@@ -11,7 +11,7 @@ import torch
 from qnmixer.engine.config.commands import CalibrateConfig
 from qnmixer.engine.data.cache import to_grid
 from qnmixer.engine.data.numpy_files import open_stack
-from qnmixer.engine.data.slices import FloatArray, usable
+from qnmixer.engine.data.slices import usable
 from qnmixer.engine.inference.slices import InputSlice, read_slices, slice_files
 from qnmixer.engine.reconstructor import geometry_of
 from qnmixer.errors import DataError
@@ -58,11 +58,11 @@ def of_repeats(path: Path, config: CalibrateConfig) -> Variances:
         rays = stack[:, view].astype(np.float64)
         rays = np.exp(-rays) if config.unit == "attenuation" else rays / (rays.mean(0) if is_air else air)
         means[view], squares[view] = rays.mean(0), rays.var(0, ddof=1)
-    known = np.isfinite(means)
-    order = np.argsort(-means[known])  # from bright to dark
+    finite = np.isfinite(means)
+    order = np.argsort(-means[finite])  # from bright to dark
     n_groups = int(np.clip(len(order) // _FEWEST, 1, _MOST_GROUPS))
     groups = order[: len(order) // n_groups * n_groups].reshape(n_groups, -1)
-    transmission, measured = means[known][groups].mean(1), squares[known][groups].mean(1)
+    transmission, measured = means[finite][groups].mean(1), squares[finite][groups].mean(1)
     clear = np.logical_and.accumulate((transmission > _CLEAR * np.sqrt(measured)) & (measured > 0))
     if not clear.any():
         raise DataError(f"{path} has no ray whose counts vary and stay above zero: {_FIX}, in unit={config.unit}")
@@ -70,7 +70,7 @@ def of_repeats(path: Path, config: CalibrateConfig) -> Variances:
     return Variances(measured[clear], transmission[clear], np.ones(int(clear.sum())), error)
 
 
-def _stack(path: Path) -> FloatArray:
+def _stack(path: Path) -> np.ndarray:
     with usable(path, _FIX):
         return open_stack(path)
 
@@ -113,7 +113,7 @@ def _slices(path: Path, count: int) -> list[InputSlice]:
     return slices
 
 
-def _region(geometry: FanBeamGeometry, region: Sequence[float]) -> tuple[FloatArray, FloatArray]:
+def _region(geometry: FanBeamGeometry, region: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """Rows and columns of the pixels in a disc (x, y, radius). Raises DataError for few, or some outside."""
     x, y, radius = region
     axis = (np.arange(geometry.image_size) - (geometry.image_size - 1) / 2) * geometry.pixel_size
@@ -126,7 +126,7 @@ def _region(geometry: FanBeamGeometry, region: Sequence[float]) -> tuple[FloatAr
     return rows, columns
 
 
-def _variance(values: FloatArray, rows: FloatArray, columns: FloatArray) -> FloatArray:
+def _variance(values: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """The variances [Z] of the pixels [Z, n] about the quadratic surface that fits them best."""
     y, x = rows - rows.mean(), columns - columns.mean()
     surface = np.linalg.qr(np.stack([np.ones_like(x), x, y, x * x, x * y, y * y], axis=1))[0]
@@ -134,7 +134,7 @@ def _variance(values: FloatArray, rows: FloatArray, columns: FloatArray) -> Floa
     return np.sum(rest.astype(np.float64) ** 2, axis=1) / (len(rows) - surface.shape[1])
 
 
-def _attenuations(slices: Sequence[InputSlice], geometry: FanBeamGeometry, of_water: float) -> list[FloatArray]:
+def _attenuations(slices: Sequence[InputSlice], geometry: FanBeamGeometry, of_water: float) -> list[np.ndarray]:
     """The attenuations [V, D] of the rays through each slice, from coarse images and some of the views."""
     size, n_views = min(_COARSE, geometry.image_size), min(_VIEWS, geometry.n_views)
     coarse = replace(geometry, image_size=size, pixel_size=geometry.field_of_view / size, n_views=n_views)
