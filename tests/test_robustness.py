@@ -10,6 +10,7 @@ import torch
 from qnmixer import robustness
 from qnmixer.engine import cli
 from qnmixer.engine.tracking.records import read_results
+from qnmixer.extras.model_card import evaluations
 from qnmixer.models import UnrolledNetwork
 
 from .test_export import TINY, save
@@ -67,7 +68,7 @@ def test_one_table_over_all_conditions(tmp_path: Path, monkeypatch: pytest.Monke
     assert "| views 10 |" in (folder / "table.md").read_text()
     assert (folder / "robustness.png").stat().st_size > 10_000
     assert [*folder.glob("wandb/offline-run-*")]
-    assert read_results(folder)["status"] == "done"
+    assert [*evaluations(run, read_results(folder)["evaluated"]["weights"])] == [folder]  # the card gets the table
     assert command(monkeypatch, *words) == 1  # the folder is in use
 
 

@@ -86,7 +86,7 @@ def conditions(config: RobustnessConfig, trained: Config) -> Iterator[Condition]
     for more in config.views:
         yield Condition("views", float(geometry.n_views + more), scan(n_views=geometry.n_views + more))
     for factor in config.field_of_view:
-        width = factor * geometry.field_of_view
+        width = round(factor * geometry.field_of_view, 6)
         yield Condition("field of view, mm", width, scan(field_of_view=width))
     for bins in config.detector_offset:
         off = scan(detector_offset=geometry.detector_offset + bins)
