@@ -9,6 +9,8 @@ COMMANDS = {
     "evaluate": ["run=x"],
     "reconstruct": ["run=x", "input=y", "output=z"],
     "export": ["run=x", "output=y.safetensors"],
+    "calibrate": ["input=x", "output=y"],
+    "robustness": ["run=x"],
     "plan": [],
     "doctor": [],
 }

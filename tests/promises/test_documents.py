@@ -45,6 +45,7 @@ def marked(command: str) -> Any:
         "strategy=" in command
         or " -m " in command.removeprefix("python -m")
         or "compare" in command
+        or "robustness" in command
         or "custom" in command
         or "my_conf" in command
         or ("qnmixer.plan" in command and "format=json" not in command)
@@ -61,6 +62,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     run(f"python -m qnmixer.train experiment=demo hydra.run.dir={place}/run", place, warm)
     attenuation = torch.from_numpy(0.0192 * (phantom(32, seed=0, part="test", index=0) + 1000) / 1000)  # in 1/mm
     np.save(place / "scan.npy", load_pretrained(place / "run").projector(attenuation[None, None])[0, 0].numpy())
+    counts = np.random.default_rng(0).poisson(1e4, (3, 8, 16)).astype(np.float64)
+    np.save(place / "air.npy", counts)
+    np.save(place / "repeats.npy", -np.log(counts / 1e4))
     new(place / "my_ct")
     shutil.copy(Path(__file__).parents[1] / "own.py", place / "my_file.py")
     (yaml,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "make_it_yours.md").read_text(), re.DOTALL)
@@ -123,6 +127,10 @@ def run(command: str, place: Path, warm: Warm) -> None:
             words.append("hydra.sweeper.n_trials=1")
         if "resume=" in command:  # two steps more than it has
             words = [*words[:3], *command.split()[3:], f"trainer.max_steps={2 + steps_of(words, place)}"]
+    elif words[2] == "qnmixer.robustness":
+        words += ["n_slices=1", "data.cache_dir=cache", "evaluation.tv_weight=null", "photons=[1e5]", "logger=csv"]
+    elif words[2] == "qnmixer.calibrate":  # slices of tests have few pixels
+        words = [word.replace("region=[0,0,20]", "region=[0,0,60]") for word in words]
     elif words[2] == "qnmixer.evaluate" and "data=" in command:
         words.append("data.cache_dir=cache")
     if words[0] == "make":

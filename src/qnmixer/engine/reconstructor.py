@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.config.run import Config
+from qnmixer.engine.config.sections import GeometryConfig
 from qnmixer.errors import GeometryError, PluginError
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
@@ -173,21 +174,25 @@ def system_matrix_at(config: Config, image_size: int) -> ScanMatrix:
 
 def build_geometry(config: Config) -> FanBeamGeometry:
     """Build the scan. Raises GeometryError if it is impossible."""
-    g = config.geometry
-    half_step = 0.5 * g.angle_span / g.n_views
+    return geometry_of(config.geometry, config.data.image_size)
+
+
+def geometry_of(section: GeometryConfig, image_size: int) -> FanBeamGeometry:
+    """Build the scan of a section `geometry`, for images of this size. Raises GeometryError if it is impossible."""
+    half_step = 0.5 * section.angle_span / section.n_views
     try:
         return FanBeamGeometry(
-            image_size=config.data.image_size,
-            pixel_size=g.field_of_view / config.data.image_size,
-            n_views=g.n_views,
-            n_detectors=g.n_detectors,
-            detector_pitch=g.detector_pitch,
-            source_to_axis=g.source_to_axis,
-            axis_to_detector=g.axis_to_detector,
-            first_angle=half_step if g.first_angle is None else g.first_angle,
-            angle_span=g.angle_span,
-            beam=g.beam,
-            detector_offset=g.detector_offset,
+            image_size=image_size,
+            pixel_size=section.field_of_view / image_size,
+            n_views=section.n_views,
+            n_detectors=section.n_detectors,
+            detector_pitch=section.detector_pitch,
+            source_to_axis=section.source_to_axis,
+            axis_to_detector=section.axis_to_detector,
+            first_angle=half_step if section.first_angle is None else section.first_angle,
+            angle_span=section.angle_span,
+            beam=section.beam,
+            detector_offset=section.detector_offset,
         )
     except GeometryError as error:  # it names its argument; on the command line the group comes first
         raise GeometryError(f"geometry.{error}") from error

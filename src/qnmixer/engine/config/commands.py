@@ -5,24 +5,26 @@ from collections.abc import Mapping
 from os.path import expanduser
 from typing import Annotated, Any, Literal, Self
 
+from annotated_types import Ge, Le, Len
 from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from qnmixer.engine.config.checking import Section, plain_values, unknown_key, validated
 from qnmixer.engine.config.data import AsTrained, DataConfig, SourceOrAsTrained, check_data
-from qnmixer.engine.config.files import TARGET
+from qnmixer.engine.config.files import TARGET, options
 from qnmixer.engine.config.run import Config, check_targets, parse
 from qnmixer.engine.config.sections import (
     Accelerator,
     AnyEvaluation,
     Count,
     EvaluationConfig,
+    GeometryConfig,
     Length,
     Seed,
     TaskConfig,
     check_window,
 )
-from qnmixer.engine.config.targets import NoiseConfig
+from qnmixer.engine.config.targets import Loggers, NoiseConfig
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.files import check_there
 from qnmixer.weights import SUFFIX
@@ -92,6 +94,28 @@ class EvaluateConfig(MeasuringConfig):
                 f"evaluation=task draws photon counts: give doses, as evaluation.photons=[1e5], not {config.noise.name}"
             )
         return config
+
+
+class RobustnessConfig(MeasuringConfig):
+    """The checked config of one table of robustness."""
+
+    evaluation: EvaluationConfig
+    run: str
+    n_slices: Count | None  # None: all of the split
+    photons: list[Length]
+    noises: list[str]
+    views: list[int]
+    field_of_view: list[Length]
+    detector_offset: list[float]
+    source_distance: list[float]
+    logger: Loggers
+
+    @model_validator(mode="after")
+    def _known_noises(self) -> Self:
+        known = [option for option in options("noise") if option not in ("as_trained", "custom")]
+        if stray := next((option for option in self.noises if option not in known), None):
+            raise ConfigError(f"noises={stray} does not exist: choose {', '.join(known)}")
+        return self
 
 
 class CompareConfig(MeasuringConfig):
@@ -192,6 +216,37 @@ class ExportConfig(Section):
     def _weights_file(self) -> Self:
         if not self.output.endswith(SUFFIX):
             raise ValueError(f"output={self.output} does not name a weights file: give a name that ends in {SUFFIX}")
+        return self
+
+
+class CalibrateConfig(Section):
+    """The config of `qnmixer.calibrate`."""
+
+    input: File
+    output: File
+    unit: Literal["attenuation", "counts"]
+    air: File | None  # None: the input is of air, or in attenuation
+    electronic_sigma: Annotated[float, Ge(0)] | None  # counts; None: fitted
+    region: Annotated[list[float], Len(3, 3)] | None  # x, y, radius in mm
+    n_slices: Annotated[int, Ge(1), Le(64)]
+    water_attenuation: Length  # 1/mm
+    seed: Seed
+    geometry: GeometryConfig
+
+    @property
+    def of_scans(self) -> bool:
+        """Whether the input is of scans. Else it is of slices."""
+        return self.input.endswith(".npy")
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Self:
+        if self.air is not None and self.unit != "counts":
+            raise ValueError(f"air={self.air} divides counts: give unit=counts too, or leave air= out")
+        if not self.of_scans and self.unit == "counts":
+            raise ValueError("unit=counts is for scans in .npy, and slices are in HU: leave it out")
+        if self.of_scans == (self.region is not None):
+            way = "leave it out" if self.of_scans else "give a uniform disc in mm from the centre, region=[x,y,radius]"
+            raise ValueError(f"region is for a series of slices: {way}")
         return self
 
 

@@ -1,0 +1,46 @@
+"""Measure how far a trained network can be trusted: other doses and noise, another scan, a scan that is a little off.
+
+python -m qnmixer.robustness run=pretrained data=phantoms                  # on drawn slices
+python -m qnmixer.robustness run=runs/DIR data=dicom data.root=/path/to/ct # on slices it never saw
+"""
+
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from qnmixer.engine import cli
+from qnmixer.engine.config.commands import RobustnessConfig, check_slices
+from qnmixer.engine.tracking.run import run_lock
+from qnmixer.errors import say, visible
+from qnmixer.files import check_unused
+from qnmixer.weights import check_weights
+
+
+def robustness(config: RobustnessConfig) -> None:
+    """Print one table over all conditions, and write table and plot into a folder."""
+    say(visible(f"measuring {config.run} under other conditions (loading PyTorch …)"))
+    from qnmixer.extras.robustness import measure_robustness
+
+    hydra_config = HydraConfig.get()
+    folder = Path(hydra_config.runtime.output_dir)
+    with run_lock(folder):
+        check_unused("hydra.run.dir", folder)
+        measure_robustness(config, folder, list(hydra_config.overrides.task))
+
+
+def check(cfg: DictConfig) -> RobustnessConfig:
+    """Parse and check the config. Raises UserError also if the run or the slices do not exist."""
+    config = RobustnessConfig.parse(cfg)
+    check_weights("run", config.run)
+    check_slices(config.data)
+    return config
+
+
+def main() -> None:
+    """Run the command. It is also installed as `qnmixer-robustness`, so that a shell can complete its keys."""
+    cli.run(robustness, check, "robustness")
+
+
+if __name__ == "__main__":
+    main()

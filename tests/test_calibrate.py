@@ -1,0 +1,183 @@
+"""`qnmixer.calibrate` on scans and series that were simulated with known I₀ and σ."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qnmixer.calibrate import check, main
+from qnmixer.engine import cli
+from qnmixer.engine.config.compose import compose
+from qnmixer.extras.calibration.dose import Dose, Variances, fit_dose
+from qnmixer.extras.calibration.report import calibrate_input
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
+
+from .data.conftest import MakeCt, make_ct
+
+__all__ = ["make_ct"]
+
+WATER = 0.0192
+N_REPEATS, SIGMA = 40, 20.0
+DOSES = [1e4, 3e4, 1e5]
+BEAMS = ["fan_flat", "fan_curved", "parallel"]
+SCAN = FanBeamGeometry(96, 4.0, 24, 160, 4.0, 600.0, 290.0)
+SERIES = replace(SCAN, n_views=180)
+KEYS = [
+    "geometry.field_of_view=384", "geometry.n_views=180", "geometry.n_detectors=160", "geometry.detector_pitch=4",
+    "geometry.detector_offset=0", "geometry.source_to_axis=600", "geometry.axis_to_detector=290",
+    "geometry.beam=fan_flat",
+]  # fmt: skip
+
+
+def disc(radius: float) -> torch.Tensor:
+    """A disc of water, x = 1, in air [1, 1, S, S]; `radius` in mm. Its edge is smooth, so that FBP has no streaks."""
+    axis = (torch.arange(SCAN.image_size) - (SCAN.image_size - 1) / 2) * SCAN.pixel_size
+    distance = (axis[:, None] ** 2 + axis**2).sqrt()
+    return ((radius - distance) / (4 * SCAN.pixel_size) + 0.5).clamp(0, 1)[None, None]
+
+
+def repeats(
+    photons: float, sigma: float, beam: str = "fan_flat", radius: float = 150.0, n: int = N_REPEATS
+) -> np.ndarray:
+    """Line integrals [n, V, D] of attenuation with noise."""
+    y = FanBeamProjector(replace(SCAN, beam=beam))(disc(radius))
+    noise = PhysicalNoise(photons, WATER, sigma)
+    return WATER * noise(y.expand(n, -1, -1, -1), [(7, k) for k in range(n)])[:, 0].double().numpy()
+
+
+def calibration(*words: str) -> Dose:
+    config = check(compose("calibrate", [*words]))
+    Path(config.output).mkdir(parents=True)
+    return calibrate_input(config)
+
+
+@pytest.mark.parametrize("photons", DOSES)
+@pytest.mark.parametrize("beam", BEAMS)
+def test_repeated_scans_give_the_dose_back(beam: str, photons: float, tmp_path: Path) -> None:
+    np.save(tmp_path / "scans.npy", repeats(photons, SIGMA, beam))
+    dose = calibration(f"input={tmp_path}/scans.npy", f"output={tmp_path}/dose")
+    assert dose.photons == pytest.approx(photons, rel=0.05)
+    assert dose.electronic_sigma == pytest.approx(SIGMA, rel=0.05)
+    assert dose.sigma_interval is not None
+
+
+def test_starved_rays_do_not_count(tmp_path: Path) -> None:
+    np.save(tmp_path / "scans.npy", repeats(1e3, 0.0, radius=180.0))  # one count a ray in the middle
+    dose = calibration(f"input={tmp_path}/scans.npy", f"output={tmp_path}/dose")
+    assert dose.photons == pytest.approx(1e3, rel=0.05)
+    assert dose.electronic_sigma < 3
+
+
+def test_counts_are_divided_by_those_of_air(tmp_path: Path) -> None:
+    gain = np.linspace(2.0, 3.0, SCAN.n_detectors)  # detector units of a photon
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "scans.npy", 3e4 * np.exp(-repeats(3e4, SIGMA)) * gain)
+    np.save(tmp_path / "air.npy", rng.poisson(3e4, (200, 1, SCAN.n_detectors)) * gain)
+    words = [f"input={tmp_path}/scans.npy", f"air={tmp_path}/air.npy", "unit=counts", f"output={tmp_path}/dose"]
+    dose = calibration(*words)
+    assert (dose.photons, dose.electronic_sigma) == pytest.approx((3e4, SIGMA), rel=0.05)
+
+
+def test_an_air_scan_shows_the_counts_and_says_what_it_does_not_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    air = np.random.default_rng(0).poisson(2e3, (200, SCAN.n_detectors)) * 5.0
+    np.save(tmp_path / "air.npy", air + 5 * 30 * np.random.default_rng(1).standard_normal(air.shape))
+    words = [f"input={tmp_path}/air.npy", "unit=counts", f"output={tmp_path}"]
+    dose = calibration(*words[:2], f"{words[2]}/a")
+    assert dose.photons == pytest.approx(2e3 / (1 + 900 / 2e3), rel=0.05)  # all noise taken for that of counts
+    assert "give electronic_sigma=" in capsys.readouterr().out
+    dose = calibration(*words[:2], f"{words[2]}/b", "electronic_sigma=30")
+    assert dose.photons == pytest.approx(2e3, rel=0.05)
+
+
+def test_intervals_hold_the_truth_nineteen_times_of_twenty() -> None:
+    counting, rng, n = np.geomspace(3e-3, 1, 40), np.random.default_rng(0), 200
+    true = counting / 5e4 + (12 / 5e4) ** 2
+    held = np.zeros(2)
+    for _ in range(n):
+        dose = fit_dose(Variances(true * (1 + 0.05 * rng.standard_normal(40)), counting, np.ones(40), 0.05))
+        assert dose.sigma_interval is not None
+        pairs = ((5e4, dose.photons_interval), (12, dose.sigma_interval))
+        held += [low < value < high for value, (low, high) in pairs]
+    assert ((held / n > 0.9) & (held / n < 1)).all()
+
+
+def test_the_fit_of_exact_variances_is_exact() -> None:
+    counting = np.geomspace(1e-3, 1, 20)
+    exact = Variances(counting / 5e4 + (12 / 5e4) ** 2, counting, np.ones(20), 0.01)
+    for sigma in (None, 12.0):
+        dose = fit_dose(exact, sigma)
+        assert (dose.photons, dose.electronic_sigma) == pytest.approx((5e4, 12), rel=1e-6)
+
+
+def series_of(dose: Dose, radii: list[float], seed: int) -> np.ndarray:
+    """FBP [Z, S, S] in HU of discs, with the noise of a dose."""
+    projector = FanBeamProjector(SERIES)
+    y = torch.cat([projector(disc(radius)) for radius in radii])
+    noise = PhysicalNoise(dose.photons, WATER, dose.electronic_sigma)
+    x = projector.fbp(noise(y, [(seed, k) for k in range(len(radii))]))
+    return (1000 * x[:, 0] - 1000).numpy()
+
+
+def noise_of(images: np.ndarray) -> float:
+    """Mean standard deviation in HU of each image within 40 mm of its middle, between neighbours of equal mean."""
+    middle = images[:, 38:58, 38:58]
+    return float(np.mean(np.std(np.diff(middle, axis=2), axis=(1, 2)) / np.sqrt(2)))
+
+
+RADII = [float(radius) for radius in np.linspace(70, 140, 16)]
+
+
+def test_a_series_gives_the_dose_and_simulates_with_the_same_noise(make_ct: MakeCt, tmp_path: Path) -> None:
+    images = series_of(Dose(4e4, 20.0, (0, 0), None), RADII, seed=1)
+    for k, image in enumerate(images):
+        make_ct(tmp_path / "ct" / f"{k:02d}.dcm", image.round(), PixelSpacing=[4, 4], InstanceNumber=k)
+    words = [f"input={tmp_path}/ct", "n_slices=16", "region=[0,0,44]", *KEYS]
+    both = calibration(*words, f"output={tmp_path}/both")
+    assert both.sigma_interval is not None
+    assert both.photons_interval[0] < 4e4 < both.photons_interval[1]
+    assert both.sigma_interval[0] < 20 < both.sigma_interval[1]
+    counting = calibration(*words, f"output={tmp_path}/counting", "electronic_sigma=20")
+    assert counting.photons == pytest.approx(4e4, rel=0.05)
+    for seed, dose in enumerate((both, counting), 2):
+        assert noise_of(series_of(dose, RADII, seed)) == pytest.approx(noise_of(images), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("input=scans.npy", "output has no value: give one with output=…"),
+        ("input=absent.npy output=o", "absent.npy does not exist: give a .npy of repeated scans"),
+        ("input=scans.npy output=o region=[0,0,9]", "region is for a series of slices: leave it out"),
+        ("input=. output=o", "give a uniform disc in mm from the centre, region=[x,y,radius]"),
+        ("input=. output=o region=[0,0,9]", "no usable slice"),
+        ("input=. output=o region=[0,0,9] unit=counts", "unit=counts is for scans in .npy"),
+        ("input=scans.npy output=o air=scans.npy", "give unit=counts too"),
+        ("input=one.npy output=o", "one scan, which shows no noise: give at least two repeats"),
+        ("input=same.npy output=o", "no ray whose counts vary"),
+        ("input=text.npy output=o", "give a .npy of numbers, [repeats, views, bins]"),
+        ("input=scans.npy output=o unit=counts air=narrow.npy", "give counts above zero of 8 bins"),
+        ("input=scans.npy output=.", "output=. "),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scans = np.random.default_rng(0).random((3, 4, 8))
+    arrays = {"scans": scans, "one": scans[0], "same": np.ones((3, 4, 8)), "narrow": scans[..., :5]}
+    for name, array in arrays.items():
+        np.save(f"{name}.npy", array)
+    Path("text.npy").write_text("1 2 3")
+    monkeypatch.setattr(sys, "argv", ["calibrate", *words.split()])
+    monkeypatch.delenv(cli.TRACEBACK, raising=False)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1
+    *_, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert line in error
