@@ -17,7 +17,7 @@ OPTIONS = [
     (group, path.stem)
     for group in TRAINING_GROUPS
     for path in sorted((CONF / group).glob("*.yaml"))
-    if path.stem != "as_trained" and not path.stem.startswith("_")
+    if path.stem != "as_trained" and not path.stem.startswith("_") and (group, path.stem) != ("evaluation", "task")
 ]
 NEEDS = {
     ("strategy", "pipeline"): ["trainer.devices=2"],

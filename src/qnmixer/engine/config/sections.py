@@ -102,7 +102,7 @@ class TaskConfig(Section):
 
 def kind_of_evaluation(values: Any) -> str:
     """Which of two classes has the keys of an evaluation: `task`, or `slices`."""
-    return "task" if isinstance(values, TaskConfig) or "photons" in values else "slices"
+    return "task" if isinstance(values, TaskConfig) or (isinstance(values, dict) and "photons" in values) else "slices"
 
 
 AnyEvaluation = Annotated[

@@ -82,10 +82,12 @@ def _reconstructed(module: Reconstructor, task: TaskConfig, fine: Tensor, key: t
     noise = build_noise(module.config)
     x = ((fine - offset) / scale)[None, None].to(module.device)
     y = noise(module.measurement.project(x, x), [key])
-    weights = {"weight": task.tv_weight, "noise_weight": task.tv_noise_weight}
+    total_variation = TotalVariation(
+        module.projector, weight=task.tv_weight, noise_weight=task.tv_noise_weight, variance=noise.variance
+    )
     methods: dict[str, Callable[[Tensor], Tensor]] = {
         FBP.title: module.projector.fbp,
-        TotalVariation.title: TotalVariation(module.projector, variance=noise.variance, **weights),
+        TotalVariation.title: total_variation,
         module.network.title: module.network,
     }
     return {name: (offset + scale * method(y)[0, 0]).cpu() for name, method in methods.items()}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -19,7 +20,7 @@ _NOTE = (
     "Edge: frequency at which the task transfer function of a disc's edge is one half. Contrast kept and d′: of the "
     "inserts; d′ is that of a channelised Hotelling observer with three difference-of-Gaussians channels."
 )
-_SHOWN = {"vmin": -20.0, "vmax": 100.0, "cmap": "gray", "interpolation": "nearest"}  # HU: inserts have a low contrast
+_SHOWN: dict[str, Any] = {"vmin": -20.0, "vmax": 100.0, "cmap": "gray", "interpolation": "nearest"}  # HU, narrow
 
 
 @dataclass
