@@ -69,7 +69,7 @@ def _draw(path: Path, scores: Sequence[DoseScores]) -> None:
     dose = doses[len(doses) // 2]
     shown = [one for one in scores if one.photons == dose]
     figure = Figure(figsize=(13, 7), layout="constrained")
-    upper, lower = figure.subfigures(2, height_ratios=(1, 1.15))
+    upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 1.15))[:, 0]
     upper.suptitle(f"with inserts, {dose:,.0f} photons a ray, {_SHOWN['vmin']} to {_SHOWN['vmax']} HU")
     panels = lower.subplots(1, 4)
     for k, (one, axes) in enumerate(zip(shown, upper.subplots(1, len(shown), squeeze=False)[0], strict=True)):
