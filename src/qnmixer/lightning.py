@@ -57,10 +57,12 @@ def slices(source: str, *, geometry: FanBeamGeometry | None = None, **keys: Any)
     """The LightningDataModule of a source of slices.
 
     Args:
-        source: phantoms, dicom, numpy, or another option of `data=`.
+        source: phantoms, dicom, numpy, or another option of `data=`; or a class of yours, as "my_ct.data.Bodies".
         geometry: the scan, which slices at their true size and measured sinograms need.
         keys: of `data`, such as image_size, batch_size and root. The others have the values of conf/data.
 
     Raises ConfigError for an option or a key that does not exist, or for a value out of bounds.
     """
+    if "." in source:
+        source, keys = "custom", {"_target_": source, **keys}
     return SliceDataModule(section("data", source, **keys), geometry=geometry)

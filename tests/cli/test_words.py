@@ -3,6 +3,7 @@
 import gc
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from qnmixer.engine.config import commands
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse, to_plain
 from qnmixer.errors import ConfigError
+from qnmixer.new import TEMPLATE
 from qnmixer.train import check
 
 CHECKS: dict[str, Callable[..., Any]] = {
@@ -214,6 +216,42 @@ def test_an_option_of_ones_own_needs_its_folder(group: str, typed: Typed, tmp_pa
     assert line.endswith("; or add --config-dir 'my conf'")
     assert typed("train", f"{group}=zzz", "--config-dir", "my conf").code == 0
     assert "--config-dir FOLDER, for FOLDER/experiment/mine.yaml" in typed("train", "experiment=mine").line
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with the options and the pyproject.toml that `new` writes."""
+    shutil.copytree(TEMPLATE / "conf", tmp_path / "conf")
+    shutil.copy(TEMPLATE / "pyproject.toml", tmp_path)
+    (tmp_path / "my_ct").symlink_to(TEMPLATE / "src" / "my_ct")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_command_finds_the_options_and_the_experiment_of_a_project(command: str, typed: Typed, project: Path) -> None:
+    for words, source in (([], "my_ct.data.Bodies"), (["experiment=demo", "loss=mine"], "phantoms")):
+        outcome = typed(command, *words)
+        assert outcome.stderr == ""
+        assert getattr(outcome.config, "run", outcome.config).data.name == source
+
+
+def test_the_options_of_a_project_are_among_those_to_choose(typed: Typed, project: Path) -> None:
+    assert typed("train", "experiment=mien").line.endswith("did you mean mine?")
+    assert typed("train", "loss=egdes").line.endswith("did you mean edges?")
+    assert "choose custom, edges, l1, mine, mse, ssim_mix" in typed("train", "loss=zzz").line
+
+
+@pytest.mark.parametrize(
+    ("table", "line"),
+    [
+        ('conf = "nowhere"', 'pyproject.toml: no folder nowhere: write conf = "FOLDER" in [tool.qnmixer]'),
+        ('cnf = "conf"', 'pyproject.toml: [tool.qnmixer] takes conf = "FOLDER" and experiment = "NAME" only'),
+        ("conf = ", "pyproject.toml of this folder cannot be read"),
+    ],
+)
+def test_a_wrong_table_of_a_project_is_one_line(table: str, line: str, typed: Typed, project: Path) -> None:
+    (project / "pyproject.toml").write_text(f"[tool.qnmixer]\n{table}\n")
+    assert line in typed("plan").line
 
 
 # Arguments of Lightning's Trainer

@@ -35,6 +35,7 @@ from qnmixer.engine.config.compose import (
     compose,
     compose_sweep,
     fault_of_file,
+    folders_in,
     is_override,
     key_of,
     with_one_limit,
@@ -42,6 +43,7 @@ from qnmixer.engine.config.compose import (
     without_null,
 )
 from qnmixer.engine.config.files import CONF, TARGET, files_of, option_of
+from qnmixer.engine.config.project import in_project
 from qnmixer.engine.config.texts import with_texts
 from qnmixer.engine.config.words import check_flags, check_groups, explain_key, explain_word
 from qnmixer.engine.processes.process import is_rank, rank, world_size
@@ -91,7 +93,7 @@ def run(
             if "--version" in words:
                 print(f"qnmixer {version('qnmixer')}")
                 return
-            words = completed(words, config_name, complete)
+            words = completed(in_project(words, config_name), config_name, complete)
             overrides = [word for word in words if not word.startswith("-")]
             flags = {word.partition("=")[0] for word in words if word.startswith("-")} - _RUN_FLAGS
             if flags & {"--help", "-h"}:
@@ -366,7 +368,8 @@ def _explain_composition(error: Exception, config_name: str, words: list[str]) -
     ):
         group, name = match.groups()
         left_out = "as_trained" if config_name in OF_A_RUN else ""
-        if option_names := [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml")) if path.stem != left_out]:
+        files = [path for folder in (CONF, *folders_in(words)) for path in sorted((folder / group).glob("[!_]*.yaml"))]
+        if option_names := sorted({path.stem for path in files} - {left_out}):
             does_not_exist = f"{group}={name} does not exist: {suggest(name, option_names, limit=99)}"
             return answer(f"{group}={name}") or f"{does_not_exist}{_own_option(group, name, words)}"
     if match := re.search(r"Could not delete '(\S+)=|The value of '(\S+)' is .* and not", text):

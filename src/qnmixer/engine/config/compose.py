@@ -6,7 +6,7 @@ Hydra is imported when something is composed. A program that only loads a networ
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -93,6 +93,12 @@ def with_search_path(arguments: list[str]) -> list[str]:
 def search_path_in(overrides: list[str]) -> list[str]:
     """The override that names the config folders, in a list; [] if there is none."""
     return [override for override in overrides if key_of(override) == SEARCH_PATH]
+
+
+def folders_in(words: Iterable[str]) -> list[Path]:
+    """The user's config folders of a command line. Those in packages are left out."""
+    places = [place for override in search_path_in(with_search_path([*words])) for place in _places(override)]
+    return [Path(place.removeprefix(_FILE)) for place in places if place.startswith(_FILE)]
 
 
 def _places(override: str) -> list[str]:

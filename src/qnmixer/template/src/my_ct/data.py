@@ -10,7 +10,7 @@ Here they are drawn, so that a first run needs no file. Your own files, with a k
             return len(self.files)
 
         def load(self, index: int) -> np.ndarray:
-            return np.load(self.files[index])  # of one .h5: h5py.File(self.file)["hu"][index], opened in load
+            return np.load(self.files[index])  # of one .h5: h5py.File(self.file)["hu"][index], in load; pip h5py
 
 Measured sinograms come with the slices: add `sinogram(self, index)` → [V, D], line integrals in mm of the image that
 the network sees, (HU + 1000) / (data.hu_max + 1000). Describe the scanner in the experiment, by geometry.
