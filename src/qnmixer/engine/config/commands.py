@@ -52,8 +52,8 @@ def _noise_of_run(section: Any) -> Any:
     return None if isinstance(section, Mapping) and section.get(TARGET, "") is None else section
 
 
-class MeasuringConfig(Section):
-    """What trained networks are measured on."""
+class ScoringConfig(Section):
+    """What trained networks are scored on."""
 
     checkpoint: CheckpointName
     split: Literal["train", "val", "test"]
@@ -74,7 +74,7 @@ class MeasuringConfig(Section):
         return config
 
 
-class EvaluateConfig(MeasuringConfig):
+class EvaluateConfig(ScoringConfig):
     """The checked config of one evaluation."""
 
     evaluation: AnyEvaluation
@@ -82,7 +82,7 @@ class EvaluateConfig(MeasuringConfig):
 
     @classmethod
     def parse(cls, cfg: DictConfig) -> Self:
-        """As for what is measured. An evaluation by task has phantoms and noise of its own. Raises ConfigError."""
+        """As for every scoring. An evaluation by task has phantoms and noise of its own. Raises ConfigError."""
         config = super().parse(cfg)
         if not isinstance(config.evaluation, TaskConfig):
             return config
@@ -96,7 +96,7 @@ class EvaluateConfig(MeasuringConfig):
         return config
 
 
-class RobustnessConfig(MeasuringConfig):
+class RobustnessConfig(ScoringConfig):
     """The checked config of one table of robustness."""
 
     evaluation: EvaluationConfig
@@ -118,7 +118,7 @@ class RobustnessConfig(MeasuringConfig):
         return self
 
 
-class CompareConfig(MeasuringConfig):
+class CompareConfig(ScoringConfig):
     """The checked config of one comparison."""
 
     evaluation: EvaluationConfig

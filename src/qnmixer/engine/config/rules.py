@@ -89,7 +89,7 @@ def fitting_strategy(
     callbacks: Mapping[str, CallbackConfig],
 ) -> None:
     """Several devices need something to share."""
-    if strategy.name == "single" and (trainer.devices or 1) * trainer.num_nodes > 1:  # all but one would be idle
+    if strategy.name == "single" and trainer.n_devices > 1:  # all but one would be idle
         raise ConfigError(
             f"trainer.devices={trainer.devices or 1} with trainer.num_nodes={trainer.num_nodes} does not work with "
             "strategy=single: choose strategy=ddp, fsdp or pipeline"

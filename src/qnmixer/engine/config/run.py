@@ -158,8 +158,7 @@ def batch_of_replica(config: Config) -> int:
 
 def effective_batch(config: Config) -> int:
     """Samples of one optimizer step, over all devices."""
-    t = config.trainer
-    return config.data.batch_size * (t.devices or 1) * t.num_nodes * t.accumulate_grad_batches
+    return config.data.batch_size * config.trainer.n_devices * config.trainer.accumulate_grad_batches
 
 
 def with_iterations(config: Config, T: int) -> Config:

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from qnmixer.engine.checkpoints import find_checkpoint, load_run, run_of, split_of
-from qnmixer.engine.config.commands import EvaluateConfig, MeasuringConfig
+from qnmixer.engine.config.commands import EvaluateConfig, ScoringConfig
 from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.data import LOADING, AsTrained, DataConfig, FolderData, MixedData, PairData, PhantomData
 from qnmixer.engine.config.rules import one_scale, scan_of_set
@@ -49,7 +49,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 
 
 def on_test(
-    config: MeasuringConfig, run: str, overrides: list[str], seed: int | None = None
+    config: ScoringConfig, run: str, overrides: list[str], seed: int | None = None
 ) -> tuple[Reconstructor, SliceDataModule, SplitRecord | None]:
     """The trained network of a run with the noise of an evaluation, its slices, and the record of the run's split.
 

@@ -53,9 +53,9 @@ def headings(edge_hu: Sequence[float]) -> list[str]:
 def write_task(folder: Path, title: str, scores: Sequence[DoseScores], console: Console) -> Path:
     """Write table.md, table.csv and the picture, and print the table. Returns the picture."""
     names = [*scores[0].scores]
-    rows = [[f"{one.photons:,.0f}", one.method, *(in_digits(*one.scores[name]) for name in names)] for one in scores]
+    rows = [[f"{result.photons:,.0f}", result.method, *(in_digits(*result.scores[name]) for name in names)] for result in scores]
     write_text(folder / "table.md", f"**{title}**\n\n{markdown_table([*_FIRST, *names], rows)}\n\n{_NOTE}\n")
-    numbers = [[one.photons, one.method, *(part for name in names for part in one.scores[name])] for one in scores]
+    numbers = [[result.photons, result.method, *(part for name in names for part in result.scores[name])] for result in scores]
     columns = [part for name in names for part in (name, f"± of {name}")]
     write_text(folder / "table.csv", csv_table([[*_FIRST, *columns], *numbers]))
     _draw(folder / PICTURE, scores)
@@ -65,26 +65,26 @@ def write_task(folder: Path, title: str, scores: Sequence[DoseScores], console: 
 
 def _draw(path: Path, scores: Sequence[DoseScores]) -> None:
     """Above the images of the middle dose, below the scores of all doses, and the curves of the middle dose."""
-    doses = sorted({one.photons for one in scores})
+    doses = sorted({result.photons for result in scores})
     dose = doses[len(doses) // 2]
-    shown = [one for one in scores if one.photons == dose]
+    shown = [result for result in scores if result.photons == dose]
     figure = Figure(figsize=(13, 7), layout="constrained")
     upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 1.15))[:, 0]
     upper.suptitle(f"with inserts, {dose:,.0f} photons a ray, {_SHOWN['vmin']} to {_SHOWN['vmax']} HU")
     panels = lower.subplots(1, 4)
-    for k, (one, axes) in enumerate(zip(shown, upper.subplots(1, len(shown), squeeze=False)[0], strict=True)):
-        axes.imshow(one.example.numpy(), **_SHOWN)
-        axes.set_title(one.method)
+    for k, (result, axes) in enumerate(zip(shown, upper.subplots(1, len(shown), squeeze=False)[0], strict=True)):
+        axes.imshow(result.example.numpy(), **_SHOWN)
+        axes.set_title(result.method)
         axes.set_axis_off()
-        points = sorted((point for point in scores if point.method == one.method), key=lambda point: point.photons)
+        points = sorted((point for point in scores if point.method == result.method), key=lambda point: point.photons)
         for name, panel in zip((_DETECTED, _KEPT), panels, strict=False):
             values, halves = zip(*(point.scores[name] for point in points), strict=True)
             beside = [point.photons * 1.05 ** (k - 1) for point in points]
-            panel.errorbar(beside, values, halves, marker="o", capsize=3, label=one.method)
+            panel.errorbar(beside, values, halves, marker="o", capsize=3, label=result.method)
             panel.set(xscale="log", ylim=(0, None), xlabel=_FIRST[0], title=f"{name} of the inserts")
-        panels[2].loglog(*one.spectrum, label=one.method)
-        for (contrast, curve), style in zip(one.transfer.items(), ("-", "--", ":"), strict=False):
-            panels[3].plot(*curve, style, color=f"C{k}", label=f"{one.method}, {contrast:g} HU")
+        panels[2].loglog(*result.spectrum, label=result.method)
+        for (contrast, curve), style in zip(result.transfer.items(), ("-", "--", ":"), strict=False):
+            panels[3].plot(*curve, style, color=f"C{k}", label=f"{result.method}, {contrast:g} HU")
     panels[2].set(xlabel="1/mm", title=f"noise power, HU² mm², at {dose:,.0f}")
     panels[3].set(xlabel="1/mm", ylim=(0, 1.5), title=f"modulation of edges at {dose:,.0f}")
     for panel in panels:
