@@ -53,9 +53,14 @@ def headings(edge_hu: Sequence[float]) -> list[str]:
 def write_task(folder: Path, title: str, scores: Sequence[DoseScores], console: Console) -> Path:
     """Write table.md, table.csv and the picture, and print the table. Returns the picture."""
     names = [*scores[0].scores]
-    rows = [[f"{result.photons:,.0f}", result.method, *(in_digits(*result.scores[name]) for name in names)] for result in scores]
+    rows = [
+        [f"{result.photons:,.0f}", result.method, *(in_digits(*result.scores[name]) for name in names)]
+        for result in scores
+    ]
     write_text(folder / "table.md", f"**{title}**\n\n{markdown_table([*_FIRST, *names], rows)}\n\n{_NOTE}\n")
-    numbers = [[result.photons, result.method, *(part for name in names for part in result.scores[name])] for result in scores]
+    numbers = [
+        [result.photons, result.method, *(part for name in names for part in result.scores[name])] for result in scores
+    ]
     columns = [part for name in names for part in (name, f"± of {name}")]
     write_text(folder / "table.csv", csv_table([[*_FIRST, *columns], *numbers]))
     _draw(folder / PICTURE, scores)
