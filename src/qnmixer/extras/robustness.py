@@ -209,7 +209,7 @@ def draw(path: Path, results: Mapping[Condition, Scores], trained: Mapping[str, 
         ]
         points += [(trained[axis], reference)] if axis in trained else []
         points.sort(key=lambda point: point[0] if isinstance(point[0], float) else 0.0)
-        values = [value for value, _ in points]
+        values: list[Any] = [value for value, _ in points]
         is_number = all(isinstance(value, float) for value in values)
         places = values if is_number else [*range(len(values))]
         for name in _methods(results):
