@@ -129,8 +129,6 @@ def run(command: str, place: Path, warm: Warm) -> None:
             words = [*words[:3], *command.split()[3:], f"trainer.max_steps={2 + steps_of(words, place)}"]
     elif words[2] == "qnmixer.robustness":
         words += ["n_slices=1", "data.cache_dir=cache", "evaluation.tv_weight=null", "photons=[1e5]", "logger=csv"]
-    elif words[2] == "qnmixer.calibrate":  # slices of tests have few pixels
-        words = [word.replace("region=[0,0,20]", "region=[0,0,60]") for word in words]
     elif words[2] == "qnmixer.evaluate" and "data=" in command:
         words.append("data.cache_dir=cache")
     if words[0] == "make":

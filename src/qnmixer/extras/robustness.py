@@ -142,7 +142,7 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
                 write_text(folder / "table.csv", csv_table(lines(results)))  # what is measured stays, if the rest fails
             n_images = len(data.dataset(config.split))
             headings, rows = table(results)
-            slices_named = f"{n_images} slices of {evaluated_source(slices.config).name}"
+            slices_named = f"Slices of {evaluated_source(slices.config).name}: {n_images}"
             caption = f"{slices_named}. PSNR in dB / SSIM × 100. {_KNOWN}"
             write_text(folder / "table.md", "\n\n".join([markdown_table(headings, rows), caption, *refusals]) + "\n")
             draw(folder / PLOT, results, nominal(module.config))
@@ -209,9 +209,15 @@ def draw(path: Path, results: Mapping[Condition, Scores], trained: Mapping[str, 
         ]
         points += [(trained[axis], reference)] if axis in trained else []
         points.sort(key=lambda point: point[0] if isinstance(point[0], float) else 0.0)
+        values: list[Any] = [value for value, _ in points]
+        is_number = all(isinstance(value, float) for value in values)
+        places = values if is_number else [*range(len(values))]
         for name in _methods(results):
-            panel.plot([value for value, _ in points], [scores[name][0] for _, scores in points], "o-", label=name)
-        panel.set(xlabel=axis, xscale="log" if axis.startswith("dose") else panel.get_xscale())
+            panel.plot(places, [scores[name][0] for _, scores in points], "o-" if is_number else "o", label=name)
+        panel.set_xscale("log" if axis.startswith("dose") else "linear")
+        panel.set_xticks(places, [f"{value:g}" if is_number else value for value in values])
+        panel.minorticks_off()
+        panel.set_xlabel(axis)
         panel.grid(alpha=0.3)
     for panel in panels:  # those that are left over
         panel.set_axis_off()
