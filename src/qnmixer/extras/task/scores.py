@@ -124,7 +124,7 @@ def detectability(absent: Tensor, present: Tensor) -> Tensor:
 
 
 def detected(absent: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """d', and half of its 95 % interval for normal outputs of many images: few images leave the bootstrap no covariance.
+    """d', and half of its 95 % interval for normal outputs: few images leave a bootstrap no covariance.
 
     The variance of d' is about (1/n + 1/m)/places + d'²/(2 · degrees of freedom).
     """
