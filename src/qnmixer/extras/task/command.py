@@ -107,7 +107,7 @@ def _scored(
         of.with_interval(lambda its: of.noise_of(its.mean(0), pixel), spectra),
         *(of.with_interval(lambda its: of.half_modulation(its, pixel), part) for part in edges.unbind(1)),
         of.with_interval(lambda without, inserted: inserted.mean() - without.mean(), *contrasts),
-        of.with_interval(of.detectability, *(of.channel_outputs(regions) for regions in (absent, present))),
+        of.detected(*(of.channel_outputs(regions) for regions in (absent, present))),
     )
     values, halves = (torch.cat([part.flatten() for part in parts]).tolist() for parts in zip(*measured, strict=True))
     return DoseScores(

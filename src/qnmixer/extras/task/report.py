@@ -16,7 +16,8 @@ from qnmixer.files import atomic_file, write_text
 _FIRST = "photons a ray", "method"
 _KEPT, _DETECTED = "contrast kept, %", "d′"
 _NOTE = (
-    "± is half of a 95 % interval (bootstrap over images). Noise: square root of the integral of its power spectrum. "
+    "± is half of a 95 % interval (bootstrap over images, of d′ in closed form). "
+    "Noise: square root of the integral of its power spectrum. "
     "Edge: frequency at which the task transfer function of a disc's edge is one half. Contrast kept and d′: of the "
     "inserts; d′ is that of a channelised Hotelling observer with three difference-of-Gaussians channels."
 )
