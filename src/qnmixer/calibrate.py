@@ -1,7 +1,7 @@
 """Find the dose of a measurement: the counts I₀ and the electronic σ of noise=physical, from measured noise.
 
 python -m qnmixer.calibrate input=repeats.npy output=dose  # [repeats, views, bins], −log of transmission
-python -m qnmixer.calibrate input=repeats.npy air=air.npy unit=counts output=dose
+python -m qnmixer.calibrate input=counts.npy air=air.npy unit=counts output=dose
 python -m qnmixer.calibrate input=/path/to/dicom region=[0,0,20] geometry=siemens_force output=dose
 """
 

@@ -63,7 +63,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     attenuation = torch.from_numpy(0.0192 * (phantom(32, seed=0, part="test", index=0) + 1000) / 1000)  # in 1/mm
     np.save(place / "scan.npy", load_pretrained(place / "run").projector(attenuation[None, None])[0, 0].numpy())
     counts = np.random.default_rng(0).poisson(1e4, (3, 8, 16)).astype(np.float64)
-    np.save(place / "air.npy", counts)
+    for name in ("air.npy", "counts.npy"):
+        np.save(place / name, counts)
     np.save(place / "repeats.npy", -np.log(counts / 1e4))
     new(place / "my_ct")
     shutil.copy(Path(__file__).parents[1] / "own.py", place / "my_file.py")
