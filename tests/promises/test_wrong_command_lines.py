@@ -27,7 +27,7 @@ TRAIN = {
     "optimiser=adamw": "unknown key optimiser: did you mean optimizer?",
     "hydra.foo=3": "unknown key hydra.foo",
     "experiment=demo +=": "+= has no key: write KEY=VALUE",
-    "evaluation.foo=1": "unknown key evaluation.foo: choose evaluation.edge_hu, ",
+    "evaluation.foo=1": "unknown key evaluation.foo: choose evaluation.n_pictures, ",
     # keys of another option
     "data.root=/ct": (
         "data.root works with data=deeplesion or dicom or helix2fan or lodopab or numpy or two_detect only"

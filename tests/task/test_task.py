@@ -59,7 +59,6 @@ def test_one_command_writes_a_table_and_a_figure(network: Path, tmp_path: Path) 
     with (folder / "table.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert [row["method"] for row in rows] == ["FBP", "TV", "QN-Mixer"]
-    assert float(rows[0]["noise, HU"]) > 2 * float(rows[1]["noise, HU"])
     for row in rows:
         assert all(math.isfinite(float(value)) for name, value in row.items() if name != "method")
     assert "| 100,000 | TV |" in (folder / "table.md").read_text()
