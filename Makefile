@@ -8,7 +8,7 @@ into_page = $(BIN)/python -c "import re, pathlib as p; r = p.Path('$(1)'); t = p
 	r.write_text(re.sub(r'(<!-- $(2) -->\n).*?(<!-- end of $(2))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train compare test test-all test-gpu lint site dist release bench readme real task results levers clean
+.PHONY: help install lock train compare test test-all test-gpu lint site dist release bench readme real task robustness results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
@@ -106,6 +106,12 @@ task: install ## what can be found in the images of run=pretrained, for its card
 	$(BIN)/python -m qnmixer.evaluate run=pretrained evaluation=task accelerator=cpu hydra.run.dir=runs/task
 	cp runs/task/picture.png notebooks/results/task.png
 	$(call into_page,$(CARD),task,runs/task/table.md)
+
+robustness: install ## how far run=pretrained can be trusted on other scans, for its card: minutes of two CPU cores
+	rm -rf runs/robustness
+	$(BIN)/python -m qnmixer.robustness run=pretrained data=phantoms n_slices=4 accelerator=cpu logger=csv hydra.run.dir=runs/robustness
+	cp runs/robustness/robustness.png notebooks/results/robustness.png
+	$(call into_page,$(CARD),robustness,runs/robustness/table.md)
 
 results: install ## copy the tables of make compare, bench and test-gpu into notebooks/results
 	mkdir -p notebooks/results
