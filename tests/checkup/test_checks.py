@@ -119,12 +119,12 @@ def test_faults_of_single_ranks_are_found_and_named(warm: Warm, own: Callable[..
         "memory growth",
     ]
     assert checks["communication"].status == "PASS"
-    assert checks["gradients"].finding.startswith("rank 1: ")
-    assert "network." in checks["gradients"].finding
+    assert checks["gradients"].found.startswith("rank 1: ")
+    assert "network." in checks["gradients"].found
     picks = list(EpochSampler(8, shuffle=True, batch_size=2, seed=42, num_replicas=2, rank=1))
-    assert f"train: sample {picks[0].n} 2 times" in checks["sharding"].finding
-    assert f"train: sample {picks[-1].n} 0 times" in checks["sharding"].finding
-    assert checks["memory growth"].finding.startswith("rank 0: 1 more tensors with graphs")
+    assert f"train: sample {picks[0].n} 2 times" in checks["sharding"].found
+    assert f"train: sample {picks[-1].n} 0 times" in checks["sharding"].found
+    assert checks["memory growth"].found.startswith("rank 0: 1 more tensors with graphs")
 
 
 @pytest.mark.slow
@@ -143,8 +143,8 @@ def test_a_rank_that_hangs_or_dies_is_named(warm: Warm, own: Callable[..., Any],
     with warm.forking_ranks():
         checks = by_name(list(check_run(own(ENDING.format(fault=fault)))))
     assert [name for name, check in checks.items() if check.status == "FAIL"] == ["training"]
-    assert checks["training"].finding.startswith("rank 1")
-    assert found in checks["training"].finding
+    assert checks["training"].found.startswith("rank 1")
+    assert found in checks["training"].found
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,9 @@ def test_gradients_are_compared_by_rank_and_parameter() -> None:
     assert compare_gradients([expected, noisy], expected, 1e-4).status == "PASS"
     missing = {"a": expected["a"], "b": expected["b"]}
     check = compare_gradients([noisy, expected, missing], expected, 1e-4)
-    assert (check.status, check.finding.startswith("rank 2: "), "in c," in check.finding) == ("FAIL", True, True)
+    assert (check.status, check.found.startswith("rank 2: "), "in c," in check.found) == ("FAIL", True, True)
     not_numbers = expected | {"a": torch.full((2,), torch.nan)}
-    assert compare_gradients([expected, not_numbers], expected, 1e-4).finding.startswith("rank 1: ")
+    assert compare_gradients([expected, not_numbers], expected, 1e-4).found.startswith("rank 1: ")
 
 
 def test_a_leak_is_what_every_step_adds() -> None:
@@ -215,7 +215,7 @@ def test_a_leak_is_what_every_step_adds() -> None:
     assert check_growth([report]).status == "PASS"
     assert check_growth([report, Report()]).status == "SKIP"
     images = Report(held=[(0, step * 2**20) for step in range(STEPS)])
-    assert check_growth([report, images]).finding == "rank 1: 0 more tensors with graphs and 1 MiB more after each step"
+    assert check_growth([report, images]).found == "rank 1: 0 more tensors with graphs and 1 MiB more after each step"
     before = held(CPU)
     kept = [torch.zeros(1000, requires_grad=True) * 2]
     after = held(CPU)
@@ -228,4 +228,4 @@ def test_a_gradient_that_is_not_finite_is_named(own: Callable[..., Any], precisi
     """Also with a GradScaler, where no step would be taken."""
     checks = by_name(list(check_run(own(NOT_FINITE, f"trainer.precision={precision}"))))
     assert checks["finite values"].status == "FAIL"
-    assert "the gradient of network." in checks["finite values"].finding
+    assert "the gradient of network." in checks["finite values"].found

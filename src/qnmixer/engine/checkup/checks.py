@@ -46,12 +46,12 @@ class Check:
 
     name: str
     status: str
-    finding: str
+    found: str  # as in format=json
     mend: str = ""
 
     def line(self) -> str:
         """The line of the table."""
-        return f"{self.status}  {self.name:<15}{self.finding}{self.mend and '. Fix: '}{self.mend}"
+        return f"{self.status}  {self.name:<15}{self.found}{self.mend and '. Fix: '}{self.mend}"
 
 
 def judged(name: str, passes: bool, finding: str, mend: str) -> Check:
