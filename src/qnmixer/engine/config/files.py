@@ -10,7 +10,7 @@ from omegaconf import Container, OmegaConf
 CONF = (Path(__file__).parents[2] / "conf").resolve()
 """In a clone, a link to conf/ of the repository; in a wheel, a copy of the files."""
 TARGET = "_target_"
-_NO_OPTIONS = ("_", "as_trained", "task", "custom")  # parts of other files; for evaluate only, twice; for the user's classes
+_NO_OPTIONS = ("_", "as_trained", "task", "custom")  # parts of files; of evaluate, twice; for own classes
 _WITHOUT_KEYS = ("experiment", "hydra", "local")  # groups that set keys of other groups
 
 
