@@ -185,9 +185,9 @@ class QNMixer(UnrolledNetwork[QNState]):
             r = code.flatten(1).to(state.x.dtype)
             s, pairs = self.direction(t, r, state)
             x = state.x + self.codec.decode(s.view(code.shape))
-            return QNState(x, pairs, *split_scale(s), self.kept_gradients(r, state.r))
+            return QNState(x, pairs, *split_scale(s), self._kept_gradients(r, state.r))
 
-    def kept_gradients(self, r: Tensor, earlier: Tensor | None) -> Tensor | None:
+    def _kept_gradients(self, r: Tensor, earlier: Tensor | None) -> Tensor | None:
         """What later iterations need of r_t [B, L] and of what was kept before it."""
         if self.hessian == "gradients":
             return r[:, None] if earlier is None else torch.cat([earlier, r[:, None]], 1)
