@@ -59,7 +59,7 @@ test-gpu: install ## test this machine's GPU in minutes; writes bench/gpu.md
 	QNMIXER_GPU_RESULTS=bench/gpu.md $(BIN)/python -m pytest -m cuda -rs $(TESTS); code=$$?; \
 	[ ! -e bench/gpu.md ] || cat bench/gpu.md; exit $$code
 
-lint: install ## check style, types, and imports between rooms
+lint: install ## check style, types, and imports between packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -80,8 +80,8 @@ def test_the_map_of_rooms_is_that_of_the_import_contracts(pyproject: dict[str, A
 
     front, engine = text.split("**The engine**")
     below = {"engine", "extras", "weights", "files", "machine", "torch_builds", "errors"}
-    assert {*mapped(front.split("**The front room**")[1])} == {*walled("The front room stands on the engine")} - below
+    assert {*mapped(front.split("**The front**")[1])} == {*walled("The front stands on the engine")} - below
     hidden = {"lightning_private"}
     assert {*mapped(engine.split("**Extras**")[0])} == {
-        *walled("Rooms of the engine import lower floors only")
+        *walled("Packages of the engine import lower layers only")
     } - hidden
