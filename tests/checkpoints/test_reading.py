@@ -23,7 +23,7 @@ from qnmixer.engine.checkpoints import (
     split_of,
 )
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, parse, to_plain
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.data.splits import PARTS
 from qnmixer.engine.reconstructor import build_geometry, build_network
 from qnmixer.errors import CheckpointError
@@ -110,7 +110,7 @@ def test_a_config_of_another_version_is_refused(tiny_module: Build, tmp_path: Pa
 def test_a_folder_may_move_before_a_run_is_resumed(tiny_module: Build, tmp_path: Path) -> None:
     config = parse(compose("train", [*TINY, "data=numpy", "data.root=/old"]))
     checkpoint: dict[str, object] = {"state_dict": {}}
-    checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": to_plain(config)}
+    checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": config.plain()}
     torch.save(checkpoint, tmp_path / "a.ckpt")
     for change, refused in (({"root": "/new", "num_workers": 1}, False), ({"split": "all"}, True)):
         now = config.changed(data=config.data.changed(**change))
@@ -241,7 +241,7 @@ def test_a_network_that_is_larger_than_its_file_is_not_built(
 ) -> None:
     """The config of a small file may ask for terabytes. The file says that it has them: they are views of a number."""
     config = other_config(*overrides.split())
-    plain = to_plain(config)
+    plain = config.plain()
     state = {"network.weight": torch.zeros(1).expand(10**12)}
     if "learn" in overrides:  # all the tensors that its config has
         with torch.device("meta"):

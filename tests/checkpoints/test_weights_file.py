@@ -18,7 +18,7 @@ from qnmixer.engine.checkpoints import (
     resumable,
 )
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, parse, to_plain
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.plugins import module_of
 from qnmixer.errors import CheckpointError, DataError, PluginError
 from qnmixer.module import ReconstructionModule
@@ -90,7 +90,7 @@ def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str],
 
 @pytest.mark.parametrize("target", ["os.system", "qnmixer.engine.batch.to_hu"])
 def test_what_a_file_names_is_looked_at_before_it_is_called(tmp_path: Path, target: str) -> None:
-    plain = to_plain(parse(compose("train", [])))
+    plain = parse(compose("train", [])).plain()
     plain["model"]["_target_"] = plain["optimizer"]["_target_"] = plain["loss"]["_target_"] = target
     torch.save({CHECKPOINT_KEY: {"config": plain}, "state_dict": {}}, tmp_path / "a.ckpt")
     if not target.startswith("qnmixer."):

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from qnmixer.engine import cli
 from qnmixer.engine.config import commands
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse, to_plain
+from qnmixer.engine.config.run import parse
 from qnmixer.errors import ConfigError
 from qnmixer.new import TEMPLATE
 from qnmixer.train import check
@@ -329,7 +329,7 @@ def _taken(composed: DictConfig, key: str, value: Any) -> Any:
     changed = composed.copy()
     OmegaConf.update(changed, key, value)
     try:
-        return _at(to_plain(parse(changed)), key)
+        return _at(parse(changed).plain(), key)
     except ConfigError:
         return None
 
@@ -370,12 +370,12 @@ def assert_as_typed(typed: Typed, words: list[str], key: str, token: str, is_lis
     outcome = typed("train", *words, plus + spelled(key, token, is_list), check=parse)
     text = [token] if is_list else token
     if outcome.code == 0:
-        taken = _at(to_plain(outcome.config), key)
+        taken = _at(outcome.config.plain(), key)
         assert taken == text or (token == "null" and not is_list and taken is None)
         return
     assert "put quotes around it" in outcome.line or token == "null"  # no text, which the line says
     outcome = typed("train", *words, plus + spelled(key, f'"{token}"', is_list), check=parse)
-    assert _at(to_plain(outcome.config), key) == text
+    assert _at(outcome.config.plain(), key) == text
 
 
 def key_of(word: str) -> str:
@@ -399,13 +399,13 @@ def test_every_spelling(token: str, typed: Typed) -> None:
 def test_numbers_that_are_spelled_as_the_text_are_taken(typed: Typed) -> None:
     """[1,2] names patients 1 and 2, without quotes."""
     outcome = typed("train", *TEXT_OF["dicom"], "data.val_patients=[1,22]", check=parse)
-    assert _at(to_plain(outcome.config), "data.val_patients") == ["1", "22"]
+    assert _at(outcome.config.plain(), "data.val_patients") == ["1", "22"]
     assert typed("plan", "device=24").config.device == "24"
 
 
 def test_a_list_with_other_words(typed: Typed) -> None:
     outcome = typed("train", *TEXT_OF["dicom"], "data.val_patients=[1.10,2,P3]", check=parse)
-    assert _at(to_plain(outcome.config), "data.val_patients") == ["1.10", "2", "P3"]
+    assert _at(outcome.config.plain(), "data.val_patients") == ["1.10", "2", "P3"]
 
 
 def test_inside_a_group_of_keys(typed: Typed) -> None:
@@ -426,7 +426,7 @@ def test_in_a_config_file_of_ones_own(spelling: str, typed: Typed, tmp_path: Pat
     file.write_text(text.format(spelling))
     assert "put quotes around it" in typed("train", *words, check=parse).line
     file.write_text(text.format(f'"{spelling}"'))
-    assert _at(to_plain(typed("train", *words, check=parse).config), "data.val_patients") == [spelling]
+    assert _at(typed("train", *words, check=parse).config.plain(), "data.val_patients") == [spelling]
 
 
 @pytest.mark.parametrize("words", ["seed=1,2 tags=[1.10]", "logger.wandb.run_name=1,2.10", "tags=[1_0],[2]"])

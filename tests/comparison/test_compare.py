@@ -12,7 +12,7 @@ from PIL import Image
 from qnmixer.compare import check, compare
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse, to_plain
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.evaluation.evaluate import evaluate
@@ -43,7 +43,7 @@ def write_sweep(folder: Path, jobs: list[list[str]]) -> Path:
         data.setup()
         checkpoint = {
             "state_dict": module.state_dict(),
-            CHECKPOINT_KEY: {"format": 1, "config": to_plain(module.config)},
+            CHECKPOINT_KEY: {"format": 1, "config": module.config.plain()},
             RUN_KEY: {"split": data.split.record},
         }
         (folder / str(number) / "checkpoints").mkdir(parents=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse, to_plain
+from qnmixer.engine.config.run import parse
 from qnmixer.errors import PluginError
 from qnmixer.extras.comparison.methods import methods_of
 from qnmixer.weights import CHECKPOINT_KEY
@@ -18,7 +18,7 @@ def sweep(folder: Path, jobs: list[list[str]]) -> Path:
     described = {"overrides": [], "varying": [], "jobs": dict(enumerate(jobs))}
     for number, words in enumerate(jobs):
         (folder / str(number) / "checkpoints").mkdir(parents=True)
-        ours = {"format": 1, "config": to_plain(parse(compose("train", words)))}
+        ours = {"format": 1, "config": parse(compose("train", words)).plain()}
         torch.save({"state_dict": {}, CHECKPOINT_KEY: ours}, folder / str(number) / "checkpoints" / "best.ckpt")
         (folder / str(number) / "results.json").write_text(json.dumps({"status": "done"}))
     (folder / "sweep.json").write_text(json.dumps(described))

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from qnmixer.engine.cli import completed
 from qnmixer.engine.config.compose import compose, compose_sweep, with_search_path
 from qnmixer.engine.config.files import CONF
-from qnmixer.engine.config.run import parse, to_plain
+from qnmixer.engine.config.run import parse
 from qnmixer.errors import ConfigError
 
 from ..studies import SEARCH_PATH
@@ -45,7 +45,7 @@ ROOT, SLICES = "data.root=/ct", "data.sources.slices.root=/ct"
 )
 def test_an_option_keeps_its_own_values(overrides: str, values: dict[str, Any]) -> None:
     """An experiment's sizes are those of its own network, scanner and optimizer; the setting stays."""
-    config = OmegaConf.create(to_plain(parse(compose("train", overrides.split()))))
+    config = OmegaConf.create(parse(compose("train", overrides.split())).plain())
     assert {key: OmegaConf.select(config, key) for key in values} == values
 
 

@@ -18,7 +18,6 @@ from qnmixer.engine.config.run import (
     effective_batch,
     parse,
     section,
-    to_plain,
 )
 from qnmixer.errors import ConfigError
 
@@ -66,7 +65,7 @@ def test_values_are_typed_and_the_plain_form_is_read_back() -> None:
     files = train("data=dicom", "data.root=/ct", "data.split=explicit", 'data.val_patients=[P1,"2"]', "noise=physical")
     assert (type(files.data), files.data.val_patients) == (FolderData, ["P1", "2"])
     for it in (config, files):
-        plain = to_plain(it)
+        plain = it.plain()
         assert parse(yaml.safe_load(yaml.safe_dump(plain))) == it  # numbers, texts, lists and dicts only
         assert parse(plain) == it
 
@@ -188,7 +187,7 @@ def test_samples_of_a_step(overrides: list[str]) -> None:
 
 def test_files_of_other_versions() -> None:
     """A key that they lack has its default; a key that is not known here is refused."""
-    now, older, later = train(), to_plain(train()), to_plain(train())
+    now, older, later = train(), train().plain(), train().plain()
     del older["tags"], older["callbacks"], older["metrics"], older["module"], older["datamodule"]
     del older["geometry"]["beam"], older["geometry"]["detector_offset"], older["trainer"]["tf32"]
     read = parse(older)

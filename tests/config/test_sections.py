@@ -8,7 +8,7 @@ import pytest
 from qnmixer.engine.config import compose as composing
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.files import CONF
-from qnmixer.engine.config.run import parse, parse_file, to_plain, without_places
+from qnmixer.engine.config.run import parse, parse_file, without_places
 from qnmixer.engine.config.targets import CallbackConfig, LoggerConfig, MetricConfig, modes_of
 
 METRIC, CALLBACK = "+metrics.mine._target_=collections.Counter", "+callbacks.mine._target_=collections.Counter"
@@ -33,7 +33,7 @@ LOGGER = ["logger._target_=collections.Counter", "+logger.key=3"]
 def test_they_are_chosen_added_and_dropped(group: str, overrides: list[str], names: list[str]) -> None:
     config = parse(compose("train", overrides))
     assert sorted(getattr(config, group)) == names
-    assert parse(to_plain(config)) == config
+    assert parse(config.plain()) == config
 
 
 def test_arguments_stand_beside_our_keys() -> None:
@@ -45,7 +45,7 @@ def test_arguments_stand_beside_our_keys() -> None:
     assert config.callbacks["mine"] == CallbackConfig(_target_=counter, every=5).at("callbacks.mine")
     assert config.logger == {"custom": LoggerConfig(_target_=counter, key=3).at("logger")}
     assert modes_of(config.metrics) == {"val/psnr": "max", "val/ssim": "max", "val/mine": "min", "val/loss": "min"}
-    shared = parse_file(to_plain(without_places(config)))  # needs nothing of the user's own
+    shared = parse_file(without_places(config).plain())  # needs nothing of the user's own
     assert ([*shared.metrics], shared.callbacks, shared.logger) == (["psnr", "ssim"], {}, {})
 
 
@@ -56,5 +56,5 @@ def test_what_is_this_machines_is_under_the_command_line(tmp_path: Path, monkeyp
     (conf / "local").mkdir()
     (conf / "local" / "default.yaml").write_text("# @package _global_\nseed: 7\nlogger: {wandb: {entity: us}}\n")
     config = parse(compose("train", []))
-    assert (config.seed, to_plain(config)["logger"]["wandb"]["entity"]) == (7, "us")
+    assert (config.seed, config.plain()["logger"]["wandb"]["entity"]) == (7, "us")
     assert [*parse(compose("train", ["logger=csv"])).logger] == ["csv"]  # its settings of another logger

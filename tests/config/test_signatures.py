@@ -8,7 +8,7 @@ import torch
 from qnmixer.engine.build import build_loss
 from qnmixer.engine.checkpoints import CHECKPOINT_KEY, load_run, load_weights
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, parse, parse_file, to_plain
+from qnmixer.engine.config.run import Config, parse, parse_file
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import ConfigError, UserError
 
@@ -75,7 +75,7 @@ def train(*overrides: str) -> Config:
 
 def save(config: Config, path: Path) -> Path:
     state = Reconstructor(config).state_dict()
-    torch.save({CHECKPOINT_KEY: {"config": to_plain(config)}, "state_dict": state}, path)
+    torch.save({CHECKPOINT_KEY: {"config": config.plain()}, "state_dict": state}, path)
     return path
 
 
@@ -118,7 +118,7 @@ def test_types_are_those_of_the_arguments() -> None:
     assert config.model.pair == [1.0, 2.0]  # in the form of a checkpoint
     network = Reconstructor(config).network
     assert (network.pair, network.free) == ((1.0, 2.0), {"a": [1]})
-    assert parse(to_plain(config)) == config
+    assert parse(config.plain()) == config
 
 
 def test_a_network_says_its_iterations() -> None:
@@ -133,7 +133,7 @@ def test_hydras_words_are_those_of_hydra() -> None:
     config = train("loss=custom", "loss._target_=signatures_of_mine.huber", "+loss._partial_=true", "+loss.delta=0.5")
     value = build_loss(config.loss)(torch.ones(2, 1, 8, 8), torch.zeros(2, 1, 8, 8))
     torch.testing.assert_close(value, torch.full((2,), 0.375))
-    assert parse(to_plain(config)) == config
+    assert parse(config.plain()) == config
     config = train(*NET, "+model.part={_target_: signatures_of_mine.Wide, width: 6, bias: '${compile}'}")
     part = Reconstructor(config).network.part
     assert (part.layer.out_channels, part.layer.bias) == (6, None)
@@ -171,7 +171,7 @@ def test_a_part_in_the_file_of_somebody_runs_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil_of_mine.py").write_text("open('written', 'w')\n")
-    plain = to_plain(train())
+    plain = train().plain()
     plain["model"] |= {key: part, "detail_channels": 0}
     parse_file(plain)
     torch.save({CHECKPOINT_KEY: {"config": plain}, "state_dict": {}}, tmp_path / "a.ckpt")

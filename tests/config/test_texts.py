@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse, to_plain
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.config.texts import _keys_of_texts, with_texts
 from qnmixer.errors import ConfigError
 
@@ -23,10 +23,10 @@ DICOM = ["data=dicom", "data.root=/ct", "data.split=explicit"]
 )
 def test_patients_are_those_that_were_typed(typed: str, patients: list[str]) -> None:
     config = parse(compose("train", with_texts([*DICOM, f"data.val_patients={typed}"])))
-    assert to_plain(config)["data"]["val_patients"] == patients
+    assert config.plain()["data"]["val_patients"] == patients
     mixed = ["data=mixed", "data.sources.slices.root=/ct", "data.sources.slices.split=explicit"]
     config = parse(compose("train", with_texts([*mixed, f"data.sources.slices.val_patients={typed}"])))
-    assert to_plain(config)["data"]["sources"]["slices"]["val_patients"] == patients
+    assert config.plain()["data"]["sources"]["slices"]["val_patients"] == patients
 
 
 def test_every_key_of_text() -> None:

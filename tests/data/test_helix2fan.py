@@ -16,7 +16,7 @@ import torch
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse, section, to_plain
+from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.fan_tiff import open_fan
 from qnmixer.engine.inference.reconstruct import reconstruct_input
@@ -172,7 +172,7 @@ def test_a_file_is_reconstructed_as_it_was_trained(tmp_path: Path, capsys: pytes
     path = write(tmp_path)
     words = [word for word in WORDS if word != "data=helix2fan" and not word.startswith("model.")]
     trained = build_module(parse(compose("train", [*words, "model=fbp", "data=phantoms"])))
-    its = {"format": 1, "config": to_plain(trained.config)}
+    its = {"format": 1, "config": trained.config.plain()}
     torch.save({CHECKPOINT_KEY: its, "state_dict": trained.state_dict()}, tmp_path / "a.ckpt")
     given = [f"run={tmp_path}/a.ckpt", f"input={path.parent}", f"output={tmp_path}/out", "formats=[npy]"]
     reconstruct_input(ReconstructConfig.parse(compose("reconstruct", given)))

@@ -11,7 +11,7 @@ import torch
 from qnmixer.engine.checkpoints import encode, read_checkpoint
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import AsTrained, MixedData, check_data
-from qnmixer.engine.config.run import parse, section, to_plain
+from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.command import as_trained
 from qnmixer.engine.evaluation.evaluate import evaluated_source
@@ -164,4 +164,4 @@ def test_weights_files_name_no_folder_or_patient(root: Path, tmp_path: Path) -> 
     assert isinstance(again.data, MixedData)
     assert again.data.shares == config.data.shares
     assert again.data.sources["slices"]["split"] == "explicit"
-    assert parse(to_plain(again)) == again
+    assert parse(again.plain()) == again

@@ -17,7 +17,7 @@ from qnmixer.engine.batch import to_hu
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse, to_plain
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.inference.input_slices import read_slices, simulated_scans, slice_files
@@ -41,7 +41,7 @@ def settings(**values: object) -> ReconstructConfig:
 
 
 def save(module: ReconstructionModule, path: Path) -> Path:
-    content = {"format": 1, "config": to_plain(module.config)}
+    content = {"format": 1, "config": module.config.plain()}
     torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
     return path
 

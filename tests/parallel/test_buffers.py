@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse, to_plain
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.parallel.buffers import line_on_buffers
 from qnmixer.engine.processes.launch import launch
 from qnmixer.engine.reconstructor import build_projector
@@ -45,7 +45,7 @@ def buffers(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[str, l
         (folder / name).mkdir()
         results[name] = [buffers_after_training(configs[name], folder / name)]
     job = folder / "job.json"
-    job.write_text(json.dumps({name: to_plain(configs[name]) for name in STRATEGIES}))
+    job.write_text(json.dumps({name: configs[name].plain() for name in STRATEGIES}))
     with warm.forking_ranks():
         launch([str(Path(__file__).with_name("buffers_rank.py")), str(job)], 2)
     for name in STRATEGIES:

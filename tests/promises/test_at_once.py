@@ -13,7 +13,7 @@ import pytest
 
 from qnmixer.engine import cli
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse, to_plain
+from qnmixer.engine.config.run import parse
 
 from ..conftest import environment
 from ..heavy import LOADED, path_without
@@ -174,8 +174,8 @@ def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, word
 @pytest.mark.parametrize("words", BESIDE)
 def test_what_an_experiment_sets_stops_no_other_option(words: str) -> None:
     """Each part that is named is the class that it is without the experiment."""
-    found = to_plain(parse(compose("train", [SEARCH_PATH, *words.split()])))
+    found = parse(compose("train", [SEARCH_PATH, *words.split()])).plain()
     _, *others = words.split()
-    alone = to_plain(parse(compose("train", others)))
+    alone = parse(compose("train", others)).plain()
     for group in (word.partition("=")[0] for word in others if not word.startswith("data.root")):
         assert found[group]["_target_"] == alone[group]["_target_"]

@@ -16,7 +16,7 @@ import torch
 
 from qnmixer.engine.checkpoints import load_run, split_of
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import override, parse, to_plain
+from qnmixer.engine.config.run import override, parse
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.data.splits import PARTS
 from qnmixer.engine.processes.launch import launch
@@ -100,7 +100,7 @@ def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[s
         resume = task.resume and str(folder / task.resume / "last.ckpt")
         job.append(
             {
-                "config": to_plain(config),
+                "config": config.plain(),
                 "folder": str(folder / task.name),
                 "resume": resume,
                 "scale": task.scale,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.engine.config.run import to_plain
 from qnmixer.module import ReconstructionModule
 from qnmixer.weights import CHECKPOINT_KEY
 
@@ -80,7 +79,7 @@ def test_a_checkpoint_names_code_and_variables_in_vain(
     (tmp_path / "evil_of_a_stranger.py").write_text("open('imported', 'w')\n")
     (tmp_path / "ct").mkdir()
     module = tiny_module()
-    plain = to_plain(module.config)
+    plain = module.config.plain()
     change(plain)
     found = {CHECKPOINT_KEY: {"format": 1, "config": plain}, "state_dict": module.state_dict(), "global_step": 1}
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)

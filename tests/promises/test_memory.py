@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.config.run import to_plain
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.memory.usage import MIB
 from qnmixer.module import ReconstructionModule
@@ -86,7 +85,7 @@ main()
 
 def save(module: ReconstructionModule, path: Path) -> None:
     """As the checkpoint of a run."""
-    content = {"format": 1, "config": to_plain(module.config), "largest_norm": 0.0}
+    content = {"format": 1, "config": module.config.plain(), "largest_norm": 0.0}
     torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
 
 

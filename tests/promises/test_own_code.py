@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.config.run import parse_file, to_plain
+from qnmixer.engine.config.run import parse_file
 from qnmixer.weights import CHECKPOINT_KEY
 
 from ..conftest import PHANTOMS, environment, metrics
@@ -105,7 +105,7 @@ def test_every_part_of_the_run_is_the_users(here: Path) -> None:
     assert config["loss"] == {"_target_": "own.huber", "delta": 0.1}
     assert (config["data"]["year"], config["data"]["hu_max"]) == (2016, 2000.0)
     assert config["module"] == {"_target_": "own.MyModule", "smooth": 0.5}
-    assert to_plain(parse_file(config)) == config
+    assert parse_file(config).plain() == config
     assert found["state_dict"]["network.denoiser.1.weight"].shape[0] == 12
     (optimizer,) = found["optimizer_states"]
     assert [(group["beta"], group["weight_decay"]) for group in optimizer["param_groups"]] == [(0.95, 0.0)] * 2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qnmixer.engine.config.run import Config, to_plain
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.config.targets import LossConfig, OptimizerConfig, ScheduleConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
@@ -43,7 +43,7 @@ def build_module(config: Config, projector: FanBeamProjector | None = None) -> R
             f"strategy=pipeline passes one loss back through its stages, but {type(module).__name__} optimizes by "
             "itself (automatic_optimization=False): choose strategy=single, ddp or fsdp"
         )
-    module.attach(config, to_plain(config), measurement)
+    module.attach(config, config.plain(), measurement)
     return module
 
 

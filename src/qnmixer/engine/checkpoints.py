@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.files import TARGET
-from qnmixer.engine.config.run import Config, checked, effective_batch, parse_file, targets_of, to_plain, without_places
+from qnmixer.engine.config.run import Config, checked, effective_batch, parse_file, targets_of, without_places
 from qnmixer.engine.config.targets import Target
 from qnmixer.engine.data.splits import SplitRecord, is_split_record
 from qnmixer.engine.parallel.shards import load_checked
@@ -303,7 +303,7 @@ def encode(config: Config, state: dict[str, Tensor]) -> bytes:
 
     The same weights and config give the same bytes. The metadata also has a digest of both.
     """
-    header = {"format": 1, "config": to_plain(without_places(config))}
+    header = {"format": 1, "config": without_places(config).plain()}
     header["digest"] = _digest_of_file(header, state)
     return _packed(state, {CHECKPOINT_KEY: json.dumps(header)})  # one key: safetensors writes several in random order
 

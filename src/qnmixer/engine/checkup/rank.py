@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from qnmixer.engine.build import build_data_module, build_module
-from qnmixer.engine.config.run import Config, to_plain
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.data.dataset import EpochSampler
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.parallel.shards import gather
@@ -72,7 +72,7 @@ def run_ranks(config: Config, folder: Path, n: int) -> None:
     """
     path, function = folder / "job.json", f"{__name__}.{examine.__name__}"
     job = {
-        "config": to_plain(config.changed(fit=function)),
+        "config": config.changed(fit=function).plain(),
         "folder": str(folder),
         "overrides": [],
         "launcher": os.getpid(),

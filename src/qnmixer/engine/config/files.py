@@ -68,7 +68,7 @@ def option_of(group: str, target: str) -> str:
 
 
 def with_names(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of `to_plain` for readers: each section with a target also has the name of its option."""
+    """The result of `plain` for readers: each section with a target also has the name of its option."""
     return {
         key: {"name": option_of(key, value[TARGET]), **value} if isinstance(value, dict) and TARGET in value else value
         for key, value in plain.items()

@@ -81,7 +81,7 @@ class Config(Section):
 
 
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
-    """Parse and check a config: a composed one, or the result of `to_plain`.
+    """Parse and check a config: a composed one, or the result of `plain`.
 
     Raises ConfigError, which names the key and how to fix it.
     """
@@ -171,7 +171,7 @@ def override(config: Config, overrides: str | Sequence[str]) -> Config:
 
     A text is split at its blanks; give a list if a value has some.
     """
-    values, touched = OmegaConf.create(to_plain(config)), {"model", "noise"}
+    values, touched = OmegaConf.create(config.plain()), {"model", "noise"}
     for item in overrides.split() if isinstance(overrides, str) else overrides:
         key, _, value = item.partition("=")
         touched.add(key.partition(".")[0])
@@ -198,11 +198,6 @@ def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
 
 def _values(group: str, option: str, seed: int, keys: Mapping[str, Any]) -> Any:
     return plain_values(OmegaConf.create({"seed": seed, group: values_of_option(group, option) | dict(keys)}))[group]
-
-
-def to_plain(config: Config) -> dict[str, Any]:
-    """The config as numbers, strings, lists and dicts, which a checkpoint can store. `parse` reads it back."""
-    return config.plain()
 
 
 def without_places(config: Config) -> Config:

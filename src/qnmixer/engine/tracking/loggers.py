@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.files import with_names
 from qnmixer.engine.config.logged import OF_NETWORKS
-from qnmixer.engine.config.run import Config, effective_batch, to_plain, without_places
+from qnmixer.engine.config.run import Config, effective_batch, without_places
 from qnmixer.engine.config.sections import LONGEST_TAG, WandbConfig
 from qnmixer.engine.config.targets import METRICS_FILE, LoggerConfig
 from qnmixer.engine.processes.process import rank
@@ -284,7 +284,7 @@ def _group_and_name(config: Config, folder: Path, overrides: list[str]) -> tuple
     """Group and name of a run. In a sweep: the sweep, and the job's own overrides. Else: None, and the setting."""
     run_name = name_of_run(folder)
     if (sweep_entry := sweep_of(folder)) is None:
-        settings = with_names(to_plain(config))
+        settings = with_names(config.plain())
         views = f"{config.geometry.n_views}views"
         return None, "-".join(
             [settings["model"]["name"], settings["data"]["name"], views, f"seed{config.seed}", run_name]
@@ -295,7 +295,7 @@ def _group_and_name(config: Config, folder: Path, overrides: list[str]) -> tuple
 
 def _tags(config: Config, overrides: list[str]) -> list[str]:
     """The user's tags, then the experiment, model, data and strategy of the run."""
-    values, settings = values_of(overrides), with_names(to_plain(config))
+    values, settings = values_of(overrides), with_names(config.plain())
     chosen = [value for key, value in values.items() if key.partition("/")[0] == "experiment" and value != "null"]
     experiments = [word for words in chosen for word in re.split(r"[\s,]+", words.strip("[] "))]
     user_tags = config.tags or [*filter(None, map(str.strip, os.environ.get("WANDB_TAGS", "").split(",")))]
@@ -309,7 +309,7 @@ def _tags(config: Config, overrides: list[str]) -> list[str]:
 def _described(config: Config) -> dict[str, Any]:
     """The config for a logger, without private values, and with the versions and hardware that results depend on."""
     trainer = config.trainer
-    return _anonymous(with_names(to_plain(without_places(config)))) | {
+    return _anonymous(with_names(without_places(config).plain())) | {
         "method": method_name(config),
         "git_commit": git_commit(),
         "versions": versions(),

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from qnmixer.engine.cli import explain, lasting_output, warnings_in_one_line
-from qnmixer.engine.config.run import Config, parse, to_plain
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.plugins import Kind, load_plugin
 from qnmixer.engine.processes.folders import temporary_folder
 from qnmixer.engine.processes.process import (
@@ -81,7 +81,7 @@ def fit_in_processes(config: Config, run: Run) -> float:
         _check_inputs(config, run)
         with temporary_folder("job") as temporary:
             job = {
-                "config": to_plain(config),
+                "config": config.plain(),
                 "folder": str(run.folder.absolute()),
                 "overrides": run.overrides,
                 "launcher": os.getpid(),
