@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
 from qnmixer.engine.evaluation.evaluate import PICTURE
@@ -96,6 +97,7 @@ def _draw(path: Path, scores: Sequence[DoseScores]) -> None:
     for panel in panels:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=7)
+        panel.xaxis.set_minor_formatter(NullFormatter())  # labels of a short logarithmic axis would overlap
     FigureCanvasAgg(figure)
     with atomic_file(path) as stream:
         figure.savefig(stream, dpi=110, format="png")
