@@ -147,9 +147,22 @@ def test_precision_is_what_was_asked_for(
     "overrides",
     [
         ["trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.val_every_n_steps=null", "noise=physical", "loss=l1"],
-        ["monitor=val/loss", "schedule=constant", "optimizer=sgd", "data.scaling=minmax", "loss=ssim_mix"],
-        ["model=qn_mixer_paper", "model.n_iterations=2", "model.channels=8", "schedule=step", "optimizer=adafactor"],
-        ["geometry.n_views=7", "geometry.angle_span=4.0", "geometry.fbp_filter=hann", "model.data_term=adjoint"],
+        *(
+            pytest.param(overrides, marks=pytest.mark.long)
+            for overrides in (
+                ["monitor=val/loss", "schedule=constant", "optimizer=sgd", "data.scaling=minmax", "loss=ssim_mix"],
+                [
+                    *("model=qn_mixer_paper", "model.n_iterations=2", "model.channels=8"),
+                    *("schedule=step", "optimizer=adafactor"),
+                ],
+                [
+                    "geometry.n_views=7",
+                    "geometry.angle_span=4.0",
+                    "geometry.fbp_filter=hann",
+                    "model.data_term=adjoint",
+                ],
+            )
+        ),
     ],
     ids=lambda overrides: overrides[0],
 )

@@ -153,7 +153,7 @@ CU130 = COMMON | {"torch": TORCH, "nvidia_cudnn_cu13": "9.20", "cudnn": "nvidia-
     ("gpus", "build", "said"),
     [
         ([V100] * 4, "cu126", "compute capability 7.0, driver 580.65.06"),
-        ([A100], "cu130", "compute capability 8.0, driver 580.65.06"),
+        pytest.param([A100], "cu130", "compute capability 8.0, driver 580.65.06", marks=pytest.mark.long),
         ([], "cpu", "no NVIDIA GPU here"),
     ],
     ids=["V100", "A100", "none"],

@@ -163,6 +163,7 @@ def command_line(command: list[str], python: Path, program: str, values: dict[st
     return built
 
 
+@pytest.mark.long
 def test_an_agent_runs_two_jobs_of_the_ready_sweep(warm: Warm, tmp_path: Path, wandb_server: Any) -> None:
     """The command line as W&B's own code builds it: that of our sweep, and W&B's default."""
     tiny = [*SMALLEST, "data.n_train=4", "data.n_val=2", "trainer.max_steps=2", "trainer.val_every_n_steps=1"]

@@ -84,6 +84,7 @@ def test_the_wheel_has_all_configs_but_this_machines(wheel: Path) -> None:
     assert sorted(names) == sorted(f"qnmixer/conf/{path}" for path in ours)
 
 
+@pytest.mark.long  # in CI make dist does so
 def test_commands_run_in_an_empty_folder(run: Run, tmp_path: Path) -> None:
     run("qnmixer-train", "experiment=demo", "trainer.max_steps=5", *TINY, "hydra.run.dir=run", cwd=tmp_path)
     assert (tmp_path / "run" / "evaluation" / "table.md").is_file()
