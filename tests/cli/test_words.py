@@ -451,3 +451,8 @@ def test_a_database_that_is_none() -> None:
         sqlalchemy.make_url("x")
     line = "hydra.sweeper.storage is no database (Could not parse SQLAlchemy URL"
     assert str(cli.explain(refused.value, "train")).startswith(line)
+
+
+def test_a_part_of_other_files_is_no_option(typed: Typed) -> None:
+    """data=_folder has the keys of sources of files, and no class."""
+    assert typed("train", "data=_folder", "data.root=.", check=parse).line.startswith("error: data has no _target_")

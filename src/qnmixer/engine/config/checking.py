@@ -104,7 +104,7 @@ def _line_of(error: ValidationError, schema: Any, values: Any, section: str) -> 
     if group in NAMED and (name.endswith(TARGET) or (name and "." not in name)):
         key = key.removesuffix(f".{TARGET}")
         return ConfigError(f"{key} names no class: give +{key}.{TARGET}=my_file.MyClass")
-    if name == TARGET or (kind == "union_tag_invalid" and TARGET in (wrong or ())):
+    if name == TARGET or (kind == "union_tag_invalid" and (TARGET in (wrong or ()) or "name" not in (wrong or ()))):
         return ConfigError(f"{group} has no {TARGET} (as_trained is for evaluate only): choose another option")
     if kind == "union_tag_invalid":
         return ConfigError(f"{key}.name={wrong['name']} is not known: choose one of {', '.join(options(group))}")
