@@ -455,4 +455,4 @@ def test_a_database_that_is_none() -> None:
 
 def test_a_part_of_other_files_is_no_option(typed: Typed) -> None:
     """data=_folder has the keys of sources of files, and no class."""
-    assert typed("train", "data=_folder", "data.root=.", check=parse).line.startswith("error: data has no _target_")
+    assert typed("train", "data=_folder", "data.root=.", check=parse).line.startswith("data has no _target_")
