@@ -110,3 +110,14 @@ def test_wrong_conditions_are_one_line(
     *_, error = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ")
     assert line in error
+
+
+def test_a_folder_in_use_is_refused_and_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra would write its record over that of the run."""
+    run = save(tmp_path / "run", *TINY)
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert command(monkeypatch, f"run={run}", *WORDS, f"hydra.run.dir={run}") == 1
+    assert "hydra.run.dir" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files

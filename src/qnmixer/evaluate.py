@@ -6,17 +6,16 @@ python -m qnmixer.evaluate run=runs/DIR evaluation=task                  # noise
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
 from qnmixer.engine.config.commands import EvaluateConfig, check_slices
 from qnmixer.engine.config.sections import TaskConfig
-from qnmixer.engine.tracking.run import folder_of, run_lock
+from qnmixer.engine.tracking import run as tracking
 from qnmixer.errors import say, visible
-from qnmixer.files import check_unused
 from qnmixer.weights import check_weights
 
 
@@ -28,11 +27,8 @@ def evaluate(config: EvaluateConfig) -> None:
         from qnmixer.extras.task.command import evaluate_run
     else:
         from qnmixer.engine.evaluation.command import evaluate_run
-    hydra_config = HydraConfig.get()
-    folder = Path(hydra_config.runtime.output_dir)
-    with run_lock(folder):
-        check_unused("hydra.run.dir", folder)  # two evaluations that start in the same second get the same folder
-        evaluate_run(config, folder, list(hydra_config.overrides.task))
+    with tracking.new_folder() as (folder, overrides):
+        evaluate_run(config, folder, overrides)
 
 
 def check(cfg: DictConfig) -> EvaluateConfig:
@@ -43,13 +39,7 @@ def check(cfg: DictConfig) -> EvaluateConfig:
     return config
 
 
-def into_new_folder(overrides: list[str]) -> list[str]:
-    """Return the overrides unchanged. Raises ConfigError if `hydra.run.dir=` names a folder that contains files."""
-    if not any(override.startswith("-") for override in overrides):
-        folder = folder_of(overrides, "evaluate")
-        if folder is not None:
-            check_unused("hydra.run.dir", folder)
-    return overrides
+into_new_folder = partial(tracking.into_new_folder, "evaluate")
 
 
 def main() -> None:

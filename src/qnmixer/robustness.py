@@ -4,16 +4,14 @@ python -m qnmixer.robustness run=pretrained data=phantoms                  # on 
 python -m qnmixer.robustness run=runs/DIR data=dicom data.root=/path/to/ct # on slices it never saw
 """
 
-from pathlib import Path
+from functools import partial
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
 from qnmixer.engine.config.commands import RobustnessConfig, check_slices
-from qnmixer.engine.tracking.run import run_lock
+from qnmixer.engine.tracking.run import into_new_folder, new_folder
 from qnmixer.errors import say, visible
-from qnmixer.files import check_unused
 from qnmixer.weights import check_weights
 
 
@@ -22,11 +20,8 @@ def robustness(config: RobustnessConfig) -> None:
     say(visible(f"measuring {config.run} under other conditions (loading PyTorch …)"))
     from qnmixer.extras.robustness import measure_robustness
 
-    hydra_config = HydraConfig.get()
-    folder = Path(hydra_config.runtime.output_dir)
-    with run_lock(folder):
-        check_unused("hydra.run.dir", folder)
-        measure_robustness(config, folder, list(hydra_config.overrides.task))
+    with new_folder() as (folder, overrides):
+        measure_robustness(config, folder, overrides)
 
 
 def check(cfg: DictConfig) -> RobustnessConfig:
@@ -39,7 +34,7 @@ def check(cfg: DictConfig) -> RobustnessConfig:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-robustness`, so that a shell can complete its keys."""
-    cli.run(robustness, check, "robustness")
+    cli.run(robustness, check, "robustness", complete=partial(into_new_folder, "robustness"))
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def unknown_key(key: str, more_keys: Collection[str] = (), only: Collection[str]
 
     Args:
         key: as typed.
-        known: keys beside those of the options in conf/.
+        more_keys: keys beside those of the options in conf/.
         only: the keys of a command that has no others; None: all of a run.
     """
     section, _, name = key.partition(".")

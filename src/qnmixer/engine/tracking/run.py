@@ -384,6 +384,28 @@ def folder_of(overrides: list[str], command: str = "train") -> Path | None:
     return None if text is None else Path(text)
 
 
+def into_new_folder(command: str, overrides: list[str]) -> list[str]:
+    """Return the overrides unchanged. Raises ConfigError if `hydra.run.dir=` names a folder that contains files."""
+    if not any(override.startswith("-") for override in overrides):
+        folder = folder_of(overrides, command)
+        if folder is not None:
+            check_unused("hydra.run.dir", folder)
+    return overrides
+
+
+@contextmanager
+def new_folder() -> Iterator[tuple[Path, list[str]]]:
+    """The locked output folder of the command that Hydra runs, and the command's overrides.
+
+    Raises ConfigError if the folder contains files: two commands that start in the same second get the same folder.
+    """
+    hydra_config = HydraConfig.get()
+    folder = Path(hydra_config.runtime.output_dir)
+    with run_lock(folder):
+        check_unused("hydra.run.dir", folder)
+        yield folder, list(hydra_config.overrides.task)
+
+
 def resume_hint(folder: Path) -> str:
     """The line that tells the user how to resume a stopped run."""
     path = folder.resolve()
