@@ -31,13 +31,13 @@ from omegaconf.errors import OmegaConfBaseException
 from qnmixer.engine.config.checking import answer, as_typed
 from qnmixer.engine.config.compose import (
     OF_A_RUN,
-    SEARCH_PATH,
     compose,
     compose_sweep,
     fault_of_file,
     folders_in,
     is_override,
     key_of,
+    names_folder,
     with_one_limit,
     with_search_path,
     without_null,
@@ -388,7 +388,7 @@ def _explain_composition(error: Exception, config_name: str, words: list[str]) -
 
 def _own_option(group: str, name: str, words: Collection[str]) -> str:
     """What to add for an option of the user's own, whose folder was not given."""
-    if any(key_of(word) == SEARCH_PATH or word.startswith(("--config-dir", "-cd")) for word in words):
+    if names_folder(words):
         return ""
     file = f"{group}/{glob.escape(name)}.yaml"
     folders = sorted(path.parents[1] for level in ("*", "*/*") for path in Path().glob(f"{level}/{file}"))

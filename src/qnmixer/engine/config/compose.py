@@ -95,6 +95,11 @@ def search_path_in(overrides: list[str]) -> list[str]:
     return [override for override in overrides if key_of(override) == SEARCH_PATH]
 
 
+def names_folder(words: Iterable[str]) -> bool:
+    """Whether a command line names a config folder of the user's."""
+    return any(key_of(word) == SEARCH_PATH or word.startswith(_FLAGS) for word in words)
+
+
 def folders_in(words: Iterable[str]) -> list[Path]:
     """The user's config folders of a command line. Those in packages are left out."""
     places = [place for override in search_path_in(with_search_path([*words])) for place in _places(override)]

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from qnmixer.engine.config.compose import OF_A_RUN, SEARCH_PATH, key_of
+from qnmixer.engine.config.compose import OF_A_RUN, key_of, names_folder
 from qnmixer.errors import ConfigError, first_line
 
 FILE = Path("pyproject.toml")
@@ -29,7 +29,7 @@ def in_project(words: Sequence[str], command: str) -> list[str]:
 
     Raises ConfigError for a table that names no folder, or has an unknown key.
     """
-    if any(key_of(word) == SEARCH_PATH or word.startswith(("--config-dir", "-cd")) for word in words):
+    if names_folder(words):
         return [*words]
     table = _table()
     if "conf" not in table:
