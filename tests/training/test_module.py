@@ -14,7 +14,8 @@ from qnmixer.engine.batch import Batch
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reconstructor import sample_measurement
 from qnmixer.engine.training.callbacks import StepMetrics
-from qnmixer.errors import PluginError
+from qnmixer.errors import ConfigError, PluginError
+from qnmixer.losses import l1
 from qnmixer.module import ReconstructionModule
 
 Build = Callable[..., ReconstructionModule]
@@ -129,3 +130,29 @@ def test_finer_images_bring_sinograms_nearer_to_the_truth(tiny_module: Build) ->
     ]
     assert errors[1] < 0.5 * errors[0]
     assert errors[1] < 0.02
+
+
+@pytest.mark.parametrize("memory", ["keep", "recompute", "offload"])
+def test_a_loss_on_all_iterates_is_the_mean_of_their_losses(tiny_module: Build, memory: str) -> None:
+    """And its gradient. Weights of the images count, and x₀, which nothing learns, does not."""
+    words = ["module=all_iterates", "loss=l1", "model.n_iterations=3", "noise=field"]
+    module, plain = tiny_module(*words, f"memory={memory}"), tiny_module(*words).network
+    batch = batches(module, "train")[0]
+    batch["weight"] = torch.arange(1.0, 1 + len(batch["image"]))
+    state = plain.start(y := module.measure(batch, "train"))
+    expected = torch.zeros(())
+    for t in range(3):
+        state = plain.step(t, y, state)
+        expected = expected + (batch["weight"] * l1(plain.image(state), batch["image"])).mean() / 3
+    loss = module.training_step(batch, 0)
+    torch.testing.assert_close(loss, expected)
+    assert not torch.allclose(loss, (batch["weight"] * l1(plain(y), batch["image"])).mean(), rtol=1e-3)
+    for value in (loss, expected):
+        value.backward()
+    for found, wanted in zip(module.network.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_a_loss_on_all_iterates_is_refused_where_it_changes_nothing(tiny_module: Build) -> None:
+    with pytest.raises(ConfigError, match="QN-Mixer, which has one iteration: choose module=default"):
+        tiny_module("module=all_iterates", "model.n_iterations=1")
