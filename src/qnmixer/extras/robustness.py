@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import Logger
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -18,11 +18,12 @@ from qnmixer.engine.config.run import Config, section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.command import on_test
 from qnmixer.engine.evaluation.evaluate import evaluate, evaluated_source
+from qnmixer.engine.evaluation.logs import log_scores
 from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor, build_measurement
 from qnmixer.engine.reports.terminal import NOTHING, Console, csv_table, in_digits, markdown_table, terminal_table
-from qnmixer.engine.tracking.loggers import FAILURE, SUCCESS, build_loggers, close_loggers
+from qnmixer.engine.tracking.loggers import scoring_loggers
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import ConfigError, UserError, first_line, say
 from qnmixer.files import atomic_file, write_text
@@ -123,34 +124,30 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
     planned = [*conditions(config, module.config)]  # wrong ones end the command before it works for minutes
     results: dict[Condition, Scores] = {}
     refusals: list[str] = []
-    exit_code = FAILURE
-    with Run(folder, overrides).recording() as record:
-        trainer = module.config.trainer.changed(accelerator=device.type)
-        loggers = build_loggers(module.config.changed(logger=config.logger, trainer=trainer), folder, overrides)
-        try:
-            for condition in planned:
-                say(condition.name)
-                try:
-                    scanned = _scanned(module, condition)
-                except (UserError, RuntimeError) as error:  # torch's, for weights of another shape
-                    refusals.append(f"{condition.name}: the network does not take it ({first_line(error)})")
-                    results[condition] = {}
-                    continue
-                geometry = scanned.projector.geometry
-                data = SliceDataModule(slices.config, first=config.n_slices, split=slices.split, geometry=geometry)
-                results[condition] = scores_of(evaluate(scanned, data, config.split, config.evaluation, device))
-                write_text(folder / "table.csv", csv_table(lines(results)))  # what is measured stays, if the rest fails
-            n_images = len(data.dataset(config.split))
-            headings, rows = table(results)
-            slices_named = f"Slices of {evaluated_source(slices.config).name}: {n_images}"
-            caption = f"{slices_named}. PSNR in dB / SSIM × 100. {_KNOWN}"
-            write_text(folder / "table.md", "\n\n".join([markdown_table(headings, rows), caption, *refusals]) + "\n")
-            draw(folder / PLOT, results, nominal(module.config))
-            log(loggers, results, folder)
-            record["evaluated"] = {"weights": digest_of_weights(module.state_dict())}
-            exit_code = SUCCESS
-        finally:
-            close_loggers(exit_code)
+    with (
+        Run(folder, overrides).recording() as record,
+        scoring_loggers(module.config, config.logger, device.type, folder, overrides) as loggers,
+    ):
+        for condition in planned:
+            say(condition.name)
+            try:
+                scanned = _scanned(module, condition)
+            except (UserError, RuntimeError) as error:  # torch's, for weights of another shape
+                refusals.append(f"{condition.name}: the network does not take it ({first_line(error)})")
+                results[condition] = {}
+                continue
+            geometry = scanned.projector.geometry
+            data = SliceDataModule(slices.config, first=config.n_slices, split=slices.split, geometry=geometry)
+            results[condition] = scores_of(evaluate(scanned, data, config.split, config.evaluation, device))
+            write_text(folder / "table.csv", csv_table(lines(results)))  # what is measured stays, if the rest fails
+        n_images = len(data.dataset(config.split))
+        headings, rows = table(results)
+        slices_named = f"Slices of {evaluated_source(slices.config).name}: {n_images}"
+        caption = f"{slices_named}. PSNR in dB / SSIM × 100. {_KNOWN}"
+        write_text(folder / "table.md", "\n\n".join([markdown_table(headings, rows), caption, *refusals]) + "\n")
+        draw(folder / PLOT, results, nominal(module.config))
+        log(loggers, results, folder)
+        record["evaluated"] = {"weights": digest_of_weights(module.state_dict())}
     console.print(terminal_table(headings, rows, caption=caption))
     console.print(*refusals, f"plot: {folder / PLOT}", sep="\n", soft_wrap=True, highlight=False)
     return results
@@ -237,9 +234,4 @@ def log(loggers: Sequence[Logger], results: Mapping[Condition, Scores], folder: 
             method = "" if name == methods[-1] else f"{name.lower()}/"
             named = zip(("psnr", "ssim"), pair, strict=True)
             values |= {f"robustness/{condition.name}/{method}{metric}": value for metric, value in named}
-    for logger in loggers:
-        logger.log_metrics(values, 0)
-        if isinstance(logger, WandbLogger):
-            logger.log_image("robustness/plot", [str(folder / PLOT)], 0)
-            logger.experiment.save(str(folder / "table.csv"), base_path=str(folder), policy="now")
-        logger.save()
+    log_scores(loggers, values, ("robustness/plot", folder / PLOT), [folder / "table.csv"], folder)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Le, Len
 from omegaconf import DictConfig, OmegaConf
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from qnmixer.engine.config.checking import Section, plain_values, unknown_key, validated
 from qnmixer.engine.config.data import AsTrained, DataConfig, SourceOrAsTrained, check_data
@@ -79,6 +79,7 @@ class EvaluateConfig(ScoringConfig):
 
     evaluation: AnyEvaluation
     run: str
+    logger: Loggers = Field(default_factory=dict)
 
     @classmethod
     def parse(cls, cfg: DictConfig) -> Self:

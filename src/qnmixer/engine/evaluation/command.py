@@ -13,11 +13,13 @@ from qnmixer.engine.config.sections import EvaluationConfig, GeometryConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.engine.evaluation.evaluate import PAGE, evaluate, evaluated_source, what_was_evaluated, write_evaluation
+from qnmixer.engine.evaluation.logs import log_evaluation
 from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.plugins import check_trusted, is_trusted, module_of
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.reports.terminal import Console
+from qnmixer.engine.tracking.loggers import scoring_loggers
 from qnmixer.engine.tracking.records import is_signed, own_modules, read_results
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import CheckpointError, ConfigError
@@ -36,12 +38,17 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     assert isinstance(config.evaluation, EvaluationConfig)
     console = Console()
     module, slices, split_record = on_test(config, config.run, overrides)
-    with Run(folder, overrides).recording() as record:
-        evaluation = evaluate(module, slices, config.split, config.evaluation, choose_device(config.accelerator))
+    device = choose_device(config.accelerator)
+    with (
+        Run(folder, overrides).recording() as record,
+        scoring_loggers(module.config, config.logger, device.type, folder, overrides) as loggers,
+    ):
+        evaluation = evaluate(module, slices, config.split, config.evaluation, device)
         evaluation.trained = slices.trained(config.split, split_record) if split_record else Overlap()
         record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, evaluation)}
         picture = write_evaluation(folder, evaluation, console)
         record["picture"] = str(picture)
+        log_evaluation(loggers, evaluation, folder, config.split)
     console.print(f"picture: {picture}", soft_wrap=True)
     if (folder / PAGE).exists():
         console.print(f"to look through: {folder / PAGE}", soft_wrap=True)

@@ -8,7 +8,8 @@ import re
 import sys
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,35 @@ def close_loggers(exit_code: int) -> None:
             f"wandb sync --include-online {Path(run.dir).parent}",
             stacklevel=2,
         )
+
+
+@contextmanager
+def scoring_loggers(
+    config: Config,
+    chosen: Mapping[str, WandbConfig | LoggerConfig],
+    accelerator: str,
+    folder: Path,
+    overrides: list[str],
+) -> Iterator[list[Logger]]:
+    """The loggers of a command that scores a run, which are closed at the end. Without a choice there are none.
+
+    Args:
+        config: of the run that is scored, with the slices and the noise of the test.
+        chosen: loggers by name.
+        accelerator: the device's type.
+        folder: of the command.
+        overrides: of the command line.
+    """
+    if not chosen:
+        yield []
+        return
+    exit_code = FAILURE
+    try:
+        trainer = config.trainer.changed(accelerator=accelerator)
+        yield build_loggers(config.changed(logger=chosen, trainer=trainer), folder, overrides)
+        exit_code = SUCCESS
+    finally:
+        close_loggers(exit_code)
 
 
 # metrics.csv

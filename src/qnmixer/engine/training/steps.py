@@ -9,19 +9,17 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ProgressBar
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler, PyTorchProfiler
 from torch.profiler import schedule
 
 from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.checkpoints import find_checkpoint, load_weights, resumable, split_of, steps_of
-from qnmixer.engine.config import logged
 from qnmixer.engine.config.run import Config, effective_batch, targets_of
 from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig
 from qnmixer.engine.config.targets import modes_of
@@ -29,13 +27,11 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.own import OwnDataModule
 from qnmixer.engine.data.splits import RunSplit, seen_by
 from qnmixer.engine.evaluation.evaluate import (
-    PAGE,
-    PICTURE,
     evaluate,
     what_was_evaluated,
     write_evaluation,
 )
-from qnmixer.engine.evaluation.scores import Evaluation
+from qnmixer.engine.evaluation.logs import log_evaluation
 from qnmixer.engine.lightning_private import count_training_steps, disable_signal_handling
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner, advice
@@ -369,30 +365,6 @@ def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModul
     run.record["test"] = evaluation.means()
     picture = write_evaluation(run.folder / "evaluation", evaluation, run.console)
     run.record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained, evaluation)}
-    samples = samples_until(trainer, trainer.global_step)
-    log_evaluation(trainer.loggers, evaluation, picture.parent, trainer.global_step, samples)
-
-
-def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Path, step: int, samples: int) -> None:
-    """Log the means of the evaluation. W&B also gets the table, picture and page from `folder`."""
-    means = {"samples": float(samples)} | {f"test/{name}": value for name, value in evaluation.metrics().items()}
-    for logger in loggers:
-        logger.log_metrics(means, step)
-        if isinstance(logger, WandbLogger):
-            _log_table(logger, evaluation, step)
-            logger.log_image(f"test/{logged.PICTURE}", [str(folder / PICTURE)], step)
-            for path in filter(Path.exists, (folder / PICTURE, folder / PAGE)):  # the page is an extra
-                logger.experiment.save(str(path), base_path=str(folder.parent), policy="now")
-        logger.save()  # Lightning will not call them again, and some loggers write at intervals only
-
-
-def _log_table(logger: WandbLogger, evaluation: Evaluation, step: int) -> None:
-    """Log the table as a file of this run only. W&B's own way also makes an artifact, which names the home folder."""
-    import wandb
-
-    headings, rows = evaluation.numbers()
-    table = wandb.Table(columns=[*headings], data=rows)
-    name = f"test/{logged.TABLE}"
-    table.bind_to_run(logger.experiment, name, step)
-    values: dict[str, Any] = {name: table}
-    logger.log_metrics(values, step)
+    step = trainer.global_step
+    samples = float(samples_until(trainer, step))
+    log_evaluation(trainer.loggers, evaluation, picture.parent, "test", step, samples=samples)

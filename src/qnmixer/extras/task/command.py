@@ -12,14 +12,16 @@ from qnmixer.engine.config.commands import EvaluateConfig
 from qnmixer.engine.config.rules import one_scale
 from qnmixer.engine.config.run import section
 from qnmixer.engine.config.sections import TaskConfig
+from qnmixer.engine.evaluation.logs import log_scores
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor, build_noise
 from qnmixer.engine.reports.terminal import Console, progress
+from qnmixer.engine.tracking.loggers import scoring_loggers
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import ConfigError
 from qnmixer.extras.task import scores as of
 from qnmixer.extras.task.phantoms import Disc, TaskPhantom
-from qnmixer.extras.task.report import DoseScores, headings, write_task
+from qnmixer.extras.task.report import DoseScores, headings, numbers, write_task
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation
 
@@ -42,12 +44,18 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     if not smallest <= task.insert_diameter <= largest:
         fits = f"does not fit the images of this run: give {smallest:.3g} to {largest:.3g} mm"
         raise ConfigError(f"evaluation.insert_diameter={task.insert_diameter:g} {fits}")
-    with Run(folder, overrides).recording() as record:
-        scores = [*task_scores(module.to(choose_device(config.accelerator)).eval(), task, console)]
+    device = choose_device(config.accelerator)
+    with (
+        Run(folder, overrides).recording() as record,
+        scoring_loggers(module.config, config.logger, device.type, folder, overrides) as loggers,
+    ):
+        scores = [*task_scores(module.to(device).eval(), task, console)]
         insert = f"inserts of {task.insert_hu:g} HU and {task.insert_diameter:g} mm"
         title = f"{insert}, {geometry.n_views} views, {task.n_images} images of each kind and dose"
         record["evaluated"] = {"weights": digest_of_weights(module.state_dict()), "data": "task", "noise": "physical"}
-        record["picture"] = str(write_task(folder, title, scores, console))
+        picture = write_task(folder, title, scores, console)
+        record["picture"] = str(picture)
+        log_scores(loggers, numbers(scores), ("task/picture", picture), [picture, folder / "table.csv"], folder)
     console.print(f"picture: {record['picture']}", soft_wrap=True)
 
 

@@ -1,5 +1,6 @@
 """The report of an evaluation by task: a table (terminal, Markdown, CSV), and a figure."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,17 @@ def headings(edge_hu: Sequence[float]) -> list[str]:
     """The scores of a table, in their order."""
     edges = [f"edge of {contrast:g} HU, 1/mm" for contrast in edge_hu]
     return ["noise, HU", "its mean frequency, 1/mm", *edges, _KEPT, _DETECTED]
+
+
+def numbers(scores: Sequence[DoseScores]) -> dict[str, float]:
+    """The scores as loggers get them: task/PHOTONS/METHOD/SCORE, without METHOD/ for the network, the last method."""
+    named = {}
+    for result in scores:
+        method = "" if result.method == scores[-1].method else f"{result.method.lower()}/"
+        for heading, (value, _) in result.scores.items():
+            score = re.sub(r"\W+", "_", heading).strip("_")
+            named[f"task/{result.photons:.0f}/{method}{score}"] = value
+    return named
 
 
 def write_task(folder: Path, title: str, scores: Sequence[DoseScores], console: Console) -> Path:

@@ -1,0 +1,62 @@
+"""What `logger=wandb` gets of an evaluation, read back from W&B's own file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qnmixer.evaluate import check, evaluate
+
+from ..test_export import TINY, run, save
+
+Runs = Callable[[Path], list[Any]]
+
+pytestmark = pytest.mark.usefixtures("no_wandb")
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    return save(tmp_path / "run", *TINY, "data.n_test=2", "data.num_workers=0")
+
+
+def evaluated(trained: Path, *words: str) -> Path:
+    folder = trained.parent / "scores"
+    words = (f"run={trained}", "accelerator=cpu", f"hydra.run.dir={folder}", *words)
+    code, _, stderr = run(evaluate, check, "evaluate", *words)
+    assert (code, stderr) == (0, "")
+    return folder
+
+
+def test_wandb_gets_the_scores_the_table_the_picture_and_the_page(trained: Path, offline_runs: Runs) -> None:
+    folder = evaluated(trained, "logger=wandb")
+    (logged,) = offline_runs(folder)
+    record = json.loads((folder / "results.json").read_text())
+    assert logged.exit_code == 0
+    assert logged.config["method"] == "QN-Mixer"
+    for metric, value in record["test"]["QN-Mixer"].items():
+        assert logged.summary[f"test/{metric}"] == value
+        assert logged.summary[f"test/fbp/{metric}"] == record["test"]["FBP"][metric]
+    files = logged.folder / "files"
+    assert {path.name for path in (files / folder.name).iterdir()} == {"picture.png", "page.html"}
+    assert (
+        len([*(files / "media" / "table").rglob("*.json")]) == len([*(files / "media" / "images").rglob("*.png")]) == 1
+    )
+    for path in [*logged.folder.glob("*.wandb"), *files.rglob("*")]:
+        assert not path.is_file() or str(trained.parent).encode() not in path.read_bytes()
+
+
+def test_without_a_logger_nothing_is_logged(trained: Path) -> None:
+    folder = evaluated(trained)
+    assert not {"wandb", "metrics.csv"} & {path.name for path in folder.iterdir()}
+
+
+def test_wandb_gets_the_scores_of_an_evaluation_by_task(trained: Path, offline_runs: Runs) -> None:
+    task = ["evaluation=task", "evaluation.n_images=3", "evaluation.photons=[1e5]", "evaluation.edge_hu=[500]"]
+    folder = evaluated(trained, *task, "evaluation.insert_diameter=40", "logger=wandb")
+    (logged,) = offline_runs(folder)
+    for method in ("", "fbp/", "tv/"):
+        assert {f"task/100000/{method}{score}" for score in ("noise_HU", "edge_of_500_HU_1_mm", "d")} <= logged.metrics
+    files = logged.folder / "files"
+    assert {"picture.png", "table.csv"} <= {path.name for path in files.iterdir()}
