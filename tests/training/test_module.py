@@ -14,6 +14,7 @@ from qnmixer.engine.batch import Batch
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reconstructor import sample_measurement
 from qnmixer.engine.training.callbacks import StepMetrics
+from qnmixer.engine.training.steps import prepared_module
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.losses import l1
 from qnmixer.module import ReconstructionModule
@@ -156,3 +157,30 @@ def test_a_loss_on_all_iterates_is_the_mean_of_their_losses(tiny_module: Build, 
 def test_a_loss_on_all_iterates_is_refused_where_it_changes_nothing(tiny_module: Build) -> None:
     with pytest.raises(ConfigError, match="QN-Mixer, which has one iteration: choose module=default"):
         tiny_module("module=all_iterates", "model.n_iterations=1")
+
+
+class Manual(ReconstructionModule):
+    """Optimizes by itself."""
+
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **named)
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        ([], "trainer.gradient_clip_val=null"),
+        (["trainer.gradient_clip_val=null", "trainer.accumulate_grad_batches=2"], "trainer.accumulate_grad_batches=1"),
+    ],
+)
+def test_what_a_module_that_optimizes_by_itself_cannot_take_is_told_when_it_is_built(
+    tiny_config: Callable[..., Any], words: list[str], way: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^this module optimizes by itself .*: set {way}$"):
+        prepared_module(tiny_config(f"module._target_={__name__}.Manual", *words))
+
+
+def test_a_module_that_optimizes_by_itself_is_built_without_them(tiny_config: Callable[..., Any]) -> None:
+    words = [f"module._target_={__name__}.Manual", "trainer.gradient_clip_val=null"]
+    assert not prepared_module(tiny_config(*words)).automatic_optimization

@@ -106,10 +106,15 @@ def prepared_module(config: Config) -> RunModule:
     """Build the LightningModule in its memory mode, with the weights of `finetune`.
 
     Raises OutOfMemory before it allocates any, if a step does not fit into the memory of a CPU. Raises PluginError if
-    a metric fails for two images.
+    a metric fails for two images. Raises ConfigError for keys that a module which optimizes by itself does not take.
     """
     require_memory(config)
     module = build_module(config)
+    if not module.automatic_optimization:  # Lightning would say so after the data and the loggers are there
+        for key, off in (("gradient_clip_val", None), ("accumulate_grad_batches", 1)):
+            if getattr(config.trainer, key) != off:
+                way = f"set trainer.{key}={'null' if off is None else off}"
+                raise ConfigError(f"this module optimizes by itself (automatic_optimization=False): {way}")
     try_metrics(getattr(module, "metrics", {}), config.data.image_size)
     if config.finetune is not None:
         load_weights(module, config.finetune)
