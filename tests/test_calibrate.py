@@ -1,6 +1,7 @@
 """`qnmixer.calibrate` on scans and series that were simulated with known I₀ and σ."""
 
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from qnmixer.engine import cli
 from qnmixer.engine.config.compose import compose
 from qnmixer.extras.calibration.dose import Dose, Variances, fit_dose
 from qnmixer.extras.calibration.report import calibrate_input
+from qnmixer.extras.calibration.variances import of_series
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
 
 from .data.conftest import MakeCt, make_ct
@@ -145,6 +147,21 @@ def test_a_series_gives_the_dose_and_simulates_with_the_same_noise(make_ct: Make
     assert counting.photons == pytest.approx(4e4, rel=0.05)
     for seed, dose in enumerate((both, counting), 2):
         assert noise_of(series_of(dose, RADII, seed)) == pytest.approx(noise_of(images), rel=0.05)
+
+
+def test_the_memory_for_a_series_does_not_grow_with_its_slices(make_ct: MakeCt, tmp_path: Path) -> None:
+    image = series_of(Dose(4e4, 20.0, (0, 0), None), RADII[:1], seed=1)[0].round()
+    for k in range(30):
+        make_ct(tmp_path / "ct" / f"{k:02d}.dcm", image, PixelSpacing=[4, 4], InstanceNumber=k)
+    peaks = []
+    for n_slices in (5, 30):
+        words = [f"input={tmp_path}/ct", f"n_slices={n_slices}", "region=[0,0,44]", *KEYS, f"output={tmp_path}/none"]
+        config = check(compose("calibrate", words))
+        tracemalloc.start()
+        of_series(tmp_path / "ct", config)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 2 * peaks[0]
 
 
 @pytest.mark.parametrize(
