@@ -189,7 +189,7 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
     if config_name in OF_A_RUN and not _is_sweep(arguments):  # in a sweep the launcher does this for each job
         arguments = with_one_limit(arguments)
     arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
-    arguments = with_texts(without_null(arguments))
+    arguments = with_texts(without_null(arguments), config_name)
     if is_rank():
         arguments = _overrides_of_rank(arguments)
     # Hydra wants these flags first, and takes no override after another flag.
