@@ -125,7 +125,11 @@ def run(
 
 def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -> Any:
     """Run a command without a sweep. Returns what the task returns."""
-    config = check(compose(config_name, overrides))  # before Hydra makes the run folder
+    from qnmixer.engine.reports.terminal import Console
+
+    # A check may load torch, for seconds. Only a terminal shows the word, and only until then.
+    with Console(quiet=rank() > 0).status("reading the settings …"):
+        config = check(compose(config_name, overrides))  # before Hydra makes the run folder
     failures: list[Exception] = []
     with _hydra(config_name) as app:
         job = _storing_errors(lambda _: task(config), failures)
