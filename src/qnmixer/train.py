@@ -72,7 +72,7 @@ def run(config: Config) -> Trained:
     record = Run(*_place(), config.resume)
     with record.lock():
         print_begin(record, config)
-        with loading():  # torch takes seconds
+        with loading():  # Lightning takes seconds
             from qnmixer.engine.checkpoints import find_checkpoint
             from qnmixer.engine.parallel.devices import resolve_devices
 
@@ -83,7 +83,7 @@ def run(config: Config) -> Trained:
         elif config.strategy.name != "single":
             best = fit_in_processes(config, record)
         else:
-            with loading():  # Lightning takes more seconds; the process that only watches ranks does not load it
+            with loading():  # its callbacks take more seconds; the process that only watches ranks does not load them
                 fit = function_that_trains(config)
             best = fit(config, record)
     return Trained(record.folder, find_checkpoint(record.folder), config.monitor, best)
@@ -108,7 +108,7 @@ def print_begin(run: Run, config: Config) -> None:
     action = "starting a run" if run.resume is None else "resuming the run"
     experiment = HydraConfig.get().runtime.choices.get("experiment")
     choices = f"experiment={experiment}, " * bool(experiment) + f"model={config.model.name}, data={config.data.name}"
-    run.console.print(f"{action} in {run.folder}: {choices} (loading PyTorch …)", highlight=False, soft_wrap=True)
+    run.console.print(f"{action} in {run.folder}: {choices} (loading Lightning …)", highlight=False, soft_wrap=True)
 
 
 def check(cfg: DictConfig) -> Config:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from qnmixer.engine.config.commands import CONFIGS
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.files import CONF
 from qnmixer.engine.config.run import parse
 from qnmixer.engine.config.texts import _keys_of_texts, with_texts
 from qnmixer.errors import ConfigError
@@ -22,32 +24,42 @@ DICOM = ["data=dicom", "data.root=/ct", "data.split=explicit"]
     ],
 )
 def test_patients_are_those_that_were_typed(typed: str, patients: list[str]) -> None:
-    config = parse(compose("train", with_texts([*DICOM, f"data.val_patients={typed}"])))
+    config = parse(compose("train", with_texts([*DICOM, f"data.val_patients={typed}"], "train")))
     assert config.plain()["data"]["val_patients"] == patients
     mixed = ["data=mixed", "data.sources.slices.root=/ct", "data.sources.slices.split=explicit"]
-    config = parse(compose("train", with_texts([*mixed, f"data.sources.slices.val_patients={typed}"])))
+    config = parse(compose("train", with_texts([*mixed, f"data.sources.slices.val_patients={typed}"], "train")))
     assert config.plain()["data"]["sources"]["slices"]["val_patients"] == patients
 
 
-def test_every_key_of_text() -> None:
-    keys = {
-        "data.root",
-        "data.include",
-        "tags",
-        "monitor",
-        "finetune",
-        "resume",
-        "logger.wandb.project",
-        "device",
-        "run",
-    }
-    assert keys | {"data.cache_dir", "logger.wandb.entity", "sweep", "trust", "input", "output"} <= _keys_of_texts()
-    assert with_texts([f"{key}=1.10" for key in sorted(keys)]) == [f'{key}="1.10"' for key in sorted(keys)]
-    assert with_texts(["~data.root", "model.channels=1.10", "tags=[a b]"]) == [
-        "~data.root",
-        "model.channels=1.10",
-        "tags=[a b]",
-    ]
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        (
+            "train",
+            "data.root data.include data.cache_dir tags monitor finetune resume logger.wandb.project hydra.run.dir",
+        ),
+        ("plan", "data.root tags device"),
+        ("doctor", "data.root"),
+        ("evaluate", "run trust data.root"),
+        ("robustness", "run noises logger.wandb.entity"),
+        ("compare", "sweep output"),
+        ("reconstruct", "run input output"),
+        ("export", "run output"),
+        ("calibrate", "input output air"),
+    ],
+)
+def test_every_key_of_text(command: str, keys: str) -> None:
+    assert {*keys.split()} <= _keys_of_texts(command)
+    assert with_texts([f"{key}=1.10" for key in keys.split()], command) == [f'{key}="1.10"' for key in keys.split()]
+
+
+def test_every_command_has_a_class() -> None:
+    assert {path.stem for path in CONF.glob("*.yaml")} - {"wandb_sweep"} == CONFIGS.keys()
+
+
+def test_other_words_stay() -> None:
+    words = ["~data.root", "model.channels=1.10", "tags=[a b]"]
+    assert with_texts(words, "train") == words
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,11 @@ def test_the_same_files_are_known_whatever_the_grid(ct: Path, keys: dict[str, An
     assert seen(record_of(ct, pixel_size="header"), settings(ct).changed(**keys)) == (expected, 0)
 
 
+def test_of_a_part_that_is_cut_short_only_its_slices_count(ct: Path) -> None:
+    cut = SliceDataModule(settings(ct).changed(split="all"), geometry=GEOMETRY, first=3)
+    assert (len(cut.dataset("test")), cut.trained("test", record_of(ct))) == (3, (3, 0))
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

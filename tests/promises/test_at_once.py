@@ -18,6 +18,7 @@ from qnmixer.engine.config.run import parse
 from ..conftest import environment
 from ..heavy import LOADED, path_without
 from ..studies import SEARCH_PATH
+from ..terminal import in_terminal
 from ..warm import Warm
 
 pytestmark = pytest.mark.slow
@@ -117,12 +118,15 @@ def test_a_traceback_is_there_for_who_asks(tmp_path: Path) -> None:
     [
         (
             "train experiment=demo model=learn hydra.run.dir=my/run",
-            "starting a run in {}/my/run: experiment=demo, model=learn, data=phantoms",
+            "starting a run in {}/my/run: experiment=demo, model=learn, data=phantoms (loading Lightning …)",
         ),
-        ("train resume=run", "resuming the run in {}/run: model=qn_mixer, data=phantoms"),
-        ("evaluate run=pretrained", "evaluating pretrained"),
-        ("compare sweep=a_sweep", "comparing the jobs of a_sweep"),
-        ("reconstruct run=pretrained input=a_sweep output=out", "reconstructing a_sweep by pretrained"),
+        ("train resume=run", "resuming the run in {}/run: model=qn_mixer, data=phantoms (loading Lightning …)"),
+        ("evaluate run=pretrained", "evaluating pretrained (loading PyTorch …)"),
+        ("compare sweep=a_sweep", "comparing the jobs of a_sweep (loading PyTorch …)"),
+        (
+            "reconstruct run=pretrained input=a_sweep output=out",
+            "reconstructing a_sweep by pretrained (loading PyTorch …)",
+        ),
     ],
 )
 def test_a_command_says_at_once_what_it_does(tmp_path: Path, words: str, line: str) -> None:
@@ -131,7 +135,15 @@ def test_a_command_says_at_once_what_it_does(tmp_path: Path, words: str, line: s
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).touch()
     (tmp_path / "run" / "results.json").write_text('{"status": "interrupted", "overrides": []}')
-    assert first_lines(tmp_path, *f"qnmixer.{words}".split()) == [f"{line.format(tmp_path)} (loading PyTorch …)"]
+    assert first_lines(tmp_path, *f"qnmixer.{words}".split()) == [line.format(tmp_path)]
+
+
+def test_a_terminal_shows_that_settings_are_read_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(f"import os\nos._exit({LOADED})\n")
+    command = [sys.executable, "-m", "qnmixer.train", "experiment=demo", "hydra.run.dir=run"]
+    seen = in_terminal(command, cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+    assert seen.code == LOADED
+    assert "reading the settings …" in seen.text
 
 
 def test_json_has_no_line_before_it(tmp_path: Path) -> None:
@@ -166,7 +178,7 @@ def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, word
     )
     assert (done.returncode, done.stderr) == (LOADED, "")
     (line, _) = done.stdout.splitlines()
-    start, _, told = line.removesuffix(" (loading PyTorch …)").partition(": ")
+    start, _, told = line.removesuffix(" (loading Lightning …)").partition(": ")
     assert start == f"starting a run in {tmp_path / 'run'}"
     assert {word for word in words.split() if not word.startswith("data.root")} <= {*told.split(", ")}
 

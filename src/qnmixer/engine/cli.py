@@ -125,7 +125,11 @@ def run(
 
 def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -> Any:
     """Run a command without a sweep. Returns what the task returns."""
-    config = check(compose(config_name, overrides))  # before Hydra makes the run folder
+    from qnmixer.engine.reports.terminal import Console
+
+    # A check may load torch, for seconds. Only a terminal shows the word, and only until then.
+    with Console(quiet=rank() > 0).status("reading the settings …"):
+        config = check(compose(config_name, overrides))  # before Hydra makes the run folder
     failures: list[Exception] = []
     with _hydra(config_name) as app:
         job = _storing_errors(lambda _: task(config), failures)
@@ -189,7 +193,7 @@ def completed(arguments: list[str], config_name: str, complete: Complete = list)
     if config_name in OF_A_RUN and not _is_sweep(arguments):  # in a sweep the launcher does this for each job
         arguments = with_one_limit(arguments)
     arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
-    arguments = with_texts(without_null(arguments))
+    arguments = with_texts(without_null(arguments), config_name)
     if is_rank():
         arguments = _overrides_of_rank(arguments)
     # Hydra wants these flags first, and takes no override after another flag.

@@ -251,6 +251,20 @@ class CalibrateConfig(Section):
         return self
 
 
+CONFIGS: dict[str, type[Section]] = {
+    "train": Config,
+    "plan": PlanConfig,
+    "doctor": DoctorConfig,
+    "evaluate": EvaluateConfig,
+    "robustness": RobustnessConfig,
+    "compare": CompareConfig,
+    "reconstruct": ReconstructConfig,
+    "export": ExportConfig,
+    "calibrate": CalibrateConfig,
+}
+"""The class of each command's config, by its file in conf/."""
+
+
 def check_slices(data: DataConfig | AsTrained) -> None:
     """Raise UserError if the slices of an evaluation do not exist."""
     if isinstance(data, DataConfig):

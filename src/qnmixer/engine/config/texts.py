@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from qnmixer.engine.config.commands import CompareConfig, EvaluateConfig, ExportConfig, PlanConfig, ReconstructConfig
-from qnmixer.engine.config.compose import key_of
+from qnmixer.engine.config.commands import CONFIGS
+from qnmixer.engine.config.compose import OF_A_RUN, key_of
 
 _NUMBER = re.compile(
     r"(?:(?<=[=\[,])|^)\s*([+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:e[+-]?\d[\d_]*)?|[+-]?inf|nan|true|false)\s*(?=[\],]|$)",
@@ -19,22 +19,25 @@ _NUMBER = re.compile(
 _FOLDERS = "hydra.run.dir", "hydra.sweep.dir"
 
 
-def with_texts(words: list[str]) -> list[str]:
-    """Put quotes around what looks like a number in the words whose keys take text, or lists of texts."""
-    quoted = []
+def with_texts(words: list[str], config_name: str) -> list[str]:
+    """Put quotes around what looks like a number in the words whose keys take text, or lists of texts.
+
+    config_name: of the command.
+    """
+    keys, quoted = _keys_of_texts(config_name), []
     for word in words:
         key, equal, value = word.partition("=")
         name = re.sub(r"^data\.sources\.\w+\.", "data.", key_of(key))
-        if equal and name in _keys_of_texts() and not {'"', "'"} & {*value}:
+        if equal and name in keys and not {'"', "'"} & {*value}:
             value = _NUMBER.sub(r'"\1"', value)
         quoted.append(f"{key}{equal}{value}")
     return quoted
 
 
 @cache
-def _keys_of_texts() -> frozenset[str]:
-    schemas = PlanConfig.model_fields["run"].annotation, EvaluateConfig, CompareConfig, ReconstructConfig, ExportConfig
-    return frozenset(_FOLDERS).union(key for schema in (PlanConfig, *schemas) for key in _keys_in(schema, ""))
+def _keys_of_texts(config_name: str) -> frozenset[str]:
+    schemas = [CONFIGS[config_name], *([CONFIGS["train"]] if config_name in OF_A_RUN else [])]
+    return frozenset(_FOLDERS).union(key for schema in schemas for key in _keys_in(schema, ""))
 
 
 def _keys_in(hint: Any, key: str) -> Iterator[str]:

@@ -87,9 +87,10 @@ class SliceDataModule(LightningDataModule):
     def trained(self, part: str, record: SplitRecord) -> Overlap:
         """How many slices of train, val or test a network was trained on, by the record of its split."""
         self.setup()
+        section = None
         if part != "train" and isinstance(self.config, MixedData):
-            return self.split.trained(part, record, f"data.sources.{self.config.evaluate_on}")
-        return self.split.trained(part, record)
+            section = f"data.sources.{self.config.evaluate_on}"
+        return self.split.trained(part, record, section, self.first)
 
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test. Raises DataError if there are none."""

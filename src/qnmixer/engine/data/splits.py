@@ -105,12 +105,16 @@ class RunSplit:
             self._sections[part] += [section] * len(indices)
         return split, sorted(new_patients)
 
-    def trained(self, part: str, record: SplitRecord, section: str | None = None) -> Overlap:
+    def trained(self, part: str, record: SplitRecord, section: str | None = None, first: int | None = None) -> Overlap:
         """The slices of a split that a run was trained on, whatever the names and sizes of their files are.
 
-        section: of the only source that counts; None: all count.
+        Args:
+            part: train, val or test.
+            record: of the run.
+            section: of the only source that counts; None: all count.
+            first: how many of these slices count; None: all.
         """
-        indices = [i for i, name in enumerate(self._sections[part]) if section in (None, name)]
+        indices = [i for i, name in enumerate(self._sections[part]) if section in (None, name)][:first]
         seen, slices = seen_by(record), self._found[part]["slices"]
         same_slices = torch.isin(_int64([slices[i] for i in indices]), seen["slices"])
         if not self._traces[part]:

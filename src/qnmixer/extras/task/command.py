@@ -112,8 +112,8 @@ def _scored(
     spectra = torch.stack([of.noise_power(regions, pixel) for regions in absent])
     contrasts = [100 / task.insert_hu * regions[..., core].mean((1, 2)) for regions in (absent, present)]
     measured = (
-        of.with_interval(lambda its: of.noise_of(its.mean(0), pixel), spectra),
-        *(of.with_interval(lambda its: of.half_modulation(its, pixel), part) for part in edges.unbind(1)),
+        of.with_interval(lambda drawn: of.noise_of(drawn.mean(0), pixel), spectra),
+        *(of.with_interval(lambda profiles: of.half_modulation(profiles, pixel), part) for part in edges.unbind(1)),
         of.with_interval(lambda without, inserted: inserted.mean() - without.mean(), *contrasts),
         of.detected(*(of.channel_outputs(regions) for regions in (absent, present))),
     )
