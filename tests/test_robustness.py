@@ -1,8 +1,11 @@
 """`qnmixer.robustness` on an untrained network."""
 
 import csv
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +54,9 @@ def rows_of(folder: Path) -> dict[tuple[str, str, str], float]:
 WORDS = ["data=phantoms", "data.num_workers=0", "n_slices=1", "accelerator=cpu"]
 
 
-def test_one_table_over_all_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_table_over_all_conditions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_runs: Callable[[Path], list[Any]]
+) -> None:
     run, folder = save(tmp_path / "run", *TINY), tmp_path / "run" / "robustness"
     few = [
         "photons=[2.5e4,4e5]",
@@ -76,7 +81,10 @@ def test_one_table_over_all_conditions(tmp_path: Path, monkeypatch: pytest.Monke
     assert psnr["detector off by, bins", "1.0", "FBP"] < reference
     assert "| views 10 |" in (folder / "table.md").read_text()
     assert (folder / "robustness.png").stat().st_size > 10_000
-    assert [*folder.glob("wandb/offline-run-*")]
+    (logged,) = offline_runs(folder)
+    names = {name for name in logged.metrics if name.startswith("robustness/")}
+    assert {"robustness/dose_photons_a_ray_25000/fbp/psnr", "robustness/noise_as_trained/psnr"} <= names
+    assert all(re.fullmatch(r"[\w./ :-]+", name) for name in names)  # MLflow refuses others
     assert [*evaluations(run, read_results(folder)["evaluated"]["weights"])] == [folder]  # the card gets the table
     assert command(monkeypatch, *words) == 1  # the folder is in use
 

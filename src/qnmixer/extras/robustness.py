@@ -1,5 +1,6 @@
 """A network under other conditions than those of its training, beside FBP and total variation: one table, one plot."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,12 +227,13 @@ def draw(path: Path, results: Mapping[Condition, Scores], trained: Mapping[str, 
 
 
 def log(loggers: Sequence[Logger], results: Mapping[Condition, Scores], folder: Path) -> None:
-    """Log all scores. W&B also gets the table and the plot."""
+    """Log all scores, under names of letters, digits and _: MLflow refuses commas. W&B also gets table and plot."""
     methods = _methods(results)
     values: dict[str, float] = {}
     for condition, scores in results.items():
+        condition_name = re.sub(r"[^\w.-]+", "_", condition.name)
         for name, pair in scores.items():
             method = "" if name == methods[-1] else f"{name.lower()}/"
             named = zip(("psnr", "ssim"), pair, strict=True)
-            values |= {f"robustness/{condition.name}/{method}{metric}": value for metric, value in named}
+            values |= {f"robustness/{condition_name}/{method}{metric}": value for metric, value in named}
     log_scores(loggers, values, ("robustness/plot", folder / PLOT), [folder / "table.csv"], folder)
