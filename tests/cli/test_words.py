@@ -1,6 +1,5 @@
 """What people type, and what they get: it works, or its one line says what works, and that is typed here too."""
 
-import gc
 import re
 import shlex
 import shutil
@@ -23,6 +22,8 @@ from qnmixer.engine.config.run import parse
 from qnmixer.errors import ConfigError
 from qnmixer.new import TEMPLATE
 from qnmixer.train import check
+
+from ..conftest import every_third
 
 CHECKS: dict[str, Callable[..., Any]] = {
     "train": check,
@@ -56,14 +57,6 @@ class Checked(BaseException):
 
 
 Typed = Callable[..., Outcome]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen() -> Iterator[None]:
-    """A config is many small objects: each collection would look at all of torch too."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -179,7 +172,7 @@ WORDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("words", every_third(WORDS))
 def test_what_the_line_says_works(words: str, typed: Typed) -> None:
     context, wrong = (shlex.split(part) for part in words.split("|"))
     line = typed(*context, *wrong).line
@@ -195,7 +188,7 @@ def test_what_the_line_says_works(words: str, typed: Typed) -> None:
     assert outcome.code == 0 or "sweep.json" in outcome.stderr, outcome
 
 
-@pytest.mark.parametrize("key", ["ckpt_path", "resume", "finetune", "weights", "--ckpt_path"])
+@pytest.mark.parametrize("key", every_third(["ckpt_path", "resume", "finetune", "--ckpt_path", "weights"]))
 @pytest.mark.parametrize("context", ["evaluate", "reconstruct input=. output=o", "export output=a.safetensors"])
 def test_other_commands_take_the_network_as_run(context: str, key: str, typed: Typed) -> None:
     words = shlex.split(context)
@@ -382,6 +375,7 @@ def key_of(word: str) -> str:
     return word.lstrip("+").partition("=")[0]
 
 
+@pytest.mark.long  # a command line for each of fifty keys
 def test_every_key_of_text_gets_what_was_typed(typed: Typed) -> None:
     keys = text_keys()
     assert {"tags", "data.root", "data.val_patients", "logger.wandb.project", "data.sources.slices.root"} <= keys.keys()

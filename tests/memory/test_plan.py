@@ -261,6 +261,7 @@ def test_planned_devices_of_a_pipeline_hold_what_real_ones_do(planner: Planner, 
     assert real_peak(config, device) == pytest.approx(0.97 * planned, rel=0.03)
 
 
+@pytest.mark.long
 def test_the_run_is_planned_by_its_fullest_device(planner: Planner) -> None:
     config = config_of("strategy=pipeline data.batch_size=1")  # devices left open: 4 are assumed
     devices = planner.devices(config)

@@ -24,6 +24,7 @@ from qnmixer.module import ReconstructionModule
 
 from ..conftest import environment, metrics
 from ..nvidia import fake_nvidia_smi
+from ..warm import Warm
 from .commands import PHANTOMS, STEPS, TINY, Outcome, record, run, slice_hu, training, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
@@ -99,11 +100,11 @@ def test_a_nan_loss_ends_with_a_line_that_names_the_slices(tmp_path: Path, offli
     assert run.exit_code == 1
 
 
-def test_ctrl_c_ends_in_order(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+def test_ctrl_c_ends_in_order(tmp_path: Path, warm: Warm, offline_runs: OfflineRuns) -> None:
     folder = tmp_path / "run"
     arguments = [*TINY, *PHANTOMS, "logger=wandb", "trainer.max_steps=100000", f"hydra.run.dir={folder}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "qnmixer.train", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*warm.under, "-m", "qnmixer.train", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment(), start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 200  # the machine may be busy
@@ -123,7 +124,10 @@ def test_ctrl_c_ends_in_order(tmp_path: Path, offline_runs: OfflineRuns) -> None
     assert run.exit_code == 255  # what wandb calls interrupted
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("16-mixed", torch.float16), pytest.param("bf16-mixed", torch.bfloat16, marks=pytest.mark.long)],
+)
 def test_precision_is_what_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, dtype: torch.dtype
 ) -> None:

@@ -122,6 +122,8 @@ def run(command: str, place: Path, warm: Warm) -> None:
     elif words[2] == "qnmixer.train":
         phantoms = not any(word.startswith(("data=", "experiment=paper")) for word in words)
         words += [*TINY, *(PHANTOMS if phantoms else ["data.cache_dir=cache"] * ("data=custom" not in words))]
+        if "callbacks" not in command:
+            words.append("callbacks=none")
         if "model.n_iterations" not in command:
             words.append("model.n_iterations=2")
         if "hydra/sweeper=search" in command:

@@ -84,9 +84,9 @@ def test_a_nan_on_one_rank_ends_the_run(start: Start, warm: Warm, tmp_path: Path
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 143, marks=pytest.mark.long)]
 )
-def test_a_run_can_be_stopped(start: Start, number: signal.Signals, code: int) -> None:
+def test_a_run_can_be_stopped(start: Start, warm: Warm, number: signal.Signals, code: int) -> None:
     """By its launcher, which passes it on; every rank stops after the same step, and nothing is lost."""
-    command = in_training(start, "strategy=ddp", "trainer.devices=2")
+    command = in_training(start, "strategy=ddp", "trainer.devices=2", env=FORK_RANKS, under=warm.under)
     os.kill(command.process.pid, number)
     ended, stderr, seconds = command.end()
     step = steps_kept(command)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ..conftest import environment
+from ..conftest import environment, every_third
 from ..heavy import path_without
 from ..warm import Done, Warm
 
@@ -153,14 +153,14 @@ def command_of(case: str, folder: Path, light: str) -> tuple[list[str], dict[str
     return ["-m", f"qnmixer.{name}", *arguments], environment(PYTHONPATH=light)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_third(CASES))
 def test_one_line_at_once(case: str, cold: Warm, light: str, tmp_path: Path) -> None:
     arguments, variables = command_of(case, tmp_path, light)
     done = cold.run(*arguments, cwd=tmp_path, env=variables, timeout=60)
     check(case, done, tmp_path)
 
 
-@pytest.mark.parametrize("case", {case.split()[0]: case for case in CASES}.values())
+@pytest.mark.parametrize("case", every_third({case.split()[0]: case for case in CASES}.values()))
 def test_a_command_of_its_own_says_the_same(case: str, light: str, tmp_path: Path) -> None:
     """One of each, from the start of Python on."""
     arguments, variables = command_of(case, tmp_path, light)
