@@ -22,7 +22,7 @@ from PIL import Image
 from qnmixer.engine.checkpoints import digest_of_weights, load_run
 from qnmixer.module import ReconstructionModule
 
-from ..conftest import environment, metrics
+from ..conftest import environment, every_third, metrics
 from ..nvidia import fake_nvidia_smi
 from ..warm import Warm
 from .commands import PHANTOMS, STEPS, TINY, Outcome, record, run, slice_hu, training, weights
@@ -303,7 +303,7 @@ def test_evaluation_on_another_folder_measures_every_slice(trained: Path, ct: Pa
     [
         (["data.image_size=64"], "the run was trained with data.image_size=32"),
         (["data.root=/nowhere"], "/nowhere does not exist"),
-        (["split=val"], "no slices for val"),
+        pytest.param(["split=val"], "no slices for val", marks=pytest.mark.long),
         (["data.split=explicit"], "data.split=explicit finds nothing"),
     ],
 )
@@ -336,20 +336,16 @@ def ten(place: Path) -> Path:
     return folder
 
 
-def test_slices_that_were_trained_on_give_a_warning(ten: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    every_third(["data.root={}/copy/below data.split=all", "data.root={}/copy", "data.root={} data.include=copy/*"]),
+)
+def test_slices_that_were_trained_on_give_a_warning(ten: Path, tmp_path: Path, words: str) -> None:
     """By their pixels: also in a copy of the folder, and in the one that it lies in."""
-    for number, words in enumerate(
-        [
-            [f"data.root={ten}/copy/below", "data.split=all"],
-            [f"data.root={ten}/copy"],
-            [f"data.root={ten}", "data.include=copy/*"],
-        ]
-    ):
-        folder = tmp_path / str(number)
-        numpy = ["data=numpy", f"data.cache_dir={tmp_path}/cache", "data.num_workers=0"]
-        outcome = run("evaluate", f"run={ten}/run", *numpy, *words, f"hydra.run.dir={folder}")
-        assert "8 of the slices were used in training" in outcome.text
-        assert "8 of the slices were used in training" in (folder / "table.md").read_text()
+    numpy = ["data=numpy", f"data.cache_dir={tmp_path}/cache", "data.num_workers=0", *words.format(ten).split()]
+    outcome = run("evaluate", f"run={ten}/run", *numpy, f"hydra.run.dir={tmp_path}/out")
+    assert "8 of the slices were used in training" in outcome.text
+    assert "8 of the slices were used in training" in (tmp_path / "out" / "table.md").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:.*were not there when the run began")
