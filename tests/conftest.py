@@ -1,6 +1,7 @@
 """Fixtures that every room's tests share."""
 
 import csv
+import gc
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -43,7 +44,7 @@ TINY = [
     "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
     "model.n_iterations=2", "model.channels=4", "model.n_mixer_layers=1", "data.num_workers=0", "data.batch_size=2",
     "trainer.max_steps=4", "trainer.val_every_n_steps=2", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu",
-    "logger=csv", "test_after_training=false",
+    "logger=csv", "evaluation.n_pictures=1", "test_after_training=false",
 ]  # fmt: skip
 PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
 # For a module in this process, which is evaluated too.
@@ -53,6 +54,12 @@ TINY_RUN = [*TINY[:-1], "data.n_train=8", "data.n_val=3", "data.n_test=4"]
 OUTER = ("HYDRA", "SLURM", "TORCHELASTIC", "WANDB", "GIT_")
 
 TinyConfig = Callable[..., Config]
+
+
+def every_third(cases: Iterable[Any]) -> list[Any]:
+    """Cases of a long table for parametrize: every third is in make test; the others, alike, are long."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*row, marks=[pytest.mark.long] if n % 3 else []) for n, row in enumerate(rows)]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -132,6 +139,12 @@ def no_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     wandb = sys.modules.get("wandb")
     if wandb is not None and wandb.run is not None:
         wandb.finish()
+
+
+def pytest_collection_finish() -> None:
+    """A config is many small objects: for each, garbage collections would look at all of torch too."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,6 +33,7 @@ WORDS = [*TINY, *PHANTOMS, "test_after_training=true", "hydra.run.dir=run"]
 
 
 @pytest.mark.slow
+@pytest.mark.long  # make lint shows by its contract that the core imports no extras
 def test_it_trains_to_the_table(core: Path) -> None:
     done = python(core, "-m", "qnmixer.train", *WORDS)
     assert done.returncode == 0, done.stderr

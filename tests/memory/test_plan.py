@@ -26,6 +26,8 @@ from qnmixer.engine.parallel.pipeline import Stage, layouts, loss_of_part, stage
 from qnmixer.engine.reconstructor import build_network, system_matrix_at
 from qnmixer.errors import ConfigError
 
+from ..conftest import every_third
+
 SMALL = [
     "data.image_size=32",
     "data.batch_size=3",
@@ -118,7 +120,7 @@ def test_the_footprint_of_a_known_network(planner: Planner) -> None:
     assert averaging.peak - footprint.peak == footprint.parameters  # the mean of the weights
 
 
-@pytest.mark.parametrize("strategy", ["single", "pipeline trainer.devices=4 strategy.microbatch_size=3"])
+@pytest.mark.parametrize("strategy", every_third(["single", "pipeline trainer.devices=4 strategy.microbatch_size=3"]))
 def test_a_finer_grid_counts_where_a_device_simulates_from_it(planner: Planner, strategy: str) -> None:
     """With noise the workers of the loader simulate."""
 
@@ -261,6 +263,7 @@ def test_planned_devices_of_a_pipeline_hold_what_real_ones_do(planner: Planner, 
     assert real_peak(config, device) == pytest.approx(0.97 * planned, rel=0.03)
 
 
+@pytest.mark.long
 def test_the_run_is_planned_by_its_fullest_device(planner: Planner) -> None:
     config = config_of("strategy=pipeline data.batch_size=1")  # devices left open: 4 are assumed
     devices = planner.devices(config)

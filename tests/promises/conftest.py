@@ -46,7 +46,7 @@ def run_of(folder: Path, *words: str) -> Path:
 @pytest.fixture(scope="session")
 def trained(place: Path) -> Path:
     """A run folder on phantoms, with the field's noise."""
-    return run_of(place / "trained", "noise=field")
+    return run_of(place / "trained", "noise=field", "callbacks=default")
 
 
 @pytest.fixture(scope="session")

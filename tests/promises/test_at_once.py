@@ -6,8 +6,10 @@ What a command says at once, before torch or Lightning is loaded: its help, its 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +17,11 @@ from qnmixer.engine import cli
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
 
-from ..conftest import environment
+from ..conftest import environment, every_third
 from ..heavy import LOADED, path_without
 from ..studies import SEARCH_PATH
 from ..terminal import in_terminal
-from ..warm import Warm
+from ..warm import Done, Warm
 
 pytestmark = pytest.mark.slow
 
@@ -39,9 +41,23 @@ def real(folder: Path, *words: str, **variables: str) -> subprocess.CompletedPro
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment(**variables), timeout=120)
 
 
-def first_lines(folder: Path, *words: str, **variables: str) -> list[str]:
+Python = Callable[..., Any]
+"""python(folder, *words, **variables): code, output and error of a process; `real`, or the fixture `forked`."""
+
+
+@pytest.fixture
+def forked(cold: Warm) -> Python:
+    """The same of a process that has loaded torch alone."""
+
+    def run(folder: Path, *words: str, **variables: str) -> Done:
+        return cold.run(*words, cwd=folder, env=environment(**variables), timeout=120)
+
+    return run
+
+
+def first_lines(python: Python, folder: Path, *words: str, **variables: str) -> list[str]:
     """What a command prints until it imports the first large library."""
-    done = real(folder, "-m", *words, PYTHONPATH=path_without(folder), **variables)
+    done = python(folder, "-m", *words, PYTHONPATH=path_without(folder), **variables)
     assert (done.returncode, done.stderr) == (LOADED, "")
     *lines, last = done.stdout.splitlines()
     assert last.endswith(" was imported")
@@ -129,13 +145,14 @@ def test_a_traceback_is_there_for_who_asks(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_command_says_at_once_what_it_does(tmp_path: Path, words: str, line: str) -> None:
+def test_a_command_says_at_once_what_it_does(forked: Python, tmp_path: Path, words: str, line: str) -> None:
     """Of a checkpoint it has a name alone: what is in it is not looked at before."""
     for path in ("run/checkpoints/last.ckpt", "a_sweep/sweep.json"):
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).touch()
     (tmp_path / "run" / "results.json").write_text('{"status": "interrupted", "overrides": []}')
-    assert first_lines(tmp_path, *f"qnmixer.{words}".split()) == [line.format(tmp_path)]
+    python = real if words.startswith("train experiment") else forked
+    assert first_lines(python, tmp_path, *f"qnmixer.{words}".split()) == [line.format(tmp_path)]
 
 
 def test_a_terminal_shows_that_settings_are_read_before_torch_is_loaded(tmp_path: Path) -> None:
@@ -146,14 +163,14 @@ def test_a_terminal_shows_that_settings_are_read_before_torch_is_loaded(tmp_path
     assert "reading the settings …" in seen.text
 
 
-def test_json_has_no_line_before_it(tmp_path: Path) -> None:
-    assert first_lines(tmp_path, "qnmixer.doctor", "format=json") == []
+def test_json_has_no_line_before_it(forked: Python, tmp_path: Path) -> None:
+    assert first_lines(forked, tmp_path, "qnmixer.doctor", "format=json") == []
 
 
-def test_of_several_processes_only_the_first_says_it(tmp_path: Path) -> None:
+def test_of_several_processes_only_the_first_says_it(forked: Python, tmp_path: Path) -> None:
     words = ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "hydra.run.dir=run"]
     by_torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}
-    assert first_lines(tmp_path, "qnmixer.train", *words, **by_torchrun) == []
+    assert first_lines(forked, tmp_path, "qnmixer.train", *words, **by_torchrun) == []
 
 
 BESIDE = [
@@ -183,7 +200,7 @@ def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, word
     assert {word for word in words.split() if not word.startswith("data.root")} <= {*told.split(", ")}
 
 
-@pytest.mark.parametrize("words", BESIDE)
+@pytest.mark.parametrize("words", every_third(BESIDE))
 def test_what_an_experiment_sets_stops_no_other_option(words: str) -> None:
     """Each part that is named is the class that it is without the experiment."""
     found = parse(compose("train", [SEARCH_PATH, *words.split()])).plain()

@@ -138,6 +138,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Pa
     assert [(row["_step"], row["test/psnr"]) for row in third.history] == [(5, 31.0)]
 
 
+@pytest.mark.long
 def test_what_a_second_kill_repeats_is_not_logged_again(tmp_path: Path, offline_runs: OfflineRuns) -> None:
     """metrics.csv has no step above 3 after the second part: W&B has those of the first one."""
     run_in(tmp_path / "a", 1, 2, 3, 4, 5, 6, exit_code=INTERRUPTION)

@@ -35,6 +35,7 @@ def test_overfitting_drives_the_loss_down(tiny_config: TinyConfig, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.long  # make test runs debug=few_batches among the commands of docs
 def test_few_batches_are_a_whole_run(tiny_config: TinyConfig, tmp_path: Path) -> None:
     results = trained(tiny_config("debug=few_batches", "data.n_train=1000", "data.n_test=1000"), tmp_path)
     assert results["status"] == "done"

@@ -54,7 +54,7 @@ class Mine(CSVLogger):
     ("overrides", "step"),
     [
         (["callbacks=early_stopping", "optimizer.lr=0.5", "trainer.val_every_n_steps=1", "trainer.max_steps=20"], 3),
-        (["callbacks=none", "optimizer.lr=1000", "trainer.max_steps=1"], 1),
+        pytest.param(["callbacks=none", "optimizer.lr=1000", "trainer.max_steps=1"], 1, marks=pytest.mark.long),
     ],
 )
 def test_a_run_whose_last_validation_is_not_finite_has_failed(

@@ -16,6 +16,8 @@ from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.training.callbacks import MeanWeights, MemoryMonitor
 from qnmixer.module import ReconstructionModule
 
+from ..conftest import every_third
+
 TinyModule = Callable[..., ReconstructionModule]
 
 
@@ -41,7 +43,7 @@ def lines(watching: MemoryMonitor) -> list[str]:
     return watching.console.file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("overrides", [[], ["data.simulation_factor=2"], ["callbacks=ema"]])
+@pytest.mark.parametrize("overrides", every_third([[], ["data.simulation_factor=2"], ["callbacks=ema"]]))
 def test_after_the_second_step_a_line_says_what_the_plan_says_too(
     tiny_module: TinyModule, tmp_path: Path, overrides: list[str]
 ) -> None:

@@ -87,7 +87,8 @@ def test_a_resumed_gan_is_that_of_one_run_bit_for_bit(here: Path, alone: Path, w
     assert parts == whole
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.long  # tests/promises compares the gradients of the ordinary loop
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_have_the_gradients_of_one(here: Path, warm: Warm, strategy: str) -> None:
     """After one step of SGD the weights have moved by the gradients, those of both networks."""
     (here / "my_sgd_gan.py").write_text(
@@ -136,11 +137,16 @@ class Unused(LEARN):
 """
 
 
-def test_a_weight_without_a_gradient_is_named_in_one_line(here: Path, warm: Warm) -> None:
+def unused(here: Path) -> list[str]:
+    """Words of a run whose network has a weight that no loss depends on."""
     (here / "my_unused.py").write_text(UNUSED)
-    words = [it for it in TINY if not it.startswith("model.")]
+    words = [word for word in TINY if not word.startswith("model.")]
     words += ["model=custom", "model._target_=my_unused.Unused", "model.n_iterations=2", "model.channels=4"]
-    words += ["strategy=ddp", *TWO, "optimizer=adamw"]
+    return [*words, "strategy=ddp", *TWO, "optimizer=adamw"]
+
+
+def test_a_weight_without_a_gradient_is_named_in_one_line(here: Path, warm: Warm) -> None:
+    words = unused(here)
     expected = (
         "waits for a gradient of network.extra.weight and 1 more, but the loss does not depend on it: take the weight "
         "out (or requires_grad_(False)), or set strategy.find_unused_parameters=true"
@@ -153,7 +159,12 @@ def test_a_weight_without_a_gradient_is_named_in_one_line(here: Path, warm: Warm
     checked = train(warm, here, "", *words, command="doctor")
     found, _, fix = expected.rpartition(": ")
     assert any(found in line and fix in line for line in checked.stdout.splitlines())
-    assert train(warm, here, "used", *words, "strategy.find_unused_parameters=true").returncode == 0
+
+
+@pytest.mark.long
+def test_a_weight_without_a_gradient_trains_by_the_advice(here: Path, warm: Warm) -> None:
+    words = [*unused(here), "strategy.find_unused_parameters=true"]
+    assert train(warm, here, "used", *words).returncode == 0
 
 
 def test_a_plan_of_it_is_refused_in_one_line(here: Path, warm: Warm) -> None:
