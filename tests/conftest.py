@@ -28,6 +28,7 @@ if "XDG_CACHE_HOME" not in os.environ:
 import lightning as L
 import pytest
 import torch
+import yaml
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config.compose import compose
@@ -35,6 +36,11 @@ from qnmixer.engine.config.run import Config, parse
 from qnmixer.module import ReconstructionModule
 
 from .warm import Warm
+
+# A config is dozens of YAML files, and most tests compose some. libyaml reads them as Python's own loader does, but
+# several times as fast; what it says of bad files differs. Processes that tests start have Python's.
+PYTHONS_LOADER = yaml.SafeLoader
+yaml.SafeLoader = yaml.CSafeLoader
 
 # A shell ignores Ctrl-C for what it starts in the background, and nohup SIGHUP; so would all that a test stops.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
@@ -21,7 +22,7 @@ from qnmixer.engine.config.run import parse
 from qnmixer.engine.config.sections import TrainerConfig
 from qnmixer.errors import ConfigError, DataError, Stopped
 
-from ..conftest import every_third
+from ..conftest import PYTHONS_LOADER, every_third
 from ..studies import SEARCH_PATH
 
 CHECKS = {"train": parse, "evaluate": EvaluateConfig.parse, "reconstruct": ReconstructConfig.parse}
@@ -267,9 +268,10 @@ BROKEN_FILES = {
 
 @pytest.mark.parametrize(("text", "part"), every_third(BROKEN_FILES.items()), ids=lambda text: ascii(text)[:30])
 def test_a_group_file_of_ones_own_that_cannot_be_read_is_named(
-    start: Start, tmp_path: Path, text: str | bytes, part: str
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | bytes, part: str
 ) -> None:
     """With an experiment, which composes more than once; by an experiment of one's own; and for another command."""
+    monkeypatch.setattr(yaml, "SafeLoader", PYTHONS_LOADER)
     for folder in ("conf/noise", "conf/experiment"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "conf/noise/odd.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
