@@ -103,7 +103,8 @@ def _draw(path: Path, scores: Sequence[DoseScores]) -> None:
             panel.set(xscale="log", ylim=(0, None), xlabel=_FIRST[0], title=f"{name} of the inserts")
         panels[2].loglog(*result.spectrum, label=result.method)
         for (contrast, curve), style in zip(result.transfer.items(), ("-", "--", ":"), strict=False):
-            panels[3].plot(*curve, style, color=f"C{k}", label=f"{result.method}, {contrast:g} HU")
+            label = f"{contrast:g} HU" if k == len(shown) - 1 else None  # the colours are those of the other panels
+            panels[3].plot(*curve, style, color=f"C{k}", label=label)
     panels[2].set(xlabel="1/mm", title=f"noise power, HU² mm², at {dose:,.0f}")
     panels[3].set(xlabel="1/mm", ylim=(0, 1.5), title=f"modulation of edges at {dose:,.0f}")
     for panel in panels:
