@@ -125,7 +125,7 @@ def run(
 
 def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -> Any:
     """Run a command without a sweep. Returns what the task returns."""
-    from rich.console import Console
+    from qnmixer.engine.reports.terminal import Console
 
     # A check may load torch, for seconds. Only a terminal shows the word, and only until then.
     with Console(quiet=rank() > 0).status("reading the settings …"):

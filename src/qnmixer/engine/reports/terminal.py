@@ -4,9 +4,9 @@ import csv
 import io
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import rich.console
 import rich.progress
@@ -16,10 +16,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from qnmixer.errors import visible
-
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
 
 # The console
 
@@ -110,9 +106,18 @@ def in_digits(value: float | None, deviation: float | None = None, reference: fl
 # Progress
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-def progress(items: "Collection[T] | DataLoader[T]", doing: str, unit: str, console: Console) -> Iterator[T]:
+class Countable(Protocol[T_co]):
+    """What has a length and items, as a list or torch's DataLoader."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[T_co]: ...
+
+
+def progress(items: Countable[T], doing: str, unit: str, console: Console) -> Iterator[T]:
     """Iterate over items, with a bar on a terminal and lines in a log. A quiet console shows neither."""
     shown, total = Progress(console), len(items)
     try:

@@ -105,6 +105,8 @@ def _draw(path: Path, scores: Sequence[DoseScores]) -> None:
         for (contrast, curve), style in zip(result.transfer.items(), ("-", "--", ":"), strict=False):
             label = f"{contrast:g} HU" if k == len(shown) - 1 else None  # the colours are those of the other panels
             panels[3].plot(*curve, style, color=f"C{k}", label=label)
+    for panel in panels[:2]:
+        panel.set_xticks(doses, [f"{photons:,.0f}" for photons in doses])
     panels[2].set(xlabel="1/mm", title=f"noise power, HU² mm², at {dose:,.0f}")
     panels[3].set(xlabel="1/mm", ylim=(0, 1.5), title=f"modulation of edges at {dose:,.0f}")
     for panel in panels:
