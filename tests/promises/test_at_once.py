@@ -17,7 +17,7 @@ from qnmixer.engine import cli
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
 
-from ..conftest import environment, every_third
+from ..conftest import environment
 from ..heavy import LOADED, path_without
 from ..studies import SEARCH_PATH
 from ..terminal import in_terminal
@@ -200,7 +200,7 @@ def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, word
     assert {word for word in words.split() if not word.startswith("data.root")} <= {*told.split(", ")}
 
 
-@pytest.mark.parametrize("words", every_third(BESIDE))
+@pytest.mark.parametrize("words", BESIDE)
 def test_what_an_experiment_sets_stops_no_other_option(words: str) -> None:
     """Each part that is named is the class that it is without the experiment."""
     found = parse(compose("train", [SEARCH_PATH, *words.split()])).plain()

@@ -28,7 +28,7 @@ from qnmixer.engine.tracking.run import latest
 from qnmixer.new import new
 
 from ..conftest import PHANTOMS
-from ..pages import README, ROOT, blocks, commands
+from ..pages import ROOT, commands
 from ..studies import STUDIES
 from ..warm import Warm
 from .commands import write_ct
@@ -38,17 +38,11 @@ TINY = [
     "data.num_workers=0", "trainer.max_steps=2", "trainer.val_every_n_steps=2", "trainer.accelerator=cpu",
 ]  # fmt: skip
 
-README_COMMANDS = blocks(README, "bash")
-
 
 def marked(command: str) -> Any:
-    """What plans or checks at length, starts several processes, or trains by docs, is for make test-all.
-
-    Its own tests are shorter.
-    """
+    """What plans or checks at length, or starts several processes, is for make test-all: its own tests are shorter."""
     long = (
-        ("qnmixer.train" in command and command not in README_COMMANDS)
-        or "strategy=" in command
+        "strategy=" in command
         or " -m " in command.removeprefix("python -m")
         or "compare" in command
         or "robustness" in command
@@ -128,8 +122,6 @@ def run(command: str, place: Path, warm: Warm) -> None:
     elif words[2] == "qnmixer.train":
         phantoms = not any(word.startswith(("data=", "experiment=paper")) for word in words)
         words += [*TINY, *(PHANTOMS if phantoms else ["data.cache_dir=cache"] * ("data=custom" not in words))]
-        if "callbacks" not in command:
-            words.append("callbacks=none")
         if "model.n_iterations" not in command:
             words.append("model.n_iterations=2")
         if "hydra/sweeper=search" in command:

@@ -102,14 +102,8 @@ def test_a_checkpoint_names_code_and_variables_in_vain(
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ("code", "weights_only"), ("truncated", "damaged"),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                ("missing", "give "), ("empty", "has no checkpoints"), ("other program", "another program"),
-                ("text", "no checkpoint"),
-            )
-        ),
+        ("missing", "give "), ("empty", "has no checkpoints"), ("other program", "another program"),
+        ("code", "weights_only"), ("truncated", "damaged"), ("text", "no checkpoint"),
     ],
 )  # fmt: skip
 def test_no_command_takes_a_checkpoint_that_is_none(

@@ -229,11 +229,7 @@ def test_a_pipeline_trains_and_logs_what_one_process_does(here: Path, command: C
             "+module.iterates=1",
             "training_step asks for the iterates, but they are on other devices: choose ",
         ),
-        pytest.param(
-            "+module.mode=another",
-            "training_step gives the network another sinogram than that of self.measure",
-            marks=pytest.mark.long,
-        ),
+        ("+module.mode=another", "training_step gives the network another sinogram than that of self.measure"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused_in_one_line(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..conftest import Command, every_third
+from ..conftest import Command
 from ..warm import FORK_RANKS, Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
@@ -177,7 +177,7 @@ AT_ODDS = {
 }
 
 
-@pytest.mark.parametrize("case", every_third(AT_ODDS))
+@pytest.mark.parametrize("case", AT_ODDS)
 def test_processes_at_odds_with_the_config_are_refused(start: Start, cold: Warm, tmp_path: Path, case: str) -> None:
     overrides, environment, message = AT_ODDS[case]
     environment = {name: value for name, value in (srun(1, "1") | environment).items() if value}
