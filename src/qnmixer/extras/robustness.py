@@ -1,6 +1,5 @@
 """A network under other conditions than those of its training, beside FBP and total variation: one table, one plot."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,8 @@ from qnmixer.engine.config.run import Config, section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.command import on_test
 from qnmixer.engine.evaluation.evaluate import evaluate, evaluated_source
-from qnmixer.engine.evaluation.logs import log_scores
-from qnmixer.engine.evaluation.scores import Evaluation
+from qnmixer.engine.evaluation.logs import log_scores, name_in_logs
+from qnmixer.engine.evaluation.scores import Evaluation, log_prefix
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor, build_measurement
 from qnmixer.engine.reports.terminal import NOTHING, Console, csv_table, in_digits, markdown_table, terminal_table
@@ -227,13 +226,11 @@ def draw(path: Path, results: Mapping[Condition, Scores], trained: Mapping[str, 
 
 
 def log(loggers: Sequence[Logger], results: Mapping[Condition, Scores], folder: Path) -> None:
-    """Log all scores, under names of letters, digits and _: MLflow refuses commas. W&B also gets table and plot."""
+    """Log all scores. W&B also gets the table and the plot."""
     methods = _methods(results)
     values: dict[str, float] = {}
     for condition, scores in results.items():
-        condition_name = re.sub(r"[^\w.-]+", "_", condition.name)
         for name, pair in scores.items():
-            method = "" if name == methods[-1] else f"{name.lower()}/"
-            named = zip(("psnr", "ssim"), pair, strict=True)
-            values |= {f"robustness/{condition_name}/{method}{metric}": value for metric, value in named}
+            prefix = f"robustness/{name_in_logs(condition.name)}/{log_prefix(name, methods)}"
+            values |= {f"{prefix}{metric}": value for metric, value in zip(("psnr", "ssim"), pair, strict=True)}
     log_scores(loggers, values, ("robustness/plot", folder / PLOT), [folder / "table.csv"], folder)

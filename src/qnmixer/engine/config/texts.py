@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from qnmixer.engine.config.commands import CONFIGS
-from qnmixer.engine.config.compose import OF_A_RUN, key_of
+from qnmixer.engine.config.compose import key_of
 
 _NUMBER = re.compile(
     r"(?:(?<=[=\[,])|^)\s*([+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:e[+-]?\d[\d_]*)?|[+-]?inf|nan|true|false)\s*(?=[\],]|$)",
@@ -36,8 +36,8 @@ def with_texts(words: list[str], config_name: str) -> list[str]:
 
 @cache
 def _keys_of_texts(config_name: str) -> frozenset[str]:
-    schemas = [CONFIGS[config_name], *([CONFIGS["train"]] if config_name in OF_A_RUN else [])]
-    return frozenset(_FOLDERS).union(key for schema in schemas for key in _keys_in(schema, ""))
+    keys = _keys_in(CONFIGS[config_name], "")
+    return frozenset(_FOLDERS).union(key.removeprefix("run.") for key in keys)  # the field of plan and doctor
 
 
 def _keys_in(hint: Any, key: str) -> Iterator[str]:

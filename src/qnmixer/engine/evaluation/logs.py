@@ -1,5 +1,6 @@
 """What loggers get of an evaluation: numbers; and W&B also a picture and files."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,11 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from qnmixer.engine.config import logged
 from qnmixer.engine.evaluation.evaluate import PAGE, PICTURE
 from qnmixer.engine.evaluation.scores import Evaluation
+
+
+def name_in_logs(heading: str) -> str:
+    """A heading as a name that every logger takes: MLflow refuses commas, brackets and percent signs."""
+    return re.sub(r"[^\w.-]+", "_", heading).strip("_")
 
 
 def log_scores(

@@ -138,8 +138,10 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """The means, under names that are the same for every network: psnr, fbp/psnr, tv/psnr."""
         means = self.means()
-        named = {"": self.methods[-1]} | {f"{name.lower()}/": name for name in self.baselines}
-        return {f"{prefix}{metric}": means[name][metric] for prefix, name in named.items() for metric in self.titles}
+        names = [self.methods[-1], *self.baselines]
+        return {
+            f"{log_prefix(name, self.methods)}{metric}": means[name][metric] for name in names for metric in self.titles
+        }
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and rows, a row for each method: means ± standard deviations."""
@@ -196,6 +198,11 @@ class Evaluation:
         """Mean PSNR difference of the last method and another one."""
         pairs = zip(self.values(self.methods[-1], "psnr"), self.values(rival, "psnr"), strict=True)
         return mean(a - b for a, b in pairs)
+
+
+def log_prefix(method: str, methods: Sequence[str]) -> str:
+    """What loggers get before the names of a method's scores: nothing for the network, which is the last method."""
+    return "" if method == methods[-1] else f"{method.lower()}/"
 
 
 def used_in_training(overlap: Overlap) -> list[str]:

@@ -26,11 +26,7 @@ from qnmixer.engine.config.targets import modes_of
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.own import OwnDataModule
 from qnmixer.engine.data.splits import RunSplit, seen_by
-from qnmixer.engine.evaluation.evaluate import (
-    evaluate,
-    what_was_evaluated,
-    write_evaluation,
-)
+from qnmixer.engine.evaluation.evaluate import evaluate, what_was_evaluated, write_evaluation
 from qnmixer.engine.evaluation.logs import log_evaluation
 from qnmixer.engine.lightning_private import count_training_steps, disable_signal_handling
 from qnmixer.engine.memory.modes import apply_memory_mode

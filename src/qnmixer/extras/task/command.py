@@ -21,7 +21,7 @@ from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import ConfigError
 from qnmixer.extras.task import scores as of
 from qnmixer.extras.task.phantoms import Disc, TaskPhantom
-from qnmixer.extras.task.report import DoseScores, headings, numbers, write_task
+from qnmixer.extras.task.report import DoseScores, headings, scores_by_name, write_task
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation
 
@@ -55,7 +55,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         record["evaluated"] = {"weights": digest_of_weights(module.state_dict()), "data": "task", "noise": "physical"}
         picture = write_task(folder, title, scores, console)
         record["picture"] = str(picture)
-        log_scores(loggers, numbers(scores), ("task/picture", picture), [picture, folder / "table.csv"], folder)
+        log_scores(loggers, scores_by_name(scores), ("task/picture", picture), [picture, folder / "table.csv"], folder)
     console.print(f"picture: {record['picture']}", soft_wrap=True)
 
 

@@ -1,6 +1,5 @@
 """The report of an evaluation by task: a table (terminal, Markdown, CSV), and a figure."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
 from qnmixer.engine.evaluation.evaluate import PICTURE
+from qnmixer.engine.evaluation.logs import name_in_logs
+from qnmixer.engine.evaluation.scores import log_prefix
 from qnmixer.engine.reports.terminal import Console, csv_table, in_digits, markdown_table, terminal_table
 from qnmixer.files import atomic_file, write_text
 
@@ -53,15 +54,14 @@ def headings(edge_hu: Sequence[float]) -> list[str]:
     return ["noise, HU", "its mean frequency, 1/mm", *edges, _KEPT, _DETECTED]
 
 
-def numbers(scores: Sequence[DoseScores]) -> dict[str, float]:
+def scores_by_name(scores: Sequence[DoseScores]) -> dict[str, float]:
     """The scores as loggers get them: task/PHOTONS/METHOD/SCORE, without METHOD/ for the network, the last method."""
-    named = {}
-    for result in scores:
-        method = "" if result.method == scores[-1].method else f"{result.method.lower()}/"
-        for heading, (value, _) in result.scores.items():
-            score = re.sub(r"\W+", "_", heading).strip("_")
-            named[f"task/{result.photons:.0f}/{method}{score}"] = value
-    return named
+    methods = [result.method for result in scores]
+    return {
+        f"task/{result.photons:.0f}/{log_prefix(result.method, methods)}{name_in_logs(heading)}": value
+        for result in scores
+        for heading, (value, _) in result.scores.items()
+    }
 
 
 def write_task(folder: Path, title: str, scores: Sequence[DoseScores], console: Console) -> Path:
