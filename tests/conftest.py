@@ -130,7 +130,7 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     """Runs commands that need torch and Lightning."""
     rooms = ["training.worker", "inference.reconstruct", "memory.report", "checkup.checks"]
-    loaded = ["qnmixer.fit", "qnmixer.extras.export_run", *(f"qnmixer.engine.{room}" for room in rooms)]
+    loaded = ["qnmixer.fit", "qnmixer.extras.export.run", *(f"qnmixer.engine.{room}" for room in rooms)]
     with Warm(tmp_path_factory.mktemp("warm"), *loaded) as server:
         yield server
 

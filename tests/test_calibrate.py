@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qnmixer.calibrate import check, main
-from qnmixer.engine import cli
+from qnmixer.engine.cli.command import TRACEBACK
 from qnmixer.engine.config.compose import compose
 from qnmixer.extras.calibration.dose import Dose, Variances, fit_dose
 from qnmixer.extras.calibration.report import calibrate_input
@@ -191,7 +191,7 @@ def test_bad_input_is_one_line(
         np.save(f"{name}.npy", array)
     Path("text.npy").write_text("1 2 3")
     monkeypatch.setattr(sys, "argv", ["calibrate", *words.split()])
-    monkeypatch.delenv(cli.TRACEBACK, raising=False)
+    monkeypatch.delenv(TRACEBACK, raising=False)
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 1

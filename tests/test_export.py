@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine import cli
 from qnmixer.engine.build import build_module
+from qnmixer.engine.cli import command
 from qnmixer.engine.config.compose import compose, quoted
 from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.export import check, export
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
+
+from .schemas import SCHEMAS
 
 TINY = [
     "data.image_size=32", "geometry.n_views=8", "geometry.n_detectors=48", "geometry.detector_pitch=20",
@@ -30,9 +32,9 @@ def run(task: Any, check: Any, name: str, *arguments: str) -> tuple[int, str, st
     code, stdout, stderr = 0, io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(sys, "argv", [name, *arguments])
-        patch.delenv(cli.TRACEBACK, raising=False)
+        patch.delenv(command.TRACEBACK, raising=False)
         try:
-            cli.run(task, check, name)
+            command.run(task, check, SCHEMAS[name])
         except SystemExit as stop:
             code = int(stop.code or 0)
     return code, stdout.getvalue(), stderr.getvalue()

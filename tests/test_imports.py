@@ -18,7 +18,7 @@ SRC = Path(qnmixer.__file__).parent
         ("qnmixer", {"torch", "numpy", "omegaconf", "rich"}),
         ("qnmixer.engine.config.run", {"torch", "lightning"}),
         ("qnmixer.engine.inference.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
-        ("qnmixer.extras.export_run", {"lightning", "torchmetrics", "matplotlib"}),
+        ("qnmixer.extras.export.run", {"lightning", "torchmetrics", "matplotlib"}),
     ],
 )
 def test_what_is_not_needed_is_not_loaded(module: str, unwanted: set[str]) -> None:

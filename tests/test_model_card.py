@@ -10,7 +10,7 @@ import torch
 
 from qnmixer.engine.checkpoints import digest_of_weights
 from qnmixer.engine.reconstructor import Reconstructor
-from qnmixer.extras.model_card import model_card
+from qnmixer.extras.export.card import model_card
 
 RECORD = {
     "status": "done", "overrides": [], "git_commit": "abc123", "versions": {"python": "3.11.7", "torch": "2.13.0"},

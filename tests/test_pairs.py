@@ -13,11 +13,11 @@ import torch
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.checkpoints import load_run
-from qnmixer.engine.config.commands import EvaluateConfig
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.command import evaluate_run
+from qnmixer.engine.evaluation.config import EvaluateConfig
 from qnmixer.engine.evaluation.evaluate import title_of
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.engine.reports.terminal import Console

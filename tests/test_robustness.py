@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from qnmixer import robustness
-from qnmixer.engine import cli
+from qnmixer.engine.cli.command import TRACEBACK
 from qnmixer.engine.tracking.records import read_results
-from qnmixer.extras.model_card import evaluations
+from qnmixer.extras.export.card import evaluations
 from qnmixer.models import UnrolledNetwork
 
 from .test_export import TINY, save
@@ -38,7 +38,7 @@ class WeightOfEachView(UnrolledNetwork):
 
 def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr(sys, "argv", ["robustness", *words])
-    monkeypatch.delenv(cli.TRACEBACK, raising=False)
+    monkeypatch.delenv(TRACEBACK, raising=False)
     try:
         robustness.main()
     except SystemExit as stop:

@@ -34,7 +34,7 @@ class ProcessLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run these jobs and wait for all of them."""
-        from qnmixer.engine.config.compose import search_path_in, with_one_limit, without_null
+        from qnmixer.engine.config.compose import search_path_in, with_one_limit
         from qnmixer.engine.sweeps import (  # imported here, because Hydra loads this file for every command
             Job,
             place_jobs,
@@ -46,7 +46,7 @@ class ProcessLauncher(Launcher):
         if self.jobs_at_once is not None and (not isinstance(self.jobs_at_once, int) or self.jobs_at_once < 1):
             raise ConfigError(f"hydra.launcher.jobs_at_once={self.jobs_at_once} must be at least 1")
         where = search_path_in([*self.config.hydra.overrides.hydra])
-        limited = [without_null(with_one_limit([*overrides])) for overrides in job_overrides]
+        limited = [with_one_limit([*overrides]) for overrides in job_overrides]
         folders = place_jobs(Path(self.config.hydra.sweep.dir), [[*where, *its] for its in limited])
         jobs = []
         for folder, its in zip(folders, limited, strict=True):

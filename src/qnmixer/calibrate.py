@@ -9,9 +9,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from qnmixer.engine import cli
-from qnmixer.engine.config.commands import CalibrateConfig
+from qnmixer.engine.cli import command
 from qnmixer.errors import say, visible
+from qnmixer.extras.calibration.config import CalibrateConfig
 from qnmixer.files import check_there, check_unused
 
 
@@ -36,7 +36,7 @@ def check(cfg: DictConfig) -> CalibrateConfig:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-calibrate`, so that a shell can complete its keys."""
-    cli.run(calibrate, check, "calibrate")
+    command.run(calibrate, check, CalibrateConfig)
 
 
 if __name__ == "__main__":

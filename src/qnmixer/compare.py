@@ -11,12 +11,13 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from qnmixer.engine import cli
-from qnmixer.engine.config.commands import CompareConfig, check_slices
+from qnmixer.engine.cli import command
 from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.targets import NoiseConfig
+from qnmixer.engine.evaluation.config import check_slices
 from qnmixer.engine.sweeps import find_sweep
 from qnmixer.errors import ConfigError, say, visible
+from qnmixer.extras.comparison.config import CompareConfig
 from qnmixer.files import check_no_links, check_unused, path_of
 
 
@@ -56,7 +57,7 @@ def check(cfg: DictConfig) -> CompareConfig:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-compare`, so that a shell can complete its keys."""
-    cli.run(compare, check, "compare")
+    command.run(compare, check, CompareConfig)
 
 
 if __name__ == "__main__":

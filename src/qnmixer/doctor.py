@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
-from qnmixer.engine import cli
-from qnmixer.engine.config.commands import DoctorConfig
+from qnmixer.engine.checkup.config import DoctorConfig
+from qnmixer.engine.cli import command
 from qnmixer.errors import say
 
 
@@ -36,7 +36,7 @@ def doctor(config: DoctorConfig) -> None:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-doctor`, so that a shell can complete its keys."""
-    cli.run(doctor, DoctorConfig.parse, "doctor")
+    command.run(doctor, DoctorConfig.parse, DoctorConfig)
 
 
 if __name__ == "__main__":

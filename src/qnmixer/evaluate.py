@@ -11,9 +11,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from qnmixer.engine import cli
-from qnmixer.engine.config.commands import EvaluateConfig, check_slices
-from qnmixer.engine.config.sections import TaskConfig
+from qnmixer.engine.cli import command
+from qnmixer.engine.evaluation.config import EvaluateConfig, TaskConfig, check_slices
 from qnmixer.engine.tracking import run as tracking
 from qnmixer.errors import say, visible
 from qnmixer.weights import check_weights
@@ -44,7 +43,7 @@ into_new_folder = partial(tracking.into_new_folder, "evaluate")
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-evaluate`, so that a shell can complete its keys."""
-    cli.run(evaluate, check, "evaluate", complete=into_new_folder)
+    command.run(evaluate, check, EvaluateConfig, complete=into_new_folder)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,16 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from qnmixer.engine import cli
-from qnmixer.engine.config.commands import ExportConfig
+from qnmixer.engine.cli import command
 from qnmixer.errors import ConfigError
+from qnmixer.extras.export.config import ExportConfig
 from qnmixer.files import check_there
 from qnmixer.weights import PRETRAINED, SUFFIX
 
 
 def export(config: ExportConfig) -> None:
     """Write the weights and the card."""
-    from qnmixer.extras.export_run import export_run
+    from qnmixer.extras.export.run import export_run
 
     export_run(config)
 
@@ -36,7 +36,7 @@ def check(cfg: DictConfig) -> ExportConfig:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-export`, so that a shell can complete its keys."""
-    cli.run(export, check, "export")
+    command.run(export, check, ExportConfig)
 
 
 if __name__ == "__main__":

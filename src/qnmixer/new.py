@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from qnmixer.engine import cli
+from qnmixer.engine.cli.errors import explain
 from qnmixer.errors import ConfigError
 
 PACKAGE = Path(__file__).parent
@@ -98,7 +98,7 @@ def main() -> None:
             raise ConfigError("give the name of one new folder: qnmixer-new my_ct")
         new(Path(words[0]))
     except (ConfigError, OSError) as error:
-        sys.exit(f"error: {cli.explain(error, 'train') or error}")
+        sys.exit(f"error: {explain(error, 'train') or error}")
     print(f"try it: cd {shlex.quote(words[0])} && make train")
 
 

@@ -5,8 +5,8 @@ python -m qnmixer.plan experiment=paper_aapm device=V100-32   # takes all overri
 python -m qnmixer.plan memory=recompute format=json           # one object, for programs
 """
 
-from qnmixer.engine import cli
-from qnmixer.engine.config.commands import PlanConfig
+from qnmixer.engine.cli import command
+from qnmixer.engine.memory.config import PlanConfig
 
 
 def plan(config: PlanConfig) -> None:
@@ -18,7 +18,7 @@ def plan(config: PlanConfig) -> None:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-plan`, so that a shell can complete its keys."""
-    cli.run(plan, PlanConfig.parse, "plan")
+    command.run(plan, PlanConfig.parse, PlanConfig)
 
 
 if __name__ == "__main__":

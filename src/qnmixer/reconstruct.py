@@ -8,8 +8,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from qnmixer.engine import cli
-from qnmixer.engine.config.commands import ReconstructConfig
+from qnmixer.engine.cli import command
+from qnmixer.engine.inference.config import ReconstructConfig
 from qnmixer.errors import ConfigError, say, visible
 from qnmixer.files import check_no_nifti, check_there, check_unused
 from qnmixer.weights import check_weights
@@ -39,7 +39,7 @@ def check(cfg: DictConfig) -> ReconstructConfig:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-reconstruct`, so that a shell can complete its keys."""
-    cli.run(reconstruct, check, "reconstruct")
+    command.run(reconstruct, check, ReconstructConfig)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,18 @@ from functools import partial
 
 from omegaconf import DictConfig
 
-from qnmixer.engine import cli
-from qnmixer.engine.config.commands import RobustnessConfig, check_slices
+from qnmixer.engine.cli import command
+from qnmixer.engine.evaluation.config import check_slices
 from qnmixer.engine.tracking.run import into_new_folder, new_folder
 from qnmixer.errors import say, visible
+from qnmixer.extras.robustness.config import RobustnessConfig
 from qnmixer.weights import check_weights
 
 
 def robustness(config: RobustnessConfig) -> None:
     """Print one table over all conditions, and write table and plot into a folder."""
     say(visible(f"measuring {config.run} under other conditions (loading PyTorch …)"))
-    from qnmixer.extras.robustness import measure_robustness
+    from qnmixer.extras.robustness.table import measure_robustness
 
     with new_folder() as (folder, overrides):
         measure_robustness(config, folder, overrides)
@@ -34,7 +35,7 @@ def check(cfg: DictConfig) -> RobustnessConfig:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-robustness`, so that a shell can complete its keys."""
-    cli.run(robustness, check, "robustness", complete=partial(into_new_folder, "robustness"))
+    command.run(robustness, check, RobustnessConfig, complete=partial(into_new_folder, "robustness"))
 
 
 if __name__ == "__main__":

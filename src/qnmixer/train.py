@@ -16,7 +16,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from qnmixer.engine import cli
+from qnmixer.engine.cli import command
+from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.config.compose import key_of, search_path_in
 from qnmixer.engine.config.data import check_data
 from qnmixer.engine.config.run import Config, parse
@@ -60,10 +61,10 @@ def train(*overrides: str) -> Trained:
         raise ConfigError(f"{flags[0]} is no override (KEY=VALUE): for a sweep, use python -m qnmixer.train -m")
     try:
         with private_files():
-            words = cli.completed([*overrides], "train", resume_overrides)
-            trained: Trained = cli.run_once(run, check, "train", words)
+            words = command.completed([*overrides], Config, resume_overrides)
+            trained: Trained = command.run_once(run, check, "train", words)
     except HydraException as error:  # an unknown key
-        raise ConfigError(cli.explain(error, "train", [*overrides])) from error
+        raise ConfigError(explain(error, "train", [*overrides])) from error
     return trained
 
 
@@ -132,7 +133,7 @@ def main(conf: Path | None = None, experiment: str | None = None) -> None:
     if experiment is not None and not {"experiment", "resume"} & {*map(key_of, words)}:
         words = [f"experiment={experiment}", *words]
     sys.argv[1:] = words if conf is None else [f"--config-dir={conf}", *words]
-    cli.run(run, check, "train", sweep, resume_overrides, job)
+    command.run(run, check, Config, sweep, resume_overrides, job)
 
 
 if __name__ == "__main__":

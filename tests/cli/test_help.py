@@ -1,6 +1,6 @@
 import pytest
 
-from qnmixer.engine.cli import usage
+from qnmixer.engine.cli.help import usage
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.files import flat_keys
 

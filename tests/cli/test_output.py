@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from qnmixer.engine.cli import lasting_output
+from qnmixer.engine.processes.output import lasting_output
 
 from ..conftest import Command
 

@@ -15,23 +15,25 @@ import pytest
 import sqlalchemy
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine import cli
-from qnmixer.engine.config import commands
+from qnmixer.engine.cli import command
+from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.files import CONF
 from qnmixer.engine.config.run import parse
 from qnmixer.errors import ConfigError
 from qnmixer.new import TEMPLATE
 from qnmixer.train import check
 
 from ..conftest import every_third
+from ..schemas import SCHEMAS
 
 CHECKS: dict[str, Callable[..., Any]] = {
     "train": check,
-    "evaluate": commands.EvaluateConfig.parse,
-    "reconstruct": commands.ReconstructConfig.parse,
-    "export": commands.ExportConfig.parse,
-    "compare": commands.CompareConfig.parse,
-    "plan": commands.PlanConfig.parse,
+    "evaluate": SCHEMAS["evaluate"].parse,
+    "reconstruct": SCHEMAS["reconstruct"].parse,
+    "export": SCHEMAS["export"].parse,
+    "compare": SCHEMAS["compare"].parse,
+    "plan": SCHEMAS["plan"].parse,
 }
 
 
@@ -78,11 +80,11 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
                 raise Checked
 
         monkeypatch.setattr(sys, "argv", [name, *words])
-        monkeypatch.delenv(cli.TRACEBACK, raising=False)
+        monkeypatch.delenv(command.TRACEBACK, raising=False)
         capsys.readouterr()
         code = 0
         try:
-            cli.run(task, checking, name)
+            command.run(task, checking, SCHEMAS[name])
         except Checked:
             pass
         except SystemExit as stop:
@@ -98,8 +100,6 @@ def advised(line: str, words: list[str], value: str = "3") -> list[str]:
         return [word for word in words if word != left_out[1]]
     if way := re.search(r"write (--.*), or", line):
         return shlex.split(way[1])
-    if line.endswith("add --cfg job"):
-        return [*words, "--cfg", "job"]
     if way := re.search(r"(?:write|use|choose one with|Or add|or add) (.+?)(?:[,;:] .*)?$", line):
         return [word.replace("…", value) for word in shlex.split(way[1]) if "=" in word or word[0] in "~-"]
     assert line.endswith("leave it out"), line
@@ -108,14 +108,7 @@ def advised(line: str, words: list[str], value: str = "3") -> list[str]:
 
 # Wrong words after "|", and what the line says. What it advises is typed in their place.
 WORDS = {
-    # a group that is chosen and deleted
-    "train experiment=demo | logger=csv ~logger": "logger=csv and ~logger contradict each other: leave out ~logger",
-    "train | callbacks=ema ~callbacks": "leave out ~callbacks",
-    "train | optimizer=adamw ~optimizer": "leave out ~optimizer",
-    "train | ~optimizer optimizer=adamw": "leave out ~optimizer",
-    "train | model=tv ~model=tv": "leave out ~model=tv",
-    "train | experiment=demo ~experiment": "leave out ~experiment",
-    "evaluate run=. | noise=none ~noise": "leave out ~noise",
+    # a group that is deleted or added
     "train | ~callbacks=ema": "~callbacks=… names another value than that of the config: write ~callbacks",
     "train | ++model=tv": "++model=tv is for keys, not for groups: write model=tv",
     # none of a group
@@ -144,7 +137,6 @@ WORDS = {
     "train | --devices 1": "write trainer.devices=1",
     "train | --model tv": "write model=tv",
     "train | --multi": "--multi is not an option: write --multirun",
-    "train | --resolve": "--resolve works with --cfg only: add --cfg job",
     "plan | --device V100-16": "write device=V100-16",
     "evaluate | --run runs/x": "--run is not an option: write run=runs/x",
     "evaluate run=. | --split val": "write split=val",
@@ -202,7 +194,7 @@ def test_other_commands_take_the_network_as_run(context: str, key: str, typed: T
 @pytest.mark.parametrize("group", ["experiment", "model", "optimizer"])
 def test_an_option_of_ones_own_needs_its_folder(group: str, typed: Typed, tmp_path: Path) -> None:
     original = {"experiment": "demo", "model": "tv", "optimizer": "adamw"}[group]
-    text = (cli.CONF / group / f"{original}.yaml").read_text()
+    text = (CONF / group / f"{original}.yaml").read_text()
     (tmp_path / "my conf" / group).mkdir(parents=True)
     (tmp_path / "my conf" / group / "zzz.yaml").write_text(text)
     line = typed("train", f"{group}=zzz").line
@@ -238,7 +230,7 @@ def test_the_options_of_a_project_are_among_those_to_choose(typed: Typed, projec
     ("table", "line"),
     [
         ('conf = "nowhere"', 'pyproject.toml: no folder nowhere: write conf = "FOLDER" in [tool.qnmixer]'),
-        ('cnf = "conf"', 'pyproject.toml: [tool.qnmixer] takes conf = "FOLDER" and experiment = "NAME" only'),
+        ('cnf = "conf"', "unknown key tool.qnmixer.cnf: did you mean tool.qnmixer.conf?"),
         ("conf = ", "pyproject.toml of this folder cannot be read"),
     ],
 )
@@ -282,7 +274,7 @@ def test_a_project_that_wandb_refuses(
 
     with pytest.raises(wandb.errors.UsageError) as refused:  # of W&B itself
         wandb.Settings(project=project)
-    assert "login" not in str(cli.explain(refused.value, "train"))
+    assert "login" not in str(explain(refused.value, "train"))
     monkeypatch.setenv("WANDB_PROJECT", project)
     line = typed("train").line
     assert f"logger.wandb.project={project} (or WANDB_PROJECT)" in line
@@ -436,7 +428,7 @@ def test_folders_of_hydra(typed: Typed, tmp_path: Path) -> None:
 
 
 def test_from_a_program() -> None:
-    words = cli.completed(["experiment=demo", "tags=[1.10]"], "train")
+    words = command.completed(["experiment=demo", "tags=[1.10]"], SCHEMAS["train"])
     assert parse(compose("train", words)).tags == ["1.10"]
 
 
@@ -444,7 +436,7 @@ def test_a_database_that_is_none() -> None:
     with pytest.raises(sqlalchemy.exc.ArgumentError) as refused:
         sqlalchemy.make_url("x")
     line = "hydra.sweeper.storage is no database (Could not parse SQLAlchemy URL"
-    assert str(cli.explain(refused.value, "train")).startswith(line)
+    assert str(explain(refused.value, "train")).startswith(line)
 
 
 def test_a_part_of_other_files_is_no_option(typed: Typed) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qnmixer.engine.cli import completed
+from qnmixer.engine.cli.command import completed
 from qnmixer.engine.config.compose import compose, compose_sweep, with_search_path
 from qnmixer.engine.config.files import CONF
-from qnmixer.engine.config.run import parse
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.errors import ConfigError
 
 from ..studies import SEARCH_PATH
@@ -124,7 +124,6 @@ BOMBS = {
     "experiment/x.yaml": laughs("a0: &a0 [1, 1]\n", "a{i}: &a{i} [*a{j}, *a{j}]\n", ""),
     "loss/merged.yaml": laughs("a0: &a0 {b: 1}\n", "a{i}: &a{i} {{<<: [*a{j}, *a{j}]}}\n", ""),
     "own_group/deeper/x.yml": laughs("- &a0 {x: 1}\n", "- &a{i} {{x: *a{j}, y: *a{j}}}\n", ""),
-    "x.yaml": "a: &a [1, *a]\n",
     "loss/long.yaml": "a: 1\n" + "# long\n" * 40_000,
 }
 
@@ -152,19 +151,7 @@ def test_aliases_and_files_that_are_no_yaml_are_left_to_hydra(here: Path) -> Non
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "same_as"),
-    [
-        ("experiment=null", ""),
-        ("experiment=null model=tv", "model=tv"),
-        ("experiment=demo experiment=null model=tv", "model=tv"),
-        ("experiment=null experiment=demo", "experiment=demo"),
-        ("experiment=null,demo", "experiment=demo"),
-    ],
-)
-def test_no_experiment_is_the_value_of_the_file(words: str, same_as: str) -> None:
-    if "," in words:
-        assert compose_sweep("train", words.split()).model == compose("train", []).model
-        return
-    assert compose("train", words.split()) == compose("train", same_as.split())
-    assert compose("plan", completed(words.split(), "plan")) == compose("plan", same_as.split())
+def test_no_experiment() -> None:
+    assert compose("train", ["~experiment", "model=tv"]) == compose("train", ["model=tv"])
+    with pytest.raises(ConfigError, match=r"^experiment=null chooses nothing: leave it out, or write ~experiment$"):
+        completed(["experiment=null"], Config)

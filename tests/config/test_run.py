@@ -7,7 +7,6 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config.commands import EvaluateConfig, ReconstructConfig
 from qnmixer.engine.config.compose import compose, with_one_limit
 from qnmixer.engine.config.data import AsTrained, FolderData, PhantomData
 from qnmixer.engine.config.files import CONF
@@ -19,6 +18,8 @@ from qnmixer.engine.config.run import (
     parse,
     section,
 )
+from qnmixer.engine.evaluation.config import EvaluateConfig
+from qnmixer.engine.inference.config import ReconstructConfig
 from qnmixer.errors import ConfigError
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.fan_tiff import open_fan
+from qnmixer.engine.inference.config import ReconstructConfig
 from qnmixer.engine.inference.reconstruct import reconstruct_input
 from qnmixer.engine.inference.sinograms import holds_sinograms
 from qnmixer.engine.reconstructor import build_geometry

@@ -4,11 +4,11 @@ from functools import cache
 
 import pytest
 
-from qnmixer.engine.config.commands import EvaluateConfig
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import DataConfig, FolderData
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.evaluation.command import other_slices
+from qnmixer.engine.evaluation.config import EvaluateConfig
 from qnmixer.errors import CheckpointError, ConfigError
 
 

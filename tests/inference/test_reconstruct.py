@@ -15,11 +15,11 @@ from pydicom import dcmread
 
 from qnmixer.engine.batch import to_hu
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.inference.config import ReconstructConfig
 from qnmixer.engine.inference.input_slices import read_slices, simulated_scans, slice_files
 from qnmixer.engine.inference.reconstruct import images_of, reconstruct_input
 from qnmixer.engine.inference.scan import Scan

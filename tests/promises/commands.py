@@ -14,16 +14,18 @@ import pydicom
 import pytest
 import torch
 
-from qnmixer.engine import cli
-from qnmixer.engine.config.commands import EvaluateConfig
+from qnmixer.engine.cli import command
 from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.evaluation.config import EvaluateConfig
 from qnmixer.engine.inference.writers import write_dicom
 from qnmixer.engine.tracking.run import resume_overrides
 from qnmixer.evaluate import evaluate, into_new_folder
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
 from qnmixer.train import run as train
+
+from ..schemas import SCHEMAS
 
 COMPLETE = {"train": resume_overrides, "evaluate": into_new_folder}
 COMMANDS: dict[str, Any] = {
@@ -69,9 +71,9 @@ def run(name: str, *arguments: str) -> Outcome:
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(sys, "argv", [name, *arguments])
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.delenv(cli.TRACEBACK, raising=False)
+        patch.delenv(command.TRACEBACK, raising=False)
         try:
-            cli.run(*COMMANDS[name], name, complete=COMPLETE.get(name, list))
+            command.run(*COMMANDS[name], SCHEMAS[name], complete=COMPLETE.get(name, list))
         except SystemExit as stop:
             code = int(stop.code or 0)
     return Outcome(code, stdout.getvalue(), stderr.getvalue())

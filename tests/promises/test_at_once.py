@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from qnmixer.engine import cli
+from qnmixer.engine.cli import command
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
 
@@ -120,7 +120,7 @@ def test_questions_are_answered_without_torch(
 
 
 def test_a_traceback_is_there_for_who_asks(tmp_path: Path) -> None:
-    done = real(tmp_path, "-m", "qnmixer.train", "geometry.n_views=0", "hydra.run.dir=run", **{cli.TRACEBACK: "1"})
+    done = real(tmp_path, "-m", "qnmixer.train", "geometry.n_views=0", "hydra.run.dir=run", **{command.TRACEBACK: "1"})
     assert done.returncode != 0
     assert "Traceback (most recent call last)" in done.stderr
     assert "geometry.n_views=0 should be greater than or equal to 1" in done.stderr.splitlines()[-1]

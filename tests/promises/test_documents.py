@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from qnmixer import load_pretrained
-from qnmixer.engine import cli
+from qnmixer.engine.cli.command import TRACEBACK
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.phantoms import phantom
@@ -141,7 +141,7 @@ def run(command: str, place: Path, warm: Warm) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place / into.removeprefix("cd "))
         patch.setattr(sys, "argv", words[2:])
-        patch.setenv(cli.TRACEBACK, "1")
+        patch.setenv(TRACEBACK, "1")
         importlib.import_module(words[2]).main()
 
 

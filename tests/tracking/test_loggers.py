@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import wandb
 
-from qnmixer.engine.cli import explain
+from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import Config, parse, parse_file
 from qnmixer.engine.tracking import loggers as room

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.checkpoints import load_run
-from qnmixer.engine.config.logged import taken_names
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.metrics import build_metrics, try_metrics
+from qnmixer.engine.reports.names import taken_names
 from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import PluginError

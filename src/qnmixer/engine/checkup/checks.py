@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qnmixer.engine.checkup.rank import STEPS, Report, examine, read_report, run_ranks, train_a_little
-from qnmixer.engine.cli import explain
+from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, effective_batch
 from qnmixer.engine.config.sections import MemoryConfig, SingleConfig
 from qnmixer.engine.memory.usage import MIB

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Collection, Mapping
 from math import isfinite
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
@@ -26,7 +26,12 @@ class Section(BaseModel):
     """Keys of the config with their types, bounds and defaults. Values of another type are refused, so are other keys.
 
     A rule between its keys is a validator that raises ValueError. Its message begins with the key.
+
+    Attributes:
+        command: whose config it is; also the file in conf/. "" for a part of one.
     """
+
+    command: ClassVar[str] = ""
 
     model_config = VALUES | ConfigDict(extra="forbid", protected_namespaces=(), defer_build=True)
 

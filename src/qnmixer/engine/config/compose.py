@@ -3,16 +3,13 @@
 Hydra is imported when something is composed. A program that only loads a network does not need it.
 """
 
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any
 
-import yaml
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.checking import answer
 from qnmixer.engine.config.files import CONF, is_group, options
@@ -26,9 +23,8 @@ LENGTH = ("trainer.max_steps", "trainer.max_epochs")
 SEARCH_PATH = "hydra.searchpath"
 _FLAGS = ("--config-dir", "-cd")
 _FILE, _PACKAGE = "file://", "pkg://"
-NO_EXPERIMENT = "experiment=null"
-_MOST_BYTES, _MOST_VALUES = 2**18, 2000
-"""Of a config file. One of ours has 2 kB, and 60 values."""
+_MOST_BYTES, _MOST_ALIASES = 2**17, 12
+"""Of a config file. One of ours has 2 kB, and none."""
 
 
 def quoted(path: Path | str) -> str:
@@ -58,15 +54,6 @@ def values_of(overrides: list[str]) -> dict[str, str]:
 def of_hydra(override: str) -> bool:
     """Whether an override is for Hydra itself, also in the forms hydra={…} and …@hydra.…."""
     return re.search(r"(^|@)\s*hydra\b", key_of(override)) is not None
-
-
-def without_null(overrides: list[str]) -> list[str]:
-    """Overrides without `experiment=null`, the default of conf/train.yaml, and without the experiments before it.
-
-    Hydra takes null for a group in a file only.
-    """
-    last_null = max((i for i, word in enumerate(overrides) if word == NO_EXPERIMENT), default=-1)
-    return [word for i, word in enumerate(overrides) if i > last_null or key_of(word) != "experiment"]
 
 
 def with_search_path(arguments: list[str]) -> list[str]:
@@ -131,43 +118,23 @@ def _located(place: str) -> str:
 
 
 def _check_sizes(folder: Path) -> None:
-    """Raise ConfigError for a config file that Hydra would read for minutes: aliases may double a value many times.
+    """Raise ConfigError for a file that Hydra would read for minutes: each alias may double a value."""
+    for path in _files_in(folder):
+        with path.open("rb") as stream:
+            content = stream.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES or len(re.findall(rb"[\s\[{,]\*\w", content)) > _MOST_ALIASES:
+            raise ConfigError(
+                f"{path} has more than {_MOST_BYTES >> 10} KiB, or more than {_MOST_ALIASES} aliases (*NAME): write it "
+                "without them, or remove it"
+            )
 
-    Hydra reads no file of a hidden folder, unless that is the config folder itself.
-    """
-    for place, folders, files in os.walk(folder):
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    """The YAML files of a config folder. Hydra reads none of a hidden folder inside it."""
+    for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (Path(place, name) for name in files if name.endswith((".yaml", ".yml"))):
-            if not path.is_file():  # a pipe would never end
-                continue
-            with path.open("rb") as stream:
-                content = stream.read(_MOST_BYTES + 1)
-            if len(content) > _MOST_BYTES:
-                raise ConfigError(f"{path} has more than {_MOST_BYTES >> 10} KiB, too many for a config: remove it")
-            if b"*" in content and b"&" in content and _count_of_values(content) > _MOST_VALUES:
-                raise ConfigError(
-                    f"{path} has more than {_MOST_VALUES:,} values, because its aliases (*NAME) repeat them: write "
-                    "them out, or remove it"
-                )
-
-
-def _count_of_values(content: bytes) -> float:
-    """The values of a YAML file with its aliases written out; inf if one contains itself; 0 if it is no YAML."""
-    counts: dict[int, float] = {}
-
-    def count(node: yaml.Node) -> float:
-        if id(node) not in counts:
-            counts[id(node)] = math.inf  # until it is counted
-            parts = node.value if isinstance(node, yaml.CollectionNode) else []
-            flat = [part_of_pair for part in parts for part_of_pair in (part if isinstance(part, tuple) else (part,))]
-            counts[id(node)] = 1 + sum(map(count, flat))
-        return counts[id(node)]
-
-    try:
-        roots = [*yaml.compose_all(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader))]
-        return sum(count(root) for root in roots if root is not None)
-    except (yaml.YAMLError, ValueError, RecursionError):  # Hydra says what is wrong with it
-        return 0
+        paths = [Path(place, name) for name in sorted(names) if name.endswith((".yaml", ".yml"))]
+        yield from (path for path in paths if path.is_file())  # a pipe would never end
 
 
 def with_one_limit(words: list[str]) -> list[str]:
@@ -192,19 +159,21 @@ def compose(config_name: str, overrides: list[str], with_hydra: bool = False) ->
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         try:
-            return hydra.compose(config_name, without_null(overrides), return_hydra_config=with_hydra)
+            return hydra.compose(config_name, overrides, return_hydra_config=with_hydra)
         except Exception as error:
-            if fault := fault_of_file(error):
+            if fault := _fault_of_file(error, overrides):
                 raise ConfigError(fault) from error
-            # Of Hydra: data=null, trainer=3, data=${oc.select:seed}, a number of 5,000 digits, or hundreds of brackets
+            # data=null, trainer=3, data=${oc.select:seed}, a number of 5,000 digits, defaults that name their own file
             if not isinstance(error, ValueError | TypeError | AssertionError | RecursionError):
                 raise
-            raise ConfigError(_unreadable(overrides, first_line(error))) from error
+            raise ConfigError(_unreadable(overrides, error)) from error
 
 
-def _unreadable(overrides: list[str], why: str) -> str:
+def _unreadable(overrides: list[str], error: Exception) -> str:
     """The line for values that Hydra cannot read."""
-    groups = {key_of(word): word for word in overrides if is_group(key_of(word))}
+    if isinstance(error, RecursionError):
+        return "a value has hundreds of brackets, or the defaults of a config file name that file again: mend it"
+    groups, why = {key_of(word): word for word in overrides if is_group(key_of(word))}, first_line(error)
     if way := next(filter(None, map(answer, groups.values())), None):
         return way
     if not groups:
@@ -214,39 +183,15 @@ def _unreadable(overrides: list[str], why: str) -> str:
     return f"{' '.join(groups.values())} cannot be read ({why}): {choices}"
 
 
-def fault_of_file(error: BaseException) -> str | None:
-    """The line for an error that Hydra met in a config file: file, line and fault. None: in no file.
-
-    Hydra's errors name no file. The frames in which they were raised know it.
-    """
-    from hydra.errors import HydraException
-
-    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
-        function, variables = frame.f_code.co_qualname, frame.f_locals
-        if function == "FileConfigSource.load_config":
-            path, line = Path(variables["full_path"]), _line_of(error, Path(variables["full_path"]))
-            parts = [getattr(error, name, None) for name in ("context", "problem", "reason")]  # of YAML, of encodings
-            fault = ", ".join(filter(None, parts)) or first_line(error.__cause__ or error)
-            return f"{path} cannot be read ({f'line {line}: ' if line else ''}{fault}): mend the file"
-        if function == "ConfigRepository.load_config" and not isinstance(error, RecursionError | HydraException):
-            return (
-                f"the defaults of {variables['config_path']}.yaml cannot be read ({first_line(error)}): mend the file"
-            )
-        if function == "_create_defaults_tree_impl" and isinstance(error, RecursionError) and "path" in variables:
-            return f"the defaults of {variables['path']}.yaml name itself, or a file that names it: take that name out"
+def _fault_of_file(error: Exception, overrides: list[str]) -> str | None:
+    """The line for an error of YAML or of encodings, in a file of the user's, which Hydra does not name; else None."""
+    for path in [path for folder in folders_in(overrides) for path in _files_in(folder)]:
+        try:
+            OmegaConf.load(path)
+        except Exception as fault:
+            if type(fault) is type(error):
+                return f"{path} cannot be read ({' '.join(str(fault).split())}): mend the file"
     return None
-
-
-def _line_of(error: BaseException, path: Path) -> int | None:
-    """The line of a file, from 1, in which an error of YAML or of the encoding lies."""
-    if mark := getattr(error, "problem_mark", None):
-        return int(mark.line) + 1
-    try:
-        text = path.read_bytes().decode()
-    except UnicodeDecodeError as fault:
-        return fault.object.count(b"\n", 0, fault.start) + 1
-    position = getattr(error, "position", None)
-    return None if position is None else text.count("\n", 0, position) + 1
 
 
 def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:

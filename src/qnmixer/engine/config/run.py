@@ -1,7 +1,7 @@
 """The config of a training run: all its sections, and how it is read, checked, changed and stored."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
 from annotated_types import Len
 from omegaconf import DictConfig, OmegaConf
@@ -37,6 +37,7 @@ from qnmixer.engine.config.targets import (
     check_monitor,
 )
 from qnmixer.engine.plugins import check_plugin, is_trusted
+from qnmixer.errors import ConfigError
 
 FIT = "qnmixer.fit.fit"
 """The function that trains, as its key names it."""
@@ -48,6 +49,8 @@ _READ_AT_ONCE = "data", "loss", "model", "noise", "optimizer", "schedule"
 
 class Config(Section):
     """The config of one training run. Keys with a default are those that older files lack."""
+
+    command: ClassVar[str] = "train"
 
     seed: Seed
     monitor: str
@@ -144,6 +147,25 @@ def validate(config: Config) -> None:
     rules.an_end(config.trainer, config.debug)
     rules.fitting_strategy(config.strategy, config.trainer, config.model, config.optimizer, config.callbacks)
     rules.fitting_pipeline(config.strategy, config.trainer, config.model, config.data)
+
+
+class WithRunConfig(Section):
+    """Keys of a command beside those of a run, which has a training step."""
+
+    run: Config
+
+    @classmethod
+    def parse(cls, cfg: DictConfig) -> Self:
+        """Raises ConfigError."""
+        values = plain_values(cfg)
+        command_values = {key: values.pop(key) for key in cls.model_fields if key != "run"}
+        run = parse(values)
+        if not run.model.has_weights:
+            raise ConfigError(
+                f"model={run.model.name} has no weights, so it has no training step: choose another model"
+            )
+        config: Self = validated(cls, command_values | {"run": run})
+        return config
 
 
 def devices_per_replica(config: Config) -> int:

@@ -2,15 +2,15 @@
 
 import math
 import re
+from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from annotated_types import Ge, Gt, Le, Len
+from annotated_types import Ge, Gt, Le
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
-    Discriminator,
     Field,
     SerializerFunctionWrapHandler,
-    Tag,
     model_serializer,
     model_validator,
 )
@@ -24,6 +24,10 @@ Length = Annotated[float, Gt(0)]
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 Accelerator = Literal["auto", "cpu", "gpu", "cuda"]
 Precision = Literal["32", "16-mixed", "bf16-mixed"]
+CheckpointName = Literal["best", "last"]
+Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+"""One text, or several."""
+File = Annotated[str, AfterValidator(expanduser)]
 
 
 class GeometryConfig(Section):
@@ -77,37 +81,6 @@ class EvaluationConfig(Section):
     def _rising(self) -> Self:
         check_window(self.window)
         return self
-
-
-class TaskConfig(Section):
-    """An evaluation by task: phantoms with inserts at several doses."""
-
-    photons: Annotated[list[Annotated[float, Gt(0), Le(1e15)]], Len(1)]
-    n_images: Annotated[int, Ge(3)]
-    insert_hu: Annotated[float, Ge(-1000), Le(2000)]
-    insert_diameter: Length  # mm
-    edge_hu: Annotated[list[Annotated[float, Ge(-1000), Le(2000)]], Len(1)]
-    tv_weight: Annotated[float, Ge(1e-9), Le(1e9)]
-    tv_noise_weight: Annotated[float, Ge(0), Le(1e9)]
-    seed: Seed
-
-    @model_validator(mode="after")
-    def _visible(self) -> Self:
-        if 0 in self.edge_hu:
-            raise ValueError(f"edge_hu={self.edge_hu} has a disc without contrast: give for example [50,200,800]")
-        if self.insert_hu == 0:
-            raise ValueError("insert_hu=0 is no insert: give for example 20")
-        return self
-
-
-def kind_of_evaluation(values: Any) -> str:
-    """Which of two classes has the keys of an evaluation: `task`, or `slices`."""
-    return "task" if isinstance(values, TaskConfig) or (isinstance(values, dict) and "photons" in values) else "slices"
-
-
-AnyEvaluation = Annotated[
-    Annotated[TaskConfig, Tag("task")] | Annotated[EvaluationConfig, Tag("slices")], Discriminator(kind_of_evaluation)
-]
 
 
 class DebugConfig(Section):

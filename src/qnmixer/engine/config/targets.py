@@ -29,9 +29,9 @@ from pydantic.errors import PydanticUserError
 
 from qnmixer.engine.config.checking import VALUES, Section, answer, unknown_key, validated
 from qnmixer.engine.config.files import TARGET, option_of, options, owners
-from qnmixer.engine.config.logged import LOSS, taken_names
 from qnmixer.engine.config.sections import WandbConfig
 from qnmixer.engine.plugins import Kind, is_trusted, load_plugin, parameters_of, subclass_of, taken
+from qnmixer.engine.reports.names import LOSS, taken_names
 from qnmixer.errors import ConfigError, PluginError, first_line
 
 METRICS_FILE = "qnmixer.engine.tracking.loggers.MetricsFile"

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 from qnmixer.engine.checkpoints import find_checkpoint, load_run, run_of, split_of
-from qnmixer.engine.config.commands import EvaluateConfig, ScoringConfig
 from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.data import LOADING, AsTrained, DataConfig, FolderData, MixedData, PairData, PhantomData
 from qnmixer.engine.config.rules import one_scale, scan_of_set
@@ -12,6 +11,7 @@ from qnmixer.engine.config.run import targets_of
 from qnmixer.engine.config.sections import EvaluationConfig, GeometryConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
+from qnmixer.engine.evaluation.config import EvaluateConfig, ScoringConfig
 from qnmixer.engine.evaluation.evaluate import PAGE, evaluate, evaluated_source, what_was_evaluated, write_evaluation
 from qnmixer.engine.evaluation.logs import log_evaluation
 from qnmixer.engine.evaluation.scores import Evaluation

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.checkpoints import digest_of_weights
 from qnmixer.engine.config.data import DataConfig, FolderData, MixedData
-from qnmixer.engine.config.logged import IN_WINDOW
 from qnmixer.engine.config.sections import EvaluationConfig
 from qnmixer.engine.config.targets import NoiseConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
@@ -24,6 +23,7 @@ from qnmixer.engine.evaluation.scores import Conditions, Evaluation, ImageScore,
 from qnmixer.engine.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.engine.processes.process import rank
 from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.engine.reports.names import IN_WINDOW
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.reports.terminal import Console, csv_table, markdown_table, progress, terminal_table
 from qnmixer.files import digest, digest_of_bytes, write_text

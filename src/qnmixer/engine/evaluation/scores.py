@@ -6,10 +6,10 @@ from math import inf, isfinite, isnan, nan
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-from qnmixer.engine.config.logged import COLUMNS_OF_IMAGES, IN_WINDOW, deviation_name
 from qnmixer.engine.config.run import section
 from qnmixer.engine.config.targets import MetricConfig
 from qnmixer.engine.data.splits import Overlap
+from qnmixer.engine.reports.names import COLUMNS_OF_IMAGES, IN_WINDOW, deviation_name
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.reports.terminal import in_digits
 from qnmixer.files import digest

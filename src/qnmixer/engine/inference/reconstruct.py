@@ -14,8 +14,8 @@ from rich.progress import Progress
 from torch import Tensor
 
 from qnmixer.engine.checkpoints import load_run
-from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.data.slices import FloatArray
+from qnmixer.engine.inference.config import ReconstructConfig
 from qnmixer.engine.inference.input_slices import simulated_scans, slice_files
 from qnmixer.engine.inference.scan import Scan, misfit, warn
 from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files

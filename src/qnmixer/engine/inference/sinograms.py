@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch.nn.functional import avg_pool2d
 
-from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.data.fan_tiff import TIFF, open_fan
 from qnmixer.engine.data.numpy_files import open_stack, read_frame
 from qnmixer.engine.data.slices import FloatArray, SkipFile, require_size, usable
+from qnmixer.engine.inference.config import ReconstructConfig
 from qnmixer.engine.inference.regrid import FloatList, regrid_scan
 from qnmixer.engine.inference.scan import Scan, misfit, warn
 from qnmixer.engine.reconstructor import Reconstructor

@@ -5,10 +5,10 @@ import math
 from collections.abc import Mapping
 from itertools import product
 
-from qnmixer.engine.config.commands import DEVICES, PlanConfig, device_memory
 from qnmixer.engine.config.files import options
 from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.config.sections import PipelineConfig
+from qnmixer.engine.memory.config import DEVICES, PlanConfig, device_memory
 from qnmixer.engine.memory.plan import Planner, changed_to, idle, with_assumed_devices
 from qnmixer.engine.memory.usage import MIB, on_a_gpu
 from qnmixer.engine.reports.terminal import Console, markdown_table, progress, terminal_table

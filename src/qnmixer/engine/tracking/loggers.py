@@ -19,12 +19,12 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.files import with_names
-from qnmixer.engine.config.logged import OF_NETWORKS
 from qnmixer.engine.config.run import Config, effective_batch, without_places
 from qnmixer.engine.config.sections import LONGEST_TAG, WandbConfig
 from qnmixer.engine.config.targets import METRICS_FILE, LoggerConfig
 from qnmixer.engine.processes.process import rank
 from qnmixer.engine.reconstructor import method_name
+from qnmixer.engine.reports.names import OF_NETWORKS
 from qnmixer.engine.tracking.records import (
     as_number,
     damaged,

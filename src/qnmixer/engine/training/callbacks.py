@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from qnmixer.engine.batch import Batch, to_hu
-from qnmixer.engine.config.logged import ITERATES, best_name
 from qnmixer.engine.config.sections import Count
 from qnmixer.engine.config.targets import CallbackConfig, MetricConfig, modes_of
 from qnmixer.engine.data.dataset import EpochSampler
@@ -31,6 +30,7 @@ from qnmixer.engine.memory.tracker import PeakTracker
 from qnmixer.engine.memory.usage import MIB, read_usage
 from qnmixer.engine.metrics import psnr
 from qnmixer.engine.parallel.shards import gather
+from qnmixer.engine.reports.names import ITERATES, best_name
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.run_module import RunModule

@@ -20,9 +20,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.engine.checkpoints import load
-from qnmixer.engine.config.logged import best_name
 from qnmixer.engine.lightning_private import number_rows
 from qnmixer.engine.processes.process import defer_stop, is_rank, rank, stop_requested
+from qnmixer.engine.reports.names import best_name
 from qnmixer.engine.run_module import RunModule
 from qnmixer.errors import Stopped
 from qnmixer.files import atomic_file

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from qnmixer.engine.cli import explain, lasting_output, warnings_in_one_line
+from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.plugins import Kind, load_plugin
 from qnmixer.engine.processes.folders import temporary_folder
+from qnmixer.engine.processes.output import lasting_output, warnings_in_one_line
 from qnmixer.engine.processes.process import (
     by_srun,
     end_after_sigterm,

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qnmixer.engine.config.commands import CalibrateConfig
 from qnmixer.engine.data.cache import to_grid
 from qnmixer.engine.data.numpy_files import open_stack
 from qnmixer.engine.data.slices import usable
 from qnmixer.engine.inference.input_slices import InputSlice, read_slices, slice_files
 from qnmixer.engine.reconstructor import geometry_of
 from qnmixer.errors import DataError
+from qnmixer.extras.calibration.config import CalibrateConfig
 from qnmixer.extras.calibration.dose import Variances
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.fbp import fbp_of_slices

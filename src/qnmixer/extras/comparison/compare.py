@@ -4,12 +4,12 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from qnmixer.engine.config.commands import CompareConfig
 from qnmixer.engine.evaluation.command import on_test
 from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.errors import ConfigError, say, visible
+from qnmixer.extras.comparison.config import CompareConfig
 from qnmixer.extras.comparison.methods import Comparison, methods_of
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 
-from qnmixer.engine.config.logged import COLUMNS_OF_COMPARISON, IN_WINDOW
 from qnmixer.engine.data.slices import shortlist
 from qnmixer.engine.data.splits import Overlap
 from qnmixer.engine.evaluation.scores import Conditions, used_in_training
+from qnmixer.engine.reports.names import COLUMNS_OF_COMPARISON, IN_WINDOW
 from qnmixer.engine.reports.pictures import draw_slices
 from qnmixer.engine.reports.terminal import (
     NOTHING,

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from qnmixer.engine.checkpoints import digest_of_weights, load_run
-from qnmixer.engine.config.commands import EvaluateConfig
 from qnmixer.engine.config.rules import one_scale
 from qnmixer.engine.config.run import section
-from qnmixer.engine.config.sections import TaskConfig
+from qnmixer.engine.evaluation.config import EvaluateConfig, TaskConfig
 from qnmixer.engine.evaluation.logs import log_scores
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor, build_noise

@@ -1,8 +1,9 @@
 """Words of a command line that no config can take, each with a line: what is wrong, and a word that then works.
 
-Flags of other programs and words that contradict each other get theirs before Hydra reads them, others after it.
+Flags of other programs and words for nothing get theirs before Hydra reads them, others after it.
 """
 
+import difflib
 import os
 from collections.abc import Collection
 from functools import cache
@@ -11,11 +12,17 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.checking import unknown_key
-from qnmixer.engine.config.compose import NO_EXPERIMENT, OF_A_RUN, compose, is_override, key_of, quoted
-from qnmixer.engine.config.files import CONF, TARGET, flat_keys, owners
+from qnmixer.engine.config.compose import OF_A_RUN, compose, is_override, key_of, quoted
+from qnmixer.engine.config.files import CONF, TARGET, flat_keys, options, owners
 from qnmixer.engine.config.sections import PassedOn
 from qnmixer.errors import ConfigError, suggest
 
+FLAGS = {
+    **dict.fromkeys(("--help", "-h", "--version", "--hydra-help", "--multirun", "-m", "--resolve", "-sc"), False),
+    **dict.fromkeys(("--config-dir", "-cd", "--cfg", "-c", "--info", "-i", "--package", "-p"), True),
+    "--shell-completion": False,
+}
+"""Those of Hydra that a command has, and whether each takes a value."""
 NOTHING = ("", "null", "none", "false", "off", "no", "~")
 """What people give a group to have none of it."""
 _LEAST = {"logger": "csv", "memory": "keep", "schedule": "constant", "strategy": "single"}
@@ -23,53 +30,32 @@ _LEAST = {"logger": "csv", "memory": "keep", "schedule": "constant", "strategy":
 
 
 def check_groups(overrides: list[str]) -> None:
-    """Raise ConfigError for a group that is chosen and deleted, or chosen by a word for nothing."""
-    chosen = {key_of(word): word for word in overrides if not word.startswith("~") and key_of(word) in _groups()}
+    """Raise ConfigError for a group that is chosen by a word for nothing."""
     for word in overrides:
         group, _, value = word.lstrip("+").partition("=")
-        if word.startswith("~") and key_of(word) in chosen:
-            raise ConfigError(f"{chosen[key_of(word)]} and {word} contradict each other: leave out {word}")
-        names = sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml") if path.stem != "as_trained")
+        names = options(group)
         plain = value.strip("'\"").lower()
-        is_nothing = plain in NOTHING and plain not in names and word != NO_EXPERIMENT
-        if word.startswith("~") or group not in _groups() or not is_nothing:
+        if group not in _groups() or plain not in NOTHING or plain in names:
             continue
         if group == "experiment":
-            raise ConfigError(f"{word} chooses nothing: leave it out")
+            raise ConfigError(f"{word} chooses nothing: leave it out, or write ~experiment")
         least = _LEAST.get(group) or next((name for name in ("none", "off") if name in names), None)
         way = f"write {group}={least}" if least else suggest("", names, limit=99)
         raise ConfigError(f"{word} chooses nothing: {way}")
 
 
-def check_flags(arguments: list[str], flags: dict[str, bool], config_name: str) -> None:
-    """Raise ConfigError for a flag that is not one of Hydra, such as --max-epochs 3: its line says which key it is.
-
-    Args:
-        arguments: of a command line.
-        flags: those of Hydra, and whether each takes a value.
-        config_name: of the command.
-    """
-    words = iter(enumerate(arguments))
-    for i, word in words:
+def check_flags(arguments: list[str], config_name: str) -> None:
+    """Raise ConfigError for a flag that is not one of Hydra, such as --max-epochs 3: its line says which key it is."""
+    words = iter(zip(arguments, [*arguments[1:], ""], strict=False))
+    for word, following in words:
         flag, equal, value = word.partition("=")
-        following = "" if i + 1 == len(arguments) else arguments[i + 1]
-        has_value = bool(following) and not following.startswith("-") and not is_override(following)
-        if not word.startswith("-"):
-            continue
-        name = flag.lstrip("-").replace("-", "_")
-        if len(flag) > 2 and all(f"-{letter}" in flags for letter in flag[1:]):  # -mm, which argparse takes for -m -m
-            raise ConfigError("flags of one letter stand apart: write -m for a sweep")
-        if not flag.startswith("--") and flags.get(flag[:2]):  # its value is attached: -cjob
-            continue
-        if flag in flags and not (has_value and not flags[flag] and _is_key(name, config_name)):  # `--run runs/x`
-            if flags[flag] and not equal:
+        if flag in FLAGS:
+            if FLAGS[flag] and not equal:
                 next(words, None)
-            continue
-        longer = [option for option in flags if option.startswith(flag) and len(flag) > 3]  # argparse takes these too
-        if longer and not (has_value and _is_key(name, config_name)):
-            raise ConfigError(f"{flag} is not an option: write {' or '.join(longer)}")
-        value = value if equal else quoted(following) if has_value else "…"
-        raise ConfigError(f"{flag} is not an option: {_way(name, value, config_name)}")
+        elif word.startswith("-"):
+            is_value = following and not following.startswith("-") and not is_override(following)
+            value = value if equal else quoted(following) if is_value else "…"
+            raise ConfigError(f"{flag} is not an option: {_way(flag, value, config_name)}")
 
 
 def _is_key(name: str, config_name: str) -> bool:
@@ -77,15 +63,19 @@ def _is_key(name: str, config_name: str) -> bool:
     return name in _known_keys(config_name) or (config_name in OF_A_RUN and name in _groups())
 
 
-def _way(name: str, value: str, config_name: str) -> str:
-    """What to write instead of a flag of that name."""
+def _way(flag: str, value: str, config_name: str) -> str:
+    """What to write instead of an unknown flag."""
+    name = flag.lstrip("-").replace("-", "_")
     if _is_key(name, config_name):
         return f"write {name}={value}"
     line = explain_key(name, config_name)
     if " is not known here: " in line:
         return line.partition(" is not known here: ")[2].replace("=…", f"={value}", 1)
     _, meant, key = line.partition("did you mean ")
-    return f"write {key.partition(' or ')[0].rstrip('?')}={value}" if meant else line
+    if meant:
+        return f"write {key.partition(' or ')[0].rstrip('?')}={value}"
+    near = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.75)
+    return f"write {near[0]}" if near else line
 
 
 def explain_word(word: str, config_name: str, words: Collection[str]) -> str:

@@ -11,11 +11,18 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
+from qnmixer.engine.config.checking import Section, validated
 from qnmixer.engine.config.compose import OF_A_RUN, key_of, names_folder
 from qnmixer.errors import ConfigError, first_line
 
 FILE = Path("pyproject.toml")
-_KEYS = ("conf", "experiment")
+
+
+class ProjectConfig(Section):
+    """The table of a project."""
+
+    conf: str | None = None
+    experiment: str | None = None
 
 
 def in_project(words: Sequence[str], command: str) -> list[str]:
@@ -29,25 +36,16 @@ def in_project(words: Sequence[str], command: str) -> list[str]:
 
     Raises ConfigError for a table that names no folder, or has an unknown key.
     """
-    if names_folder(words):
+    if names_folder(words) or not FILE.is_file():
         return [*words]
-    table = _table()
-    if "conf" not in table:
-        return [*words]
-    chooses = "experiment" in table and command in OF_A_RUN and not {"experiment", "resume"} & {*map(key_of, words)}
-    return [f"--config-dir={table['conf']}", *[f"experiment={table['experiment']}"] * chooses, *words]
-
-
-def _table() -> dict[str, str]:
-    """The table tool.qnmixer of the pyproject.toml in the current folder; {} if there is none."""
-    if not FILE.is_file():
-        return {}
     try:
         table = tomllib.loads(FILE.read_text(encoding="utf-8")).get("tool", {}).get("qnmixer", {})
     except ValueError as error:  # bad TOML, or bytes that are no text
         raise ConfigError(f"{FILE} of this folder cannot be read ({first_line(error)}): mend it") from error
-    if not isinstance(table, dict) or not all(key in _KEYS and isinstance(value, str) for key, value in table.items()):
-        raise ConfigError(f'{FILE}: [tool.qnmixer] takes conf = "FOLDER" and experiment = "NAME" only')
-    if "conf" in table and not Path(table["conf"]).is_dir():
-        raise ConfigError(f'{FILE}: no folder {table["conf"]}: write conf = "FOLDER" in [tool.qnmixer]')
-    return table
+    project = validated(ProjectConfig, table, "tool.qnmixer")
+    if project.conf is None:
+        return [*words]
+    if not Path(project.conf).is_dir():
+        raise ConfigError(f'{FILE}: no folder {project.conf}: write conf = "FOLDER" in [tool.qnmixer]')
+    chooses = project.experiment and command in OF_A_RUN and not {"experiment", "resume"} & {*map(key_of, words)}
+    return [f"--config-dir={project.conf}", *[f"experiment={project.experiment}"] * bool(chooses), *words]

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from qnmixer.engine.checkpoints import encode, find_checkpoint, load_run
-from qnmixer.engine.config.commands import ExportConfig
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.extras.model_card import model_card
+from qnmixer.extras.export.card import model_card
+from qnmixer.extras.export.config import ExportConfig
 from qnmixer.files import atomic_file, path_of, write_text
 
 

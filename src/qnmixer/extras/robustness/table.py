@@ -13,7 +13,6 @@ from torch import Tensor
 
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.checkpoints import digest_of_weights
-from qnmixer.engine.config.commands import RobustnessConfig
 from qnmixer.engine.config.run import Config, section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.command import on_test
@@ -26,6 +25,7 @@ from qnmixer.engine.reports.terminal import NOTHING, Console, csv_table, in_digi
 from qnmixer.engine.tracking.loggers import scoring_loggers
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import ConfigError, UserError, first_line, say
+from qnmixer.extras.robustness.config import RobustnessConfig
 from qnmixer.files import atomic_file, write_text
 
 PLOT = "robustness.png"

@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from qnmixer.engine.config.commands import CONFIGS
 from qnmixer.engine.config.compose import key_of
 
 _NUMBER = re.compile(
@@ -19,12 +18,12 @@ _NUMBER = re.compile(
 _FOLDERS = "hydra.run.dir", "hydra.sweep.dir"
 
 
-def with_texts(words: list[str], config_name: str) -> list[str]:
+def with_texts(words: list[str], schema: type[BaseModel]) -> list[str]:
     """Put quotes around what looks like a number in the words whose keys take text, or lists of texts.
 
-    config_name: of the command.
+    schema: the class of the command's config.
     """
-    keys, quoted = _keys_of_texts(config_name), []
+    keys, quoted = _keys_of_texts(schema), []
     for word in words:
         key, equal, value = word.partition("=")
         name = re.sub(r"^data\.sources\.\w+\.", "data.", key_of(key))
@@ -35,8 +34,8 @@ def with_texts(words: list[str], config_name: str) -> list[str]:
 
 
 @cache
-def _keys_of_texts(config_name: str) -> frozenset[str]:
-    keys = _keys_in(CONFIGS[config_name], "")
+def _keys_of_texts(schema: type[BaseModel]) -> frozenset[str]:
+    keys = _keys_in(schema, "")
     return frozenset(_FOLDERS).union(key.removeprefix("run.") for key in keys)  # the field of plan and doctor
 
 

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.config.commands import CONFIGS
+from qnmixer.engine.cli.texts import _keys_of_texts, with_texts
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.files import CONF
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.config.texts import _keys_of_texts, with_texts
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.errors import ConfigError
+
+from ..schemas import SCHEMAS
 
 DICOM = ["data=dicom", "data.root=/ct", "data.split=explicit"]
 
@@ -24,10 +25,10 @@ DICOM = ["data=dicom", "data.root=/ct", "data.split=explicit"]
     ],
 )
 def test_patients_are_those_that_were_typed(typed: str, patients: list[str]) -> None:
-    config = parse(compose("train", with_texts([*DICOM, f"data.val_patients={typed}"], "train")))
+    config = parse(compose("train", with_texts([*DICOM, f"data.val_patients={typed}"], Config)))
     assert config.plain()["data"]["val_patients"] == patients
     mixed = ["data=mixed", "data.sources.slices.root=/ct", "data.sources.slices.split=explicit"]
-    config = parse(compose("train", with_texts([*mixed, f"data.sources.slices.val_patients={typed}"], "train")))
+    config = parse(compose("train", with_texts([*mixed, f"data.sources.slices.val_patients={typed}"], Config)))
     assert config.plain()["data"]["sources"]["slices"]["val_patients"] == patients
 
 
@@ -49,17 +50,19 @@ def test_patients_are_those_that_were_typed(typed: str, patients: list[str]) -> 
     ],
 )
 def test_every_key_of_text(command: str, keys: str) -> None:
-    assert {*keys.split()} <= _keys_of_texts(command)
-    assert with_texts([f"{key}=1.10" for key in keys.split()], command) == [f'{key}="1.10"' for key in keys.split()]
+    assert {*keys.split()} <= _keys_of_texts(SCHEMAS[command])
+    assert with_texts([f"{key}=1.10" for key in keys.split()], SCHEMAS[command]) == [
+        f'{key}="1.10"' for key in keys.split()
+    ]
 
 
 def test_every_command_has_a_class() -> None:
-    assert {path.stem for path in CONF.glob("*.yaml")} - {"wandb_sweep"} == CONFIGS.keys()
+    assert {path.stem for path in CONF.glob("*.yaml")} - {"wandb_sweep"} == SCHEMAS.keys()
 
 
 def test_other_words_stay() -> None:
     words = ["~data.root", "model.channels=1.10", "tags=[a b]"]
-    assert with_texts(words, "train") == words
+    assert with_texts(words, Config) == words
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,229 @@
+"""Run a command: compose its config, check it, run its task. An error ends in one line, and in a non-zero exit code.
+
+A traceback is printed only if asked for. No torch import, so that help and a typo are answered at once.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import version
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn
+from omegaconf import DictConfig
+
+from qnmixer.engine.cli.errors import explain
+from qnmixer.engine.cli.help import usage
+from qnmixer.engine.cli.project import in_project
+from qnmixer.engine.cli.texts import with_texts
+from qnmixer.engine.cli.words import FLAGS, check_flags, check_groups
+from qnmixer.engine.config.checking import Section
+from qnmixer.engine.config.compose import (
+    OF_A_RUN,
+    compose,
+    compose_sweep,
+    is_override,
+    with_one_limit,
+    with_search_path,
+)
+from qnmixer.engine.config.files import CONF
+from qnmixer.engine.processes.output import lasting_output, warnings_in_one_line
+from qnmixer.engine.processes.process import is_rank, rank, world_size
+from qnmixer.errors import ConfigError, Stopped, first_line, say
+from qnmixer.files import path_in_errors, private_files
+from qnmixer.machine import wait_briefly
+
+TRACEBACK = "HYDRA_FULL_ERROR"
+_SWEEP_FLAGS = {"-m", "--multirun"}
+_SWEEP_MODE = "hydra.mode=MULTIRUN"
+Check = Callable[[DictConfig], Any]
+Task = Callable[[Any], object]
+Complete = Callable[[list[str]], list[str]]
+Sweep = Callable[[list[str], DictConfig], AbstractContextManager[str]]
+
+
+def run(
+    task: Task,
+    check: Check,
+    schema: type[Section],
+    sweep: Sweep | None = None,
+    complete: Complete = list,
+    job: Callable[[DictConfig], object] | None = None,
+) -> None:
+    """Run a command: compose its config, `check` it before any folder is made, then call `task` with what it returns.
+
+    Args:
+        task: the command.
+        check: parses the config. It raises UserError for one that the task would refuse.
+        schema: the class of its config.
+        sweep: a context around the jobs of a sweep (`-m`). It gets the overrides and the first config, and yields one
+            more override. None: nothing surrounds the jobs.
+        complete: maps the given arguments to those that the command runs with.
+        job: the task of each job of a sweep. None: as for one run.
+    """
+    wait_briefly()
+    lasting_output()
+    words, config_name = sys.argv[1:], schema.command
+    try:
+        # Weights are made to be given away. Everything else may show patients.
+        files = nullcontext() if config_name == "export" else private_files()
+        with warnings_in_one_line(), files:
+            words = completed(in_project(words, config_name), schema, complete)
+            overrides = [word for word in words if not word.startswith("-")]
+            flags = {word.partition("=")[0] for word in words if word.startswith("-")}
+            if "--version" in flags:
+                print(f"qnmixer {version('qnmixer')}")
+            elif flags & {"--help", "-h"}:
+                print(usage(compose(config_name, overrides, with_hydra=True), config_name))
+            elif _is_sweep(words):
+                if further := sorted(flags - _SWEEP_FLAGS):
+                    raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(further)}")
+                _run_jobs(job or (lambda cfg: task(check(cfg))), config_name, overrides, sweep or _plain_sweep)
+            elif flags:
+                _show(config_name, words)
+            else:
+                run_once(task, check, config_name, overrides)
+    except KeyboardInterrupt as stop:
+        say(str(stop) or "interrupted", sys.stderr)
+        sys.exit(stop.code if isinstance(stop, Stopped) else 130)
+    except Exception as error:
+        line = None if os.environ.get(TRACEBACK) == "1" else explain(error, config_name, words)
+        if line is None:
+            raise
+        for note in getattr(error, "__notes__", ()):  # for a bug in a rank: its traceback
+            say(note, sys.stderr)
+        say(f"error: {line}", sys.stderr)
+        sys.exit(1)
+
+
+def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -> Any:
+    """Run a command without a sweep. Returns what the task returns."""
+    from qnmixer.engine.reports.terminal import Console
+
+    # A check may load torch, for seconds. Only a terminal shows the word, and only until then.
+    with Console(quiet=rank() > 0).status("reading the settings …"):
+        config = check(compose(config_name, overrides))  # before Hydra makes the run folder
+    failures: list[Exception] = []
+    with _hydra(config_name) as app:
+        job = _storing_errors(lambda _: task(config), failures)
+        job_return: JobReturn = app.run(config_name, job, overrides, with_log_configuration=False)
+    if failures:
+        raise failures[0]
+    return job_return.return_value
+
+
+def _run_jobs(job: Task, config_name: str, overrides: list[str], sweep: Sweep) -> None:
+    """Run the jobs of a sweep. Raises the error of the first that failed, after the last."""
+    failures: list[Exception] = []
+    first_config = compose_sweep(config_name, overrides)
+    with sweep(overrides, first_config) as one_more, _hydra(config_name) as app:
+        words = dict.fromkeys([*overrides, _SWEEP_MODE, one_more])
+        app.multirun(config_name, _storing_errors(job, failures), [*words], with_log_configuration=False)
+    if failures:
+        raise failures[0]
+
+
+def _storing_errors(job: Callable[[DictConfig], object], failures: list[Exception]) -> Callable[[DictConfig], object]:
+    """Store the errors of jobs. Hydra would print its own lines, and end a sweep at the first failure."""
+
+    def storing(cfg: DictConfig) -> object:
+        try:
+            with path_in_errors(HydraConfig.get().runtime.output_dir):
+                return job(cfg)
+        except Exception as error:
+            failures.append(error)
+            return None
+
+    return storing
+
+
+@contextmanager
+def _hydra(config_name: str) -> Iterator[Any]:
+    """Hydra with conf/. It names jobs, and so folders, after the command."""
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=config_name):
+        yield GlobalHydra.instance().hydra
+
+
+def _show(config_name: str, words: list[str]) -> None:
+    """Let Hydra do what its flags ask for, such as --cfg job. Raises ConfigError for flags that do not fit."""
+    parser = get_args_parser()
+    parser.exit_on_error = False  # it would print several lines
+    value_before = os.environ.get(TRACEBACK)
+    os.environ[TRACEBACK] = "1"  # else Hydra prints exceptions and exits
+    try:
+        if not parser.parse_known_args(words)[0].shell_completion:
+            compose(config_name, [*filter(is_override, words)])  # for its line about what is wrong
+        sys.argv[1:] = words
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(lambda cfg: None)()
+    except (argparse.ArgumentError, KeyError, RuntimeError, ValueError) as error:
+        flags = " ".join(word for word in words if not is_override(word))
+        raise ConfigError(
+            f"{flags} does not work ({first_line(error)}): --hydra-help explains Hydra's flags"
+        ) from error
+    finally:
+        os.environ.pop(TRACEBACK) if value_before is None else os.environ.update({TRACEBACK: value_before})
+
+
+def completed(arguments: list[str], schema: type[Section], complete: Complete = list) -> list[str]:
+    """The arguments for Hydra, from those that the user gave. `schema`, `complete` and the errors are as in `run`."""
+    arguments = _in_hydras_form(arguments)
+    check_flags(arguments, schema.command)
+    check_groups([*filter(is_override, arguments)])
+    arguments = with_search_path(arguments)
+    if schema.command in OF_A_RUN and not _is_sweep(arguments):  # in a sweep the launcher does this for each job
+        arguments = with_one_limit(arguments)
+    arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
+    arguments = with_texts(arguments, schema)
+    if is_rank():
+        arguments = _overrides_of_rank(arguments)
+    # Hydra wants these flags first, and takes no override after another flag.
+    return sorted(arguments, key=lambda word: (word not in _SWEEP_FLAGS, not is_override(word)))
+
+
+def _plain_sweep(_: list[str], config: DictConfig) -> AbstractContextManager[str]:
+    """The sweep of a command that returns no score. Raises ConfigError for a search, which needs one."""
+    if "n_trials" in config.hydra.sweeper:
+        raise ConfigError("a search needs the score of a training: leave out hydra/sweeper=, or search with train")
+    return nullcontext(_SWEEP_MODE)
+
+
+def _is_sweep(arguments: list[str]) -> bool:
+    return not _SWEEP_FLAGS.isdisjoint(arguments) or _SWEEP_MODE in arguments
+
+
+def _in_hydras_form(arguments: list[str]) -> list[str]:
+    """Arguments as Hydra takes them.
+
+    `wandb agent` passes --KEY=VALUE, and None instead of null. ~ is the user's home: Hydra would make a folder `~`.
+    """
+    by_agent = "WANDB_SWEEP_ID" in os.environ
+    words = []
+    for argument in arguments:
+        key, equal, value = argument.partition("=")
+        if equal and key not in FLAGS and re.fullmatch(r"--[a-z][\w./@]*", key):
+            key = key.removeprefix("--")
+        if key in ("hydra.run.dir", "hydra.sweep.dir"):
+            value = re.sub(r"""^(["']?)~(?=/)""", lambda match: match[1] + os.path.expanduser("~"), value)
+        words.append(f"{key}=null" if by_agent and value == "None" else f"{key}{equal}{value}")
+    return words
+
+
+def _overrides_of_rank(overrides: list[str]) -> list[str]:
+    """The overrides for Hydra in one of several processes. Raises ConfigError if each would make its own folder."""
+    if _SWEEP_FLAGS & {*overrides}:
+        raise ConfigError("a sweep starts the processes of each job itself: run it without torchrun or srun")
+    if not any(override.startswith("hydra.run.dir=") for override in overrides):
+        raise ConfigError(
+            f"this is process {rank()} of {world_size()}, and each would make its own run folder: "
+            "give all of them the same hydra.run.dir=FOLDER"
+        )
+    # Without this every rank would write .hydra/ into the same folder.
+    return overrides if rank() == 0 else [*overrides, "hydra.output_subdir=null"]

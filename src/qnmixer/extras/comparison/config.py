@@ -1,0 +1,28 @@
+"""The config of `qnmixer.compare`."""
+
+from typing import ClassVar, Self
+
+from omegaconf import DictConfig
+
+from qnmixer.engine.config.checking import unknown_key
+from qnmixer.engine.config.sections import EvaluationConfig, Seed, Texts
+from qnmixer.engine.evaluation.config import ScoringConfig
+
+
+class CompareConfig(ScoringConfig):
+    """The checked config of one comparison."""
+
+    command: ClassVar[str] = "compare"
+
+    evaluation: EvaluationConfig
+    sweep: Texts  # folders; several count as one
+    seed: Seed  # of test phantoms and noise
+    output: str | None
+
+    @classmethod
+    def parse(cls, cfg: DictConfig) -> Self:
+        """As for an evaluation, without total variation, which is one of the networks."""
+        config = super().parse(cfg)
+        if config.evaluation.tv_weight is not None:  # of evaluation=default
+            raise unknown_key("evaluation.tv_weight")
+        return config

@@ -1,0 +1,1 @@
+"""The weights of a run in one file, and the card beside them."""

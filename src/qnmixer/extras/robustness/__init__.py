@@ -1,0 +1,1 @@
+"""One run under conditions that it was not trained for."""
