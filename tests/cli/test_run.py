@@ -149,6 +149,8 @@ WRONG_WORDS = [
     (f"data={'d' * 5000}", "dddddddddd"),
     ("x" * 5000, "xxxx"),
     (f"monitor={'v' * 5000}", "monitor=vvvv"),
+    ("evaluation=task", "evaluation.n_pictures works with evaluation=default only"),
+    ("seed=${nope}", "unknown key nope"),
     ("noise=null", "noise=null chooses nothing: write noise=none"),
     ("logger=null", "logger=null chooses nothing: write logger=csv"),
     ("memory=null", "memory=null chooses nothing: write memory=keep"),

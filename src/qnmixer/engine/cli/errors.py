@@ -127,8 +127,8 @@ def _explain_composition(error: Exception, config_name: str, words: list[str]) -
     if match := re.search(r"Multiple values for (\S+)\. To|An item is already at '([^']+)'", text):
         key = match[1] or match[2]
         return f"{key} exists already: leave out the + before it, as in {key}=…"
-    if match := re.search(r"Could not [a-z. ]+ '([^']+)'", text):
-        return explain_key(key_of(match[1]).split("@")[0], config_name, words)
+    if match := re.search(r"Could not [a-z. ]+ '([^']+)'|Interpolation key '([^']+)' not found", text):
+        return explain_key(key_of(match[1] or match[2]).split("@")[0], config_name, words)
     text, why = text or "an option cannot be read", first_line(error.__cause__ or "")
     return text if why in text else f"{text} ({why})"
 

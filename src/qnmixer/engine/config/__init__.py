@@ -10,6 +10,6 @@
 - It is explained by the comment beside its default, which --help shows. `checking` says in one line what is wrong, with
   `answers.yaml` for words of elsewhere. `qnmixer.engine.cli` does so for words that Hydra does not take.
 
-Hydra composes conf/ (`compose`). No torch here, so that help and completion are there in a moment. It is loaded with the
-classes that a config names.
+Hydra composes conf/ (`compose`). No torch here, so that help and completion are there in a moment. The classes that a
+config names load it.
 """

@@ -90,7 +90,7 @@ def _check_numbers(key: str, value: Any, checked: Any) -> None:
 
 def _line_of(error: ValidationError, schema: Any, values: Any, section: str) -> ConfigError:
     """The first error of pydantic, in words of the command line."""
-    fault = error.errors()[0]
+    fault = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")  # a key of another option first
     kind, says, wrong, keys = fault["type"], fault["msg"], fault["input"], [section] if section else []
     for part in fault["loc"]:  # it also has the name of a member of a union, and numbers of items
         if isinstance(values, Mapping) and part in values:

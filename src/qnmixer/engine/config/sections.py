@@ -70,13 +70,6 @@ class EvaluationConfig(Section):
     tv_weight: Annotated[float, Ge(1e-9), Le(1e9)] | None = None  # None: without total variation
     tv_noise_weight: Annotated[float, Ge(0), Le(1e9)] = 0.0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_slices(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "photons" in values:
-            raise ValueError("photons is of evaluation=task, which evaluate has only: choose evaluation=default")
-        return values
-
     @model_validator(mode="after")
     def _rising(self) -> Self:
         check_window(self.window)
