@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import Config, checked, effective_batch, parse_file, targets_of, without_places
-from qnmixer.engine.config.targets import Target
+from qnmixer.engine.config.target import Target
 from qnmixer.engine.data.splits import SplitRecord, is_split_record
 from qnmixer.engine.parallel.shards import load_checked
 from qnmixer.engine.plugins import check_trusted, is_trusted

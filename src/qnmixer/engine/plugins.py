@@ -118,6 +118,11 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | Non
         return None
 
 
+def defaults_of(parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
+    """The defaults of those parameters that have one, by name."""
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+
+
 def taken(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The offered arguments that a function or class has a parameter for."""
     parameters = {parameter.name for parameter in parameters_of(function) or ()}

@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from qnmixer.engine.config.checking import Section, has_no_value, unknown_key, validated
 from qnmixer.engine.config.files import TARGET, options, values_of_option
 from qnmixer.engine.config.sections import Seed
-from qnmixer.engine.config.targets import Target
+from qnmixer.engine.config.target import Target
 from qnmixer.engine.plugins import Kind, is_trusted
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.files import check_no_nifti, check_there, path_of

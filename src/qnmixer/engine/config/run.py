@@ -22,6 +22,7 @@ from qnmixer.engine.config.sections import (
     TrainerConfig,
     WandbConfig,
 )
+from qnmixer.engine.config.target import Target
 from qnmixer.engine.config.targets import (
     Callbacks,
     DataModuleConfig,
@@ -33,7 +34,6 @@ from qnmixer.engine.config.targets import (
     NoiseConfig,
     OptimizerConfig,
     ScheduleConfig,
-    Target,
     check_monitor,
 )
 from qnmixer.engine.plugins import check_plugin, is_trusted
