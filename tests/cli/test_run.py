@@ -264,7 +264,7 @@ BROKEN_FILES = {
     "defaults: [3]\n": ("Unsupported type in defaults : int",),
     "- 1\n- 2\n": ("noise=[1, 2] is not a group of keys: choose one of its options by name",),
     "hello\n": ("noise has no _target_",),
-    "# @package a.b\nx: 1\n": ("the config has no noise: choose one with noise=…",),
+    "# @package a.b\nx: 1\n": ("unknown key a",),
 }
 """The text of a group file of one's own, and parts of its line."""
 

@@ -101,25 +101,34 @@ def explain_word(word: str, config_name: str, words: Collection[str]) -> str:
 
 def explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str:
     """The line for a key that the command does not have. `words`: of the command line."""
-    group, _, name = key.partition(".")
-    keys, is_chosen = _known_keys(config_name), group in map(key_of, words)
-    if config_name in OF_A_RUN:
-        if key == "hydra" or key in _groups():  # hydra=odd; defaults of a file that override another group
-            return f"{key} cannot be chosen here: name keys, as in {key}.KEY=…, and choose options on the command line"
-        line = str(unknown_key(key, {*_groups(), *keys}))
-    else:
-        as_trained = (CONF / group / "as_trained.yaml").is_file() and not is_chosen
-        if group in _groups() and (group not in keys or as_trained):
-            way = f", or choose another option of {group}" if group in keys else ""
-            return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
+    keys = _known_keys(config_name)
+    if config_name not in OF_A_RUN:
         line = str(unknown_key(key, keys, keys))
-        trained = {option.rpartition(".")[2] for option in (*owners(), *_known_keys("train"))} | {"lr"}
-        is_unlike = line.startswith("unknown key") and "did you mean" not in line
-        if is_unlike and key.rpartition(".")[2] in trained and not (name and is_chosen):
-            return f"{key} comes from the run and cannot change in {config_name}: leave it out"
-    targets = (target for target in owners() if target.endswith(f".{TARGET}"))
-    takes_more = group == "trainer" or (group in {target.partition(".")[0] for target in targets} and bool(name))
-    if not line.startswith("unknown key") or not takes_more:
+        return _of_the_run(key, line, config_name, words) or _with_plus(key, line, words)
+    if key == "hydra" or key in _groups():  # hydra=odd; defaults of a file that override another group
+        return f"{key} cannot be chosen here: name keys, as in {key}.KEY=…, and choose options on the command line"
+    return _with_plus(key, str(unknown_key(key, {*_groups(), *keys})), words)
+
+
+def _of_the_run(key: str, line: str, config_name: str, words: Collection[str]) -> str | None:
+    """The line for a key of training in a command that takes it from the run; None for other keys."""
+    group, _, name = key.partition(".")
+    has_group, is_chosen = group in _known_keys(config_name), group in map(key_of, words)
+    of_training = {option.rpartition(".")[2] for option in (*owners(), *_known_keys("train"))} | {"lr"}
+    as_trained = not is_chosen and (CONF / group / "as_trained.yaml").is_file()
+    is_taken = group in _groups() and (as_trained or not has_group)
+    is_unlike = line.startswith("unknown key") and "did you mean" not in line
+    if not is_taken and not (is_unlike and key.rpartition(".")[2] in of_training and not (name and is_chosen)):
+        return None
+    way = f", or choose another option of {group}" if is_taken and has_group else ""
+    return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
+
+
+def _with_plus(key: str, line: str, words: Collection[str]) -> str:
+    """The line, and that a target or Lightning's Trainer may take more arguments than conf/ has."""
+    group, _, name = key.partition(".")
+    has_target = any(owned.startswith(f"{group}.") and owned.endswith(f".{TARGET}") for owned in owners())
+    if not line.startswith("unknown key") or not name or not (has_target or group == "trainer"):
         return line
     if group == "trainer" and name in PassedOn.model_fields:
         line = f"unknown key {key}"  # what it is like would lead astray
