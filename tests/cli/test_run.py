@@ -151,6 +151,7 @@ WRONG_WORDS = [
     (f"monitor={'v' * 5000}", "monitor=vvvv"),
     ("evaluation=task", "evaluation.n_pictures works with evaluation=default only"),
     ("seed=${nope}", "unknown key nope"),
+    ("debu.name=1", "debu.name is no key: choose an option by its name, as in model=qn_mixer"),
     ("noise=null", "noise=null chooses nothing: write noise=none"),
     ("logger=null", "logger=null chooses nothing: write logger=csv"),
     ("memory=null", "memory=null chooses nothing: write memory=keep"),

@@ -168,7 +168,8 @@ def unknown_key(key: str, more_keys: Collection[str] = (), only: Collection[str]
     if way := answer(key, only):
         return ConfigError(way)
     if name == "name":
-        return ConfigError(f"{key} is no key: choose an option by its name, as in {section}={options(section)[0]}")
+        example = f"{section}={options(section)[0]}" if is_group(section) else "model=qn_mixer"
+        return ConfigError(f"{key} is no key: choose an option by its name, as in {example}")
     if having := owners().get(key):
         return ConfigError(f"{key} works with {section}={' or '.join(having)} only: choose that, or leave {key} out")
     candidates = {*more_keys} | {
