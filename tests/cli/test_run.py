@@ -130,6 +130,7 @@ WRONG_WORDS = [
         "callbacks.model_checkpoint.save_top_k is not known here: best.ckpt",
     ),
     ("+experiment=demo", "experiment exists already: leave out the + before it"),
+    ("+datamodule=default", "datamodule exists already: leave out the + before it"),
     ("tags.0=a", "Error merging override tags.0=a (list index out of range)"),
     ("evaluation.window.low=3", "'low'): check the values"),
     ("experiment=demo data=dicom", "data.root has no value: give one with data.root=…"),

@@ -138,7 +138,7 @@ WORDS = {
     "train | --model tv": "write model=tv",
     "train | --multi": "--multi is not an option: write --multirun",
     "plan | --device V100-16": "write device=V100-16",
-    "evaluate | --run runs/x": "--run is not an option: write run=runs/x",
+    "evaluate | --run runs/x": "runs/x is not KEY=VALUE: write run=runs/x",
     "evaluate run=. | --split val": "write split=val",
     "evaluate run=. | --batch-size 3": "batch_size comes from the run and cannot change in evaluate: leave it out",
     # keys of other commands

@@ -77,7 +77,7 @@ def run(
         with warnings_in_one_line(), files:
             words = completed(in_project(words, config_name), schema, complete)
             overrides = [word for word in words if not word.startswith("-")]
-            flags = {word.partition("=")[0] for word in words if word.startswith("-")}
+            flags = {word.partition("=")[0] for word in words if word.startswith("-")} - {"--run", "-r"}
             if "--version" in flags:
                 print(f"qnmixer {version('qnmixer')}")
             elif flags & {"--help", "-h"}:

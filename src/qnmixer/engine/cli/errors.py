@@ -124,8 +124,9 @@ def _explain_composition(error: Exception, config_name: str, words: list[str]) -
         return f"~{key}=… names another value than that of the config: write ~{key}"
     if match := re.search(r"force-add of config groups is not supported: '\+\+(\S+)'", text):
         return f"++{match[1]} is for keys, not for groups: write {match[1]}"
-    if match := re.search(r"Multiple values for (\S+)\. To|An item is already at '([^']+)'", text):
-        key = match[1] or match[2]
+    again = r"Multiple values for (\S+)\. To|An item is already at '([^']+)'|(\S+) appears more than once in the final"
+    if match := re.search(again, text):
+        key = match[1] or match[2] or match[3]
         return f"{key} exists already: leave out the + before it, as in {key}=…"
     if match := re.search(r"Could not [a-z. ]+ '([^']+)'|Interpolation key '([^']+)' not found", text):
         return explain_key(key_of(match[1] or match[2]).split("@")[0], config_name, words)

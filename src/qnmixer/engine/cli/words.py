@@ -18,7 +18,9 @@ from qnmixer.engine.config.sections import PassedOn
 from qnmixer.errors import ConfigError, suggest
 
 FLAGS = {
-    **dict.fromkeys(("--help", "-h", "--version", "--hydra-help", "--multirun", "-m", "--resolve", "-sc"), False),
+    **dict.fromkeys(
+        ("--help", "-h", "--version", "--hydra-help", "--multirun", "-m", "--resolve", "-sc", "--run", "-r"), False
+    ),
     **dict.fromkeys(("--config-dir", "-cd", "--cfg", "-c", "--info", "-i", "--package", "-p"), True),
     "--shell-completion": False,
 }
