@@ -35,12 +35,14 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.module import ReconstructionModule
 
+from .composing import compose_faster
 from .warm import Warm
 
 # A config is dozens of YAML files, and most tests compose some. libyaml reads them as Python's own loader does, but
 # several times as fast; what it says of bad files differs. Processes that tests start have Python's.
 PYTHONS_LOADER = yaml.SafeLoader
 yaml.SafeLoader = yaml.CSafeLoader
+compose_faster()
 
 # A shell ignores Ctrl-C for what it starts in the background, and nohup SIGHUP; so would all that a test stops.
 signal.signal(signal.SIGINT, signal.default_int_handler)

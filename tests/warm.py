@@ -5,8 +5,8 @@ code of `python ARGUMENTS`. What it starts by `sys.executable` is forked too; ra
 `FORK_RANKS` in the environment.
 
 A forked command differs from a real one: its parent is the server, which ends it with who asked for it; /proc does not
-know its environment; sitecustomize runs after the imports; at its end objects are not destroyed. What these decide is
-tested by real commands.
+know its environment; sitecustomize runs after the imports; at its end objects are not destroyed; Hydra composes faster
+(see composing.py). What these decide is tested by real commands.
 """
 
 import atexit
@@ -245,6 +245,7 @@ def _leave(code: Any) -> None:
 
 if __name__ == "__main__":
     owner, address, python, *modules = sys.argv[1:]
+    importlib.import_module("composing").compose_faster()
     del sys.path[0]  # this folder, for this file
     _die_with(int(owner))
     _preload(modules)
