@@ -208,11 +208,12 @@ def _preload(modules: list[str]) -> None:
 
 
 def _compose_once() -> None:
-    """Let Hydra find its plugins and pydantic build its types: half of the time of a wrong command line."""
+    """Let Hydra find its plugins, pydantic build its types, and the options of targets be read."""
     from qnmixer.engine.config.compose import compose
+    from qnmixer.engine.config.files import with_names
     from qnmixer.engine.config.run import parse
 
-    parse(compose("train", []))
+    with_names(parse(compose("train", [])).plain())
 
 
 def _become(arguments: list[str]) -> None:
