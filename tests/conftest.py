@@ -35,12 +35,14 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.module import ReconstructionModule
 
+from .composing import compose_faster
 from .warm import Warm
 
 # A config is dozens of YAML files, and most tests compose some. libyaml reads them as Python's own loader does, but
 # several times as fast; what it says of bad files differs. Processes that tests start have Python's.
 PYTHONS_LOADER = yaml.SafeLoader
 yaml.SafeLoader = yaml.CSafeLoader
+compose_faster()
 
 # A shell ignores Ctrl-C for what it starts in the background, and nohup SIGHUP; so would all that a test stops.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -120,19 +122,25 @@ def tiny_module() -> Callable[..., ReconstructionModule]:
 
 
 @pytest.fixture(scope="session")
-def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+def cold(tmp_path_factory: pytest.TempPathFactory) -> Warm:
     """Runs commands that need no large library but torch."""
-    with Warm(tmp_path_factory.mktemp("cold"), "qnmixer.models") as server:
-        yield server
+    return server("cold", tmp_path_factory, "qnmixer.models")
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
     """Runs commands that need torch and Lightning."""
     rooms = ["training.worker", "inference.reconstruct", "memory.report", "checkup.checks"]
     loaded = ["qnmixer.fit", "qnmixer.extras.export.run", *(f"qnmixer.engine.{room}" for room in rooms)]
-    with Warm(tmp_path_factory.mktemp("warm"), *loaded) as server:
-        yield server
+    return server("warm", tmp_path_factory, *loaded)
+
+
+def server(name: str, factory: pytest.TempPathFactory, *modules: str) -> Warm:
+    """One for all workers of pytest-xdist, since each takes 10 s of a core to load: it ends with their controller."""
+    shared = "PYTEST_XDIST_WORKER" in os.environ
+    folder = (factory.getbasetemp().parent if shared else factory.getbasetemp()) / name
+    folder.mkdir(exist_ok=True)
+    return Warm(folder, *modules, owner=os.getppid() if shared else os.getpid())
 
 
 @pytest.fixture

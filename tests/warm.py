@@ -5,12 +5,13 @@ code of `python ARGUMENTS`. What it starts by `sys.executable` is forked too; ra
 `FORK_RANKS` in the environment.
 
 A forked command differs from a real one: its parent is the server, which ends it with who asked for it; /proc does not
-know its environment; sitecustomize runs after the imports; at its end objects are not destroyed. What these decide is
-tested by real commands.
+know its environment; sitecustomize runs after the imports; at its end objects are not destroyed; Hydra composes faster
+(see composing.py). What these decide is tested by real commands.
 """
 
 import atexit
 import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -65,33 +66,36 @@ class Done:
 
 
 class Warm:
-    """A server for commands, which ends with its `with`, or when this process does.
+    """A server for commands. Who names the same folder at once shares it.
 
     Args:
         folder: for its socket, and `python`, by which commands start others.
         preload: modules to import.
+        owner: the process with which the server ends.
     """
 
-    def __init__(self, folder: Path, *preload: str) -> None:
+    def __init__(self, folder: Path, *preload: str, owner: int) -> None:
         self.address, self.python = str(folder / "socket"), folder / "python"
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not os.path.exists(self.address):
+                self._start(preload, owner)
+
+    def _start(self, preload: tuple[str, ...], owner: int) -> None:
         self.python.write_text(PYTHON.format(python=sys.executable, address=self.address))
         self.python.chmod(0o755)
-        command = [sys.executable, __file__, str(os.getpid()), self.address, str(self.python), *preload]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        assert self.process.stdout is not None
-        self.process.stdout.readline()  # it listens
+        command = [sys.executable, __file__, str(owner), self.address, str(self.python), *preload]
+        # A session of its own: Ctrl-C is for pytest, and the server ends with it.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
 
     @property
     def under(self) -> tuple[str, ...]:
         """For the fixture `start`."""
         return (str(self.python),)
-
-    def __enter__(self) -> "Warm":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        self.process.communicate()
 
     @contextlib.contextmanager
     def forking_ranks(self) -> Iterator[None]:
@@ -123,20 +127,27 @@ def _text(file: BinaryIO) -> str:
     return file.read().decode()
 
 
-def serve(address: str) -> list[str]:
-    """Fork for each request, without end; returns the arguments of Python in each process that is to run them."""
+def serve(address: str, owner: int) -> list[str]:
+    """Fork for each request until the owner ends; returns the arguments of Python in each process that is to run them.
+
+    Args:
+        address: of the socket.
+        owner: a descriptor of the process.
+    """
     signal.signal(signal.SIGCHLD, _reap)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
         print("ready", flush=True)
-        while True:
+        while owner not in select.select([listener, owner], [], [])[0]:
             client, _ = listener.accept()
             if os.fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 listener.close()
+                os.close(owner)
                 return _attend(client)
             client.close()
+    sys.exit()
 
 
 def _attend(client: socket.socket) -> list[str]:
@@ -197,11 +208,12 @@ def _preload(modules: list[str]) -> None:
 
 
 def _compose_once() -> None:
-    """Let Hydra find its plugins and pydantic build its types: half of the time of a wrong command line."""
+    """Let Hydra find its plugins, pydantic build its types, and the options of targets be read."""
     from qnmixer.engine.config.compose import compose
+    from qnmixer.engine.config.files import with_names
     from qnmixer.engine.config.run import parse
 
-    parse(compose("train", []))
+    with_names(parse(compose("train", [])).plain())
 
 
 def _become(arguments: list[str]) -> None:
@@ -245,10 +257,11 @@ def _leave(code: Any) -> None:
 
 if __name__ == "__main__":
     owner, address, python, *modules = sys.argv[1:]
+    importlib.import_module("composing").compose_faster()
     del sys.path[0]  # this folder, for this file
-    _die_with(int(owner))
+    owner_descriptor = os.pidfd_open(int(owner))
     _preload(modules)
-    todo = serve(address)
+    todo = serve(address, owner_descriptor)
     sys.executable = python
     exit_code: Any = None
     try:

@@ -74,6 +74,23 @@ def test_changes_of_the_code_are_distinguished(checkout: Path) -> None:
     assert len(set(found)) == len(found)
 
 
+def test_changes_are_the_same_in_any_state_of_the_users_index(checkout: Path) -> None:
+    """Staged, in the middle of a merge, and without an index."""
+    script, trees, index = checkout / "src" / "qnmixer" / "train.py", [], checkout / ".git" / "index"
+    for text in ("# theirs\n", "# ours\n"):
+        script.write_text(text)
+        unstaged = git_diff()
+        git(checkout, "add", "-A")
+        trees.append(git(checkout, "write-tree"))
+        assert git_diff() == unstaged
+    git(checkout, "read-tree", "-m", "HEAD", *reversed(trees))
+    assert git(checkout, "ls-files", "--unmerged")
+    assert git_diff() == unstaged
+    index.unlink()
+    assert git_diff() == unstaged
+    assert "+# ours" in unstaged
+
+
 def test_no_commit_without_git_and_in_somebody_elses_repository(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

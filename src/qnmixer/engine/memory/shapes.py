@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -144,8 +145,7 @@ def _outputs(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[
     """The leaves of an operator's result, an `_Output` for each tensor among them, and its structure."""
     if func is torch.ops.aten._local_scalar_dense.default:
         return tree_flatten(1.0)  # Optimizers ask for values. Any will do, because no shape depends on it.
-    mode = FakeTensorMode()
-    mode.cache_enabled = False  # `_Shapes._cache` is the cache
+    mode = _fake_mode()
     fakes = [_fake(tensor, mode) if isinstance(tensor, _Shape) else mode.from_tensor(tensor) for tensor in tensors]
     with mode:
         fakes_in_order = iter(fakes)
@@ -175,6 +175,14 @@ def _outputs(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[
         sources.setdefault(storage._cdata, len(fakes))
         fakes.append(leaf)
     return outputs, structure
+
+
+@cache
+def _fake_mode() -> FakeTensorMode:
+    """One for all operators: to make one takes as long as to ask it, since torch notes the stack of calls."""
+    mode = FakeTensorMode()
+    mode.cache_enabled = False  # `_Shapes._cache` is the cache
+    return mode
 
 
 def _fake(shape: _Shape, mode: FakeTensorMode) -> Tensor:

@@ -17,10 +17,12 @@ import os
 import platform
 import re
 import secrets
+import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -296,7 +298,10 @@ def git_diff() -> str:
         parts = [str(path) for path in (_package().parent, root / "conf") if path.exists()]
         with tempfile.TemporaryDirectory() as temporary:  # a temporary index, so that the user's own stays unchanged
             index = {"GIT_INDEX_FILE": str(Path(temporary) / "index")}
-            _git(root, "read-tree", "HEAD", **index)
+            # The user's index knows which files are as they were: without a copy, git reads every file for each diff.
+            with suppress(OSError):
+                shutil.copy(root / _git(root, "rev-parse", "--git-path", "index").strip(), index["GIT_INDEX_FILE"])
+            _git(root, "read-tree", "--reset", "HEAD", **index)
             new_names = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *parts).split("\0")
             # Without this, git diff leaves out files that were never added.
             if code := [
