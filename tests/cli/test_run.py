@@ -346,7 +346,7 @@ def test_interruption_has_its_exit_code(start: Start, stop: KeyboardInterrupt, c
         ("-sc query=bash", "-sc does not work ('COMP_LINE'): --hydra-help explains Hydra's flags"),
         ("--resolve", "--resolve does not work (The --resolve flag can only be used in conjunction with --cfg"),
         ("-mm --info defaults", "-mm is not an option: write -m"),
-        ("-rm", "-rm is not an option: write -m"),
+        ("-rm", "-rm is not an option: write -r"),
         ("--conf x", "--conf is not an option"),
     ],
 )

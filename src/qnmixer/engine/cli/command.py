@@ -13,11 +13,13 @@ from importlib.metadata import version
 from typing import Any
 
 import hydra
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn
-from omegaconf import DictConfig
+from hydra.core.utils import run_job
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.cli.help import usage
@@ -109,11 +111,15 @@ def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -
 
     # A check may load torch, for seconds. Only a terminal shows the word, and only until then.
     with Console(quiet=rank() > 0).status("reading the settings …"):
-        config = check(compose(config_name, overrides))  # before Hydra makes the run folder
+        composed = compose(config_name, overrides, with_hydra=True)
+        config = check(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
     failures: list[Exception] = []
-    with _hydra(config_name) as app:
-        job = _storing_errors(lambda _: task(config), failures)
-        job_return: JobReturn = app.run(config_name, job, overrides, with_log_configuration=False)
+    with _hydra(config_name) as app:  # as its own `run` does, which would compose again
+        composed.hydra.mode, callbacks = RunMode.RUN, Callbacks(composed)
+        callbacks.on_run_start(config=composed, config_name=config_name)
+        job, context = _storing_errors(lambda _: task(config), failures), HydraContext(app.config_loader, callbacks)
+        job_return = run_job(job, composed, "hydra.run.dir", None, context, configure_logging=False)
+        callbacks.on_run_end(config=composed, config_name=config_name, job_return=job_return)
     if failures:
         raise failures[0]
     return job_return.return_value

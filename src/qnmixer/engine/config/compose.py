@@ -157,7 +157,7 @@ def compose(config_name: str, overrides: list[str], with_hydra: bool = False) ->
         overrides = with_one_limit(overrides)
     # Hydra refuses a second initialisation in one process, and a program may compose many configs.
     GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=config_name):
         try:
             return hydra.compose(config_name, overrides, return_hydra_config=with_hydra)
         except Exception as error:
