@@ -78,7 +78,8 @@ def test_changes_are_the_same_in_any_state_of_the_users_index(checkout: Path) ->
     """Staged, in the middle of a merge, and without an index."""
     script, trees, index = checkout / "src" / "qnmixer" / "train.py", [], checkout / ".git" / "index"
     for text in ("# theirs\n", "# ours\n"):
-        script.write_text(text)
+        for path in (script, script.with_name("new.py")):
+            path.write_text(text)
         unstaged = git_diff()
         git(checkout, "add", "-A")
         trees.append(git(checkout, "write-tree"))
@@ -88,7 +89,7 @@ def test_changes_are_the_same_in_any_state_of_the_users_index(checkout: Path) ->
     assert git_diff() == unstaged
     index.unlink()
     assert git_diff() == unstaged
-    assert "+# ours" in unstaged
+    assert unstaged.count("+# ours") == 2
 
 
 def test_no_commit_without_git_and_in_somebody_elses_repository(

@@ -115,7 +115,8 @@ def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -
         config = check(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
     failures: list[Exception] = []
     with _hydra(config_name) as app:  # as its own `run` does, which would compose again
-        composed.hydra.mode, callbacks = RunMode.RUN, Callbacks(composed)
+        composed.hydra.mode = RunMode.RUN
+        callbacks = Callbacks(composed)
         callbacks.on_run_start(config=composed, config_name=config_name)
         job, context = _storing_errors(lambda _: task(config), failures), HydraContext(app.config_loader, callbacks)
         job_return = run_job(job, composed, "hydra.run.dir", None, context, configure_logging=False)

@@ -302,7 +302,9 @@ def git_diff() -> str:
             with suppress(OSError):
                 shutil.copy(root / _git(root, "rev-parse", "--git-path", "index").strip(), index["GIT_INDEX_FILE"])
             _git(root, "read-tree", "--reset", "HEAD", **index)
-            new_names = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *parts).split("\0")
+            new_names = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *parts, **index).split(
+                "\0"
+            )
             # Without this, git diff leaves out files that were never added.
             if code := [
                 name for name in new_names if Path(name).suffix in _CODE_SUFFIXES and not _PRIVATE_NAME.search(name)
