@@ -130,6 +130,9 @@ WRONG_WORDS = [
         "callbacks.model_checkpoint.save_top_k is not known here: best.ckpt",
     ),
     ("+experiment=demo", "experiment exists already: leave out the + before it"),
+    ("hydra=null", "hydra"),
+    ("--cfg job foo", "foo is not KEY=VALUE"),
+    ("as_trained", "as_trained is not KEY=VALUE: leave out blanks"),
     ("+datamodule=default", "datamodule exists already: leave out the + before it"),
     ("tags.0=a", "Error merging override tags.0=a (list index out of range)"),
     ("evaluation.window.low=3", "'low'): check the values"),
@@ -314,6 +317,14 @@ def test_flags_and_overrides_stand_in_any_order(start: Start) -> None:
     assert {*completed[:-2]} == {given[0], given[4], *own}
     outcome = start("train", "--cfg", "job")
     assert (outcome.code, outcome.ran) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "limit"), [("2", ["trainer.max_steps=-1"]), ("2,3", ["trainer.max_steps=-1"]), ("2,null", [])]
+)
+def test_a_sweep_has_one_limit_with_any_launcher(epochs: str, limit: list[str]) -> None:
+    words = ["-m", "hydra/launcher=slurm", f"trainer.max_epochs={epochs}"]
+    assert command.completed(words, Config) == [*words, *limit]
 
 
 def test_a_bug_of_ours_keeps_its_traceback(start: Start) -> None:

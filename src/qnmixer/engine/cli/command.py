@@ -25,7 +25,7 @@ from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.cli.help import usage
 from qnmixer.engine.cli.project import in_project
 from qnmixer.engine.cli.texts import with_texts
-from qnmixer.engine.cli.words import FLAGS, check_flags, check_groups
+from qnmixer.engine.cli.words import FLAGS, check_flags, check_groups, explain_word
 from qnmixer.engine.config.checking import Section
 from qnmixer.engine.config.compose import (
     OF_A_RUN,
@@ -59,7 +59,9 @@ def run(
     complete: Complete = list,
     job: Callable[[DictConfig], object] | None = None,
 ) -> None:
-    """Run a command: compose its config, `check` it before any folder is made, then call `task` with what it returns.
+    """Run a command: compose its config, `check` it, then call `task` with what that returns.
+
+    A run is checked before its folder is made. In a sweep `sweep` may check the jobs before; else each checks itself.
 
     Args:
         task: the command.
@@ -166,7 +168,10 @@ def _show(config_name: str, words: list[str]) -> None:
     value_before = os.environ.get(TRACEBACK)
     os.environ[TRACEBACK] = "1"  # else Hydra prints exceptions and exits
     try:
-        if not parser.parse_known_args(words)[0].shell_completion:
+        flags_of_hydra, further = parser.parse_known_args(words)
+        if further:
+            raise ConfigError(explain_word(further[0], config_name, words))
+        if not flags_of_hydra.shell_completion:
             compose(config_name, [*filter(is_override, words)])  # for its line about what is wrong
         sys.argv[1:] = words
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(lambda cfg: None)()
@@ -185,7 +190,7 @@ def completed(arguments: list[str], schema: type[Section], complete: Complete = 
     check_flags(arguments, schema.command)
     check_groups([*filter(is_override, arguments)])
     arguments = with_search_path(arguments)
-    if schema.command in OF_A_RUN and not _is_sweep(arguments):  # in a sweep the launcher does this for each job
+    if schema.command in OF_A_RUN:
         arguments = with_one_limit(arguments)
     arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
     arguments = with_texts(arguments, schema)

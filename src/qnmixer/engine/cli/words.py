@@ -37,7 +37,7 @@ def check_groups(overrides: list[str]) -> None:
         group, _, value = word.lstrip("+").partition("=")
         names = options(group)
         plain = value.strip("'\"").lower()
-        if group not in _groups() or plain not in NOTHING or plain in names:
+        if not names or plain not in NOTHING or plain in names:
             continue
         if group == "experiment":
             raise ConfigError(f"{word} chooses nothing: leave it out, or write ~experiment")
@@ -82,7 +82,7 @@ def _way(flag: str, value: str, config_name: str) -> str:
 
 def explain_word(word: str, config_name: str, words: Collection[str]) -> str:
     """The line for a word that Hydra's grammar does not take. `words`: of the command line."""
-    if groups := sorted(path.parent.name for path in CONF.glob("*/*.yaml") if path.stem == word):
+    if groups := [group for group in sorted(_groups()) if word in options(group) and _is_key(group, config_name)]:
         return f"{word} is not KEY=VALUE: write {groups[0]}={word}"
     keys, typed = _known_keys(config_name), [*map(key_of, words)]
     if word in keys:
@@ -107,7 +107,7 @@ def explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str:
     if config_name not in OF_A_RUN:
         line = str(unknown_key(key, keys, keys))
         return _of_the_run(key, line, config_name, words) or _with_plus(key, line, words)
-    if key == "hydra" or key in _groups():  # hydra=odd; defaults of a file that override another group
+    if key in _groups():  # hydra=odd; defaults of a file that override another group
         return f"{key} cannot be chosen here: name keys, as in {key}.KEY=…, and choose options on the command line"
     return _with_plus(key, str(unknown_key(key, {*_groups(), *keys})), words)
 
@@ -116,7 +116,7 @@ def _of_the_run(key: str, line: str, config_name: str, words: Collection[str]) -
     """The line for a key of training in a command that takes it from the run; None for other keys."""
     group, _, name = key.partition(".")
     has_group, is_chosen = group in _known_keys(config_name), group in map(key_of, words)
-    of_training = {option.rpartition(".")[2] for option in (*owners(), *_known_keys("train"))} | {"lr"}
+    of_training = {option.rpartition(".")[2] for option in _known_keys("train")}
     as_trained = not is_chosen and (CONF / group / "as_trained.yaml").is_file()
     is_taken = group in _groups() and (as_trained or not has_group)
     is_unlike = line.startswith("unknown key") and "did you mean" not in line

@@ -1,12 +1,17 @@
 """The settings of every command, in words of Hydra and pydantic.
 
-- A key is declared once, with its type and bound. A key of a section without a target, such as geometry.n_views, stands
-  in the class of its section: `sections`, `data`, and `run` for keys without a section. A key of a section that names a
-  class or function, such as model.n_iterations, stands in the signature of that class or function. A key of another
-  command than train stands in the file `config.py` beside the code of that command.
-- Its default is in conf/, in the file of its option. A default in a class is for older files that lack the key.
-- It is checked by pydantic: `run.parse` for a command, `run.parse_file` and then `run.checked` for somebody's file.
-  A rule inside a section is a validator of its class. Rules between sections are in `rules`.
+- A key is declared once, with its type and bound. A key of a section without a target, such as geometry.n_views,
+  stands in the class of its section: `sections`, and `run` for keys without a section. A section that names a class or
+  function (`target`: how; `targets` and `data`: which) declares in its class the keys that qnmixer itself uses, such
+  as optimizer.lr and data.val_patients. All others, such as model.n_iterations, stand in the signature of what it
+  names.
+- The keys of another command than train stand in a class that names its command: in `config.py` of the package that
+  does its work, such as extras/robustness for noises.
+- Its default is in conf/, in the file of the option that conf/train.yaml, or the file of the command, names first. That
+  file may include others, whose names begin with _. A default in a class is for older files that lack the key.
+- It is checked by pydantic: `run.parse` for a run, `parse` of the class of another command, and for somebody's file
+  `run.parse_file` and then `run.checked`, which reads signatures. A rule inside a section is a validator of its class.
+  Rules between sections are in `rules`.
 - It is explained by the comment beside its default, which --help shows. `checking` says in one line what is wrong, with
   `answers.yaml` for words of elsewhere. `qnmixer.engine.cli` does so for words that Hydra does not take.
 

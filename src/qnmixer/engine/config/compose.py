@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.checking import answer
-from qnmixer.engine.config.files import CONF, is_group, options
+from qnmixer.engine.config.files import CONF, options
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
 
@@ -138,9 +138,13 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def with_one_limit(words: list[str]) -> list[str]:
-    """max_epochs alone is the only limit of a run: max_steps of a file must not end it. Nothing is added twice."""
+    """max_epochs alone is the only limit of a run: max_steps of a file must not end it. Nothing is added twice.
+
+    If a sweep has jobs without max_epochs, its launcher does this for each job.
+    """
     values = values_of([*filter(is_override, words)])
-    has_epochs_only = values.get("trainer.max_epochs", "null") not in ("null", "") and "trainer.max_steps" not in values
+    epochs = values.get("trainer.max_epochs", "null").split(",")
+    has_epochs_only = not {"null", ""} & {*epochs} and "trainer.max_steps" not in values
     return [*words, "trainer.max_steps=-1"] if has_epochs_only else words
 
 
@@ -173,7 +177,7 @@ def _unreadable(overrides: list[str], error: Exception) -> str:
     """The line for values that Hydra cannot read."""
     if isinstance(error, RecursionError):
         return "a value has hundreds of brackets, or the defaults of a config file name that file again: mend it"
-    groups, why = {key_of(word): word for word in overrides if is_group(key_of(word))}, first_line(error)
+    groups, why = {key_of(word): word for word in overrides if options(key_of(word))}, first_line(error)
     if way := next(filter(None, map(answer, groups.values())), None):
         return way
     if not groups:

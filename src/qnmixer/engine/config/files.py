@@ -22,7 +22,8 @@ def is_group(word: str) -> bool:
 @cache
 def options(group: str) -> list[str]:
     """The options of a group in conf/, by name."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith(_NO_OPTIONS))
+    files = (CONF / group).glob("*.yaml") if group else ()
+    return sorted(path.stem for path in files if not path.stem.startswith(_NO_OPTIONS))
 
 
 @cache
