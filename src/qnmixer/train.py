@@ -105,7 +105,7 @@ def _place() -> tuple[Path, list[str]]:
 
 
 def print_begin(run: Run, config: Config) -> None:
-    """Print the first line of a run, before PyTorch is loaded: its folder and its settings."""
+    """Print the first line of a run, before Lightning is loaded: its folder and its settings."""
     action = "starting a run" if run.resume is None else "resuming the run"
     experiment = HydraConfig.get().runtime.choices.get("experiment")
     choices = f"experiment={experiment}, " * bool(experiment) + f"model={config.model.name}, data={config.data.name}"

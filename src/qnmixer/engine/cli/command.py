@@ -7,15 +7,14 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
 import hydra
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
@@ -31,6 +30,7 @@ from qnmixer.engine.config.compose import (
     OF_A_RUN,
     compose,
     compose_sweep,
+    hydra_of,
     is_override,
     with_one_limit,
     with_search_path,
@@ -116,7 +116,7 @@ def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -
         composed = compose(config_name, overrides, with_hydra=True)
         config = check(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
     failures: list[Exception] = []
-    with _hydra(config_name) as app:  # as its own `run` does, which would compose again
+    with hydra_of(config_name) as app:  # as its own `run` does, which would compose again
         composed.hydra.mode = RunMode.RUN
         callbacks = Callbacks(composed)
         callbacks.on_run_start(config=composed, config_name=config_name)
@@ -132,7 +132,7 @@ def _run_jobs(job: Task, config_name: str, overrides: list[str], sweep: Sweep) -
     """Run the jobs of a sweep. Raises the error of the first that failed, after the last."""
     failures: list[Exception] = []
     first_config = compose_sweep(config_name, overrides)
-    with sweep(overrides, first_config) as one_more, _hydra(config_name) as app:
+    with sweep(overrides, first_config) as one_more, hydra_of(config_name) as app:
         words = dict.fromkeys([*overrides, _SWEEP_MODE, one_more])
         app.multirun(config_name, _storing_errors(job, failures), [*words], with_log_configuration=False)
     if failures:
@@ -151,14 +151,6 @@ def _storing_errors(job: Callable[[DictConfig], object], failures: list[Exceptio
             return None
 
     return storing
-
-
-@contextmanager
-def _hydra(config_name: str) -> Iterator[Any]:
-    """Hydra with conf/. It names jobs, and so folders, after the command."""
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=config_name):
-        yield GlobalHydra.instance().hydra
 
 
 def _show(config_name: str, words: list[str]) -> None:

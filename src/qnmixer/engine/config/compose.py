@@ -6,6 +6,7 @@ Hydra is imported when something is composed. A program that only loads a networ
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +149,21 @@ def with_one_limit(words: list[str]) -> list[str]:
     return [*words, "trainer.max_steps=-1"] if has_epochs_only else words
 
 
+@contextmanager
+def hydra_of(config_name: str) -> Iterator[Any]:
+    """Hydra with conf/. It names jobs, and so folders, after the command."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+
+    # Hydra refuses a second initialisation in one process, and a program may compose many configs.
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=config_name):
+        yield GlobalHydra.instance().hydra
+
+
 def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
     """The config of a command, without running anything. `with_hydra`: with Hydra's own part. Raises ConfigError."""
     import hydra
-    from hydra.core.global_hydra import GlobalHydra
 
     if not CONF.is_dir():
         raise ConfigError(f"no configs at {CONF}: in a clone, `git config core.symlinks true` and check it out again")
@@ -159,9 +171,7 @@ def compose(config_name: str, overrides: list[str], with_hydra: bool = False) ->
         raise ConfigError(f"{nameless} has no key: write KEY=VALUE, without blanks around the =")
     if config_name in OF_A_RUN:
         overrides = with_one_limit(overrides)
-    # Hydra refuses a second initialisation in one process, and a program may compose many configs.
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=config_name):
+    with hydra_of(config_name):
         try:
             return hydra.compose(config_name, overrides, return_hydra_config=with_hydra)
         except Exception as error:
@@ -189,6 +199,10 @@ def _unreadable(overrides: list[str], error: Exception) -> str:
 
 def _fault_of_file(error: Exception, overrides: list[str]) -> str | None:
     """The line for an error of YAML or of encodings, in a file of the user's, which Hydra does not name; else None."""
+    from hydra.errors import HydraException
+
+    if isinstance(error, HydraException):  # of words, mostly: no file need be read again
+        return None
     for path in [path for folder in folders_in(overrides) for path in _files_in(folder)]:
         try:
             OmegaConf.load(path)

@@ -29,7 +29,6 @@ class RobustnessConfig(ScoringConfig):
 
     @model_validator(mode="after")
     def _known_noises(self) -> Self:
-        known = [option for option in options("noise") if option not in ("as_trained", "custom")]
-        if stray := next((option for option in self.noises if option not in known), None):
-            raise ConfigError(f"noises={stray} does not exist: choose {', '.join(known)}")
+        if stray := next((option for option in self.noises if option not in options("noise")), None):
+            raise ConfigError(f"noises={stray} does not exist: choose {', '.join(options('noise'))}")
         return self
