@@ -117,6 +117,9 @@ def check(cfg: DictConfig) -> Config:
     torch, which the classes that the config names need, and nothing else that is large."""
     config = parse(cfg)
     check_data(config.data)
+    from qnmixer.engine.reconstructor import build_geometry  # torch
+
+    build_geometry(config)
     if config.finetune is not None:
         check_weights("finetune", config.finetune)
     check_processes(config)

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from qnmixer.engine.cli.help import usage
@@ -45,3 +47,14 @@ def test_what_a_key_means_and_what_an_option_trades_is_said_beside_it() -> None:
         assert words in found
     assert not [line for line in lines if "as_trained" in line or "data=_" in line]
     assert [line for line in help_of("evaluate", "run=x") if line.startswith("  data=as_trained *")]
+
+
+def test_the_options_that_a_command_has(tmp_path: Path) -> None:
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "mine.yaml").write_text("# Mine. It is better\n_target_: qnmixer.losses.l1\n")
+    (tmp_path / "loss" / "_part.yaml").write_text("# A part\n")
+    lines = help_of("train", f"hydra.searchpath=[file://{tmp_path}]")
+    assert [line.split(maxsplit=1) for line in lines if line.startswith("  loss=mine")] == [["loss=mine", "Mine"]]
+    assert not [line for line in lines if "evaluation=task" in line or "loss=_" in line]
+    lines = help_of("evaluate", "run=x", "data=phantoms")
+    assert [line for line in lines if line.startswith(("  data=as_trained ", "  evaluation=task "))][1:]

@@ -17,17 +17,16 @@ from omegaconf import DictConfig
 from qnmixer.engine.cli import command
 from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.config.checking import answer
-from qnmixer.engine.config.run import Config, parse
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import TrainerConfig
-from qnmixer.engine.evaluation.config import EvaluateConfig
-from qnmixer.engine.inference.config import ReconstructConfig
 from qnmixer.errors import ConfigError, DataError, Stopped
+from qnmixer.train import check
 
 from ..conftest import PYTHONS_LOADER, every_third
 from ..schemas import SCHEMAS
 from ..studies import SEARCH_PATH
 
-CHECKS = {"train": parse, "evaluate": EvaluateConfig.parse, "reconstruct": ReconstructConfig.parse}
+CHECKS = {name: SCHEMAS[name].parse for name in ("evaluate", "reconstruct", "plan", "doctor")} | {"train": check}
 
 
 class Outcome:
@@ -153,8 +152,15 @@ WRONG_WORDS = [
     (f"data={'d' * 5000}", "dddddddddd"),
     ("x" * 5000, "xxxx"),
     (f"monitor={'v' * 5000}", "monitor=vvvv"),
-    ("evaluation=task", "evaluation.n_pictures works with evaluation=default only"),
+    ("evaluation=task", "evaluation=task is for evaluate, not for train: choose default"),
     ("seed=${nope}", "unknown key nope"),
+    ("seed=${nope} --cfg job --resolve", "unknown key nope"),
+    ("model._target_=3", "model._target_=3 should be a valid string"),
+    ("~model._target_", "model has no _target_: choose one of its options, fbp,"),
+    ("logger.wandb=3", "logger.wandb=3 is not a group of keys: name a key of it, as in logger.wandb.KEY=VALUE"),
+    ("+trainer.max_time=3h", "max_time=3h is not DAYS:HOURS:MINUTES:SECONDS: give for example 00:12:00:00"),
+    ("geometry.angle_span=360", "geometry.angle_span=360.0 is outside of 1e-06 to 2π: give radians"),
+    ("trainer.devices=-1.5", "trainer.devices=-1.5 should be a valid integer"),
     ("debu.name=1", "debu.name is no key: choose an option by its name, as in model=qn_mixer"),
     ("noise=null", "noise=null chooses nothing: write noise=none"),
     ("logger=null", "logger=null chooses nothing: write logger=csv"),
@@ -208,6 +214,7 @@ HABITS = [
         "train experiment=mine",
         "; or add --config-dir my_conf",
     ),
+    ("evaluate trainer.accelerator=cpu", "trainer.accelerator is of training: write accelerator=…"),
     ("train strategy.name=dpp", "strategy.name=dpp is not known: choose one of ddp, fsdp, pipeline, single"),
 ]
 
@@ -217,6 +224,23 @@ def test_habits_get_a_line_with_what_works(start: Start, tmp_path: Path, words: 
     (tmp_path / "my_conf" / "experiment").mkdir(parents=True)
     (tmp_path / "my_conf" / "experiment" / "mine.yaml").touch()
     assert line in start(*words.split()).line
+
+
+@pytest.mark.parametrize("words", ["plan format=json", "train --cfg job", "train --help -c job", "doctor"])
+def test_a_rank_without_a_folder_of_its_own_needs_no_name_for_one(
+    words: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert start(*words.split()).code == 0
+    assert "give all of them the same hydra.run.dir=FOLDER" in start("train").line
+    assert "--ntasks-per-node" in start("train", "++hydra.run.dir=run").line  # the next check
+
+
+def test_the_home_in_a_run_folder(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert start("train", "++hydra.run.dir=~/runs/a=1").ran
+    assert (tmp_path / "runs" / "a=1" / ".hydra").is_dir()
 
 
 def test_what_these_lines_say_works(start: Start) -> None:

@@ -97,7 +97,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def advised(line: str, words: list[str], value: str = "3") -> list[str]:
     """The words that the line of a refused command says to type instead of its last ones."""
     if left_out := re.search(r"leave out (\S+)$", line):
-        return [word for word in words if word != left_out[1]]
+        return [word for word in words if left_out[1] not in (word, key_of(word))]
     if way := re.search(r"write (--.*), or", line):
         return shlex.split(way[1])
     if way := re.search(r"(?:write|use|choose one with|Or add|or add) (.+?)(?:[,;:] .*)?$", line):
@@ -121,7 +121,10 @@ WORDS = {
     "train | debug=null": "write debug=off",
     "train | schedule=none": "write schedule=constant",
     "train | strategy=null": "write strategy=single",
-    "train | experiment=none": "experiment=none chooses nothing: leave it out",
+    "train | experiment=none": "experiment=none chooses nothing: leave it out, or write ~experiment",
+    "evaluate run=. | data=null": "data=null chooses nothing: write data=as_trained",
+    "evaluate run=. | logger=null": "logger=null chooses nothing: leave it out, or write ~logger",
+    "evaluate run=. | memory=null": "memory comes from the run and cannot change in evaluate: leave it out",
     # flags of other programs
     "train | --experiment demo": "--experiment is not an option: write experiment=demo",
     "train | --gpus 1": "--gpus is not an option: use trainer.devices=1",
@@ -135,6 +138,7 @@ WORDS = {
     "train | --seed 3": "write seed=3",
     "train | --optimizer.lr 3": "write optimizer.lr=3",
     "train | --devices 1": "write trainer.devices=1",
+    "train | --geometry.first_angle -1": "write geometry.first_angle=-1",
     "train | --model tv": "write model=tv",
     "train | --multi": "--multi is not an option: write --multirun",
     "plan | --device V100-16": "write device=V100-16",
@@ -146,7 +150,12 @@ WORDS = {
     "evaluate run=. | batch_size=3": "leave it out",
     "reconstruct run=. input=. output=o | n_iterations=3": "leave it out",
     "evaluate run=. | root=/x": "did you mean data.root?",
+    "evaluate run=. | evaluation.photons=[1e5]": "evaluation.photons works with evaluation=task only",
+    "train | evaluation.photons=[1e5]": "evaluation.photons is for evaluate with evaluation=task: leave it out",
     # words without a key
+    "evaluate | pretrained": "pretrained is not KEY=VALUE: write run=pretrained",
+    "compare | latest": "write sweep=latest",
+    "evaluate run=. | task": "write evaluation=task",
     "evaluate | runs/x": "runs/x is not KEY=VALUE: write run=runs/x",
     "reconstruct input=. output=o | runs/x": "write run=runs/x",
     "reconstruct run=. output=o | ct/a.dcm": "write input=ct/a.dcm",
@@ -157,6 +166,8 @@ WORDS = {
     # a target whose option brought other keys
     "train experiment=demo | optimizer._target_=torch.optim.NAdam": "write optimizer=custom optimizer._target_=torch",
     "train optimizer=muon | optimizer._target_=torch.optim.Adam": "write optimizer=custom optimizer._target_=torch",
+    # a logger that is not chosen
+    "train logger=csv | +logger.wandb.notes=about": "logger.wandb.notes works with logger=wandb only: choose that, or",
     # names that W&B refuses
     "train | logger.wandb.project=my/proj": "write logger.wandb.entity=my logger.wandb.project=proj",
     "train | logger.wandb.project=a:b": "write logger.wandb.project=a-b",
@@ -232,11 +243,27 @@ def test_the_options_of_a_project_are_among_those_to_choose(typed: Typed, projec
         ('conf = "nowhere"', 'pyproject.toml: no folder nowhere: write conf = "FOLDER" in [tool.qnmixer]'),
         ('cnf = "conf"', "unknown key tool.qnmixer.cnf: did you mean tool.qnmixer.conf?"),
         ("conf = ", "pyproject.toml of this folder cannot be read"),
+        ('name = "x"', "unknown key tool.qnmixer.name: choose tool.qnmixer.conf, tool.qnmixer.experiment"),
     ],
 )
 def test_a_wrong_table_of_a_project_is_one_line(table: str, line: str, typed: Typed, project: Path) -> None:
     (project / "pyproject.toml").write_text(f"[tool.qnmixer]\n{table}\n")
     assert line in typed("plan").line
+
+
+def test_a_project_without_options_of_its_own_has_an_experiment(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.qnmixer]\nexperiment = "demo"\n')
+    assert typed("train").config.model.T == 6
+    assert typed("train", "~experiment").config.model.T == 14
+    assert typed("evaluate", "run=.").code == 0
+
+
+@pytest.mark.parametrize("table", ["tool = 3", "[tool]\nqnmixer = 3"])
+def test_a_table_that_is_none(table: str, typed: Typed, tmp_path: Path) -> None:
+    """That of other tools is theirs."""
+    (tmp_path / "pyproject.toml").write_text(table)
+    outcome = typed("plan")
+    assert outcome.code == 0 if table == "tool = 3" else "write [tool.qnmixer]" in outcome.line
 
 
 # Arguments of Lightning's Trainer
@@ -425,6 +452,22 @@ def test_in_a_sweep(words: str, typed: Typed) -> None:
 def test_folders_of_hydra(typed: Typed, tmp_path: Path) -> None:
     assert typed("train", "hydra.run.dir=1.10", check=parse, runs=True).code == 0
     assert (tmp_path / "1.10" / ".hydra").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("data.root", "~/ct/a=1"),
+        ("data.root", "/ct/josé"),
+        ("data.include", "!x#*.dcm"),
+        ("tags", "[a=1, é b ,1.10,c]"),
+        ("metrics.psnr.title", "12"),
+    ],
+)
+def test_signs_that_hydra_does_not_take(key: str, text: str, typed: Typed) -> None:
+    words = [word for word in TEXT_OF["dicom"] if key_of(word) != key]
+    taken = _at(typed("train", *words, f"{key}={text}", check=parse).config.plain(), key)
+    assert taken == (["a=1", "é b", "1.10", "c"] if key == "tags" else text)
 
 
 def test_from_a_program() -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from qnmixer.engine.cli.command import completed
-from qnmixer.engine.config.compose import compose, compose_sweep, with_search_path
+from qnmixer.engine.config.compose import compose, compose_sweep, quoted, values_of, with_search_path
 from qnmixer.engine.config.files import CONF
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.errors import ConfigError
@@ -57,6 +58,13 @@ def test_the_setting_stays_and_typed_keys_still_fail() -> None:
         parse(compose("train", ["experiment=demo", "model=tv", "+model.channels=3"]))
 
 
+@pytest.mark.parametrize("text", ["a b", 'a"b', "a\\", 'a\\"', '"', '\\\\"', "it's", 'a="b"', "é~=#"])
+def test_a_path_is_quoted_for_hydra(text: str) -> None:
+    word = f"key={quoted(text)}"
+    (parsed,) = OverridesParser.create().parse_overrides([word])
+    assert str(getattr(parsed.value(), "text", parsed.value())) == values_of([word])["key"] == text
+
+
 def test_the_first_job_of_a_sweep() -> None:
     first = compose_sweep("train", ["experiment=demo", "model=fbp,qn_mixer"])
     assert "channels" not in first.model
@@ -101,7 +109,7 @@ def test_hydra_finds_what_is_there(here: Path) -> None:
     ("word", "message"),
     [
         ("--config-dir=nowhere", r"^no config folder at nowhere: give it as --config-dir FOLDER"),
-        ("--config-dir", r"^no config folder at \.: give it as --config-dir FOLDER"),
+        ("--config-dir", r"^--config-dir has no value: write --config-dir FOLDER"),
         ("--config-dir=~nobody_is_so", r"^no config folder at ~nobody_is_so: give it as --config-dir FOLDER"),
         ("hydra.searchpath=a", r"^hydra.searchpath=a is no list"),
         ("--config-dir=ours", r"^ours/loss/mse.yaml has the name of a file of qnmixer"),  # Hydra would take ours

@@ -40,7 +40,7 @@ TRAIN = {
     "debug.steps=3": "debug.steps works with debug=profile only",
     # options and groups that are not there
     "data=dicm": "data=dicm does not exist: did you mean dicom?",
-    "data=as_trained": "data has no _target_ (as_trained is for evaluate only)",
+    "data=as_trained": "data=as_trained is for evaluate, not for train: choose deeplesion",
     "model.name=learn": "model.name is no key: choose an option by its name, as in model=",
     "data=/path/to/ct": "data=/path/to/ct does not exist: choose custom, deeplesion, dicom",
     "~model": "the config has no model",
@@ -97,7 +97,7 @@ TRAIN = {
     "demo": "demo is not KEY=VALUE: write experiment=demo",
     "data=dicom data.root=/my ct": "ct is not KEY=VALUE: leave out blanks around the =, and put quotes around",
     "--optimizer.lr 3": "--optimizer.lr is not an option: write optimizer.lr=3",
-    "data=dicom data.root=/home/josé": "put quotes around a value with blanks, brackets, commas or other letters",
+    "data=dicom data.root=/home/josé": "data.root=/home/josé does not exist",
     "seed = 3": "= has no key: write KEY=VALUE, without blanks around the =",
     "=3": "=3",
     "seed=1,2": "seed=1,2",

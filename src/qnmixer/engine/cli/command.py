@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.cli.help import usage
@@ -27,15 +28,15 @@ from qnmixer.engine.cli.texts import with_texts
 from qnmixer.engine.cli.words import FLAGS, check_flags, check_groups, explain_word
 from qnmixer.engine.config.checking import Section
 from qnmixer.engine.config.compose import (
-    OF_A_RUN,
     compose,
     compose_sweep,
     hydra_of,
     is_override,
+    key_of,
     with_one_limit,
     with_search_path,
 )
-from qnmixer.engine.config.files import CONF
+from qnmixer.engine.config.files import CONF, OF_A_RUN
 from qnmixer.engine.processes.output import lasting_output, warnings_in_one_line
 from qnmixer.engine.processes.process import is_rank, rank, world_size
 from qnmixer.errors import ConfigError, Stopped, first_line, say
@@ -45,6 +46,8 @@ from qnmixer.machine import wait_briefly
 TRACEBACK = "HYDRA_FULL_ERROR"
 _SWEEP_FLAGS = {"-m", "--multirun"}
 _SWEEP_MODE = "hydra.mode=MULTIRUN"
+_WITH_FOLDER = ("train", "evaluate", "robustness")
+"""Commands that make a folder, named after the time."""
 Check = Callable[[DictConfig], Any]
 Task = Callable[[Any], object]
 Complete = Callable[[list[str]], list[str]]
@@ -81,14 +84,14 @@ def run(
         with warnings_in_one_line(), files:
             words = completed(in_project(words, config_name), schema, complete)
             overrides = [word for word in words if not word.startswith("-")]
-            flags = {word.partition("=")[0] for word in words if word.startswith("-")} - {"--run", "-r"}
+            flags = _further_flags(words)
             if "--version" in flags:
                 print(f"qnmixer {version('qnmixer')}")
             elif flags & {"--help", "-h"}:
-                print(usage(compose(config_name, overrides, with_hydra=True), config_name))
+                print(usage(compose(config_name, [*filter(is_override, words)], with_hydra=True), config_name))
             elif _is_sweep(words):
-                if further := sorted(flags - _SWEEP_FLAGS):
-                    raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(further)}")
+                if flags:
+                    raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(sorted(flags))}")
                 _run_jobs(job or (lambda cfg: task(check(cfg))), config_name, overrides, sweep or _plain_sweep)
             elif flags:
                 _show(config_name, words)
@@ -167,6 +170,8 @@ def _show(config_name: str, words: list[str]) -> None:
             compose(config_name, [*filter(is_override, words)])  # for its line about what is wrong
         sys.argv[1:] = words
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(lambda cfg: None)()
+    except OmegaConfBaseException:  # of a key, not of a flag
+        raise
     except (argparse.ArgumentError, KeyError, RuntimeError, ValueError) as error:
         flags = " ".join(word for word in words if not is_override(word))
         raise ConfigError(
@@ -180,13 +185,13 @@ def completed(arguments: list[str], schema: type[Section], complete: Complete = 
     """The arguments for Hydra, from those that the user gave. `schema`, `complete` and the errors are as in `run`."""
     arguments = _in_hydras_form(arguments)
     check_flags(arguments, schema.command)
-    check_groups([*filter(is_override, arguments)])
+    check_groups([*filter(is_override, arguments)], schema.command)
     arguments = with_search_path(arguments)
     if schema.command in OF_A_RUN:
         arguments = with_one_limit(arguments)
     arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
     arguments = with_texts(arguments, schema)
-    if is_rank():
+    if is_rank() and schema.command in _WITH_FOLDER and not _further_flags(arguments):
         arguments = _overrides_of_rank(arguments)
     # Hydra wants these flags first, and takes no override after another flag.
     return sorted(arguments, key=lambda word: (word not in _SWEEP_FLAGS, not is_override(word)))
@@ -203,6 +208,12 @@ def _is_sweep(arguments: list[str]) -> bool:
     return not _SWEEP_FLAGS.isdisjoint(arguments) or _SWEEP_MODE in arguments
 
 
+def _further_flags(arguments: list[str]) -> set[str]:
+    """The flags that ask for something else than to run or to sweep."""
+    flags = {word.partition("=")[0] for word in arguments if word.startswith("-")}
+    return flags - _SWEEP_FLAGS - {"--run", "-r"}
+
+
 def _in_hydras_form(arguments: list[str]) -> list[str]:
     """Arguments as Hydra takes them.
 
@@ -214,7 +225,7 @@ def _in_hydras_form(arguments: list[str]) -> list[str]:
         key, equal, value = argument.partition("=")
         if equal and key not in FLAGS and re.fullmatch(r"--[a-z][\w./@]*", key):
             key = key.removeprefix("--")
-        if key in ("hydra.run.dir", "hydra.sweep.dir"):
+        if key_of(key) in ("hydra.run.dir", "hydra.sweep.dir"):
             value = re.sub(r"""^(["']?)~(?=/)""", lambda match: match[1] + os.path.expanduser("~"), value)
         words.append(f"{key}=null" if by_agent and value == "None" else f"{key}{equal}{value}")
     return words
@@ -222,9 +233,9 @@ def _in_hydras_form(arguments: list[str]) -> list[str]:
 
 def _overrides_of_rank(overrides: list[str]) -> list[str]:
     """The overrides for Hydra in one of several processes. Raises ConfigError if each would make its own folder."""
-    if _SWEEP_FLAGS & {*overrides}:
+    if _is_sweep(overrides):
         raise ConfigError("a sweep starts the processes of each job itself: run it without torchrun or srun")
-    if not any(override.startswith("hydra.run.dir=") for override in overrides):
+    if "hydra.run.dir" not in map(key_of, overrides):
         raise ConfigError(
             f"this is process {rank()} of {world_size()}, and each would make its own run folder: "
             "give all of them the same hydra.run.dir=FOLDER"

@@ -12,8 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.engine.cli.words import explain_key, explain_word
 from qnmixer.engine.config.checking import answer
-from qnmixer.engine.config.compose import OF_A_RUN, folders_in, key_of, names_folder
-from qnmixer.engine.config.files import CONF, TARGET, option_of
+from qnmixer.engine.config.compose import folders_in, key_of, names_folder
+from qnmixer.engine.config.files import OF_A_RUN, TARGET, option_files, option_of
 from qnmixer.errors import UserError, first_line, in_a_line, suggest
 
 _EXTRA_OF = {"optuna": "search", "submitit": "slurm", "ray": "ray"}
@@ -114,11 +114,9 @@ def _explain_composition(error: Exception, config_name: str, words: list[str]) -
         match := re.search(r"Could not (?:find|load) '(\w+(?:/\w+)?)/([^']*)'", text)  # "In 'experiment/mine': Could …"
     ):
         group, name = match.groups()
-        left_out = "as_trained" if config_name in OF_A_RUN else ""
-        files = [path for folder in (CONF, *folders_in(words)) for path in sorted((folder / group).glob("[!_]*.yaml"))]
-        if option_names := sorted({path.stem for path in files} - {left_out}):
-            does_not_exist = f"{group}={name} does not exist: {suggest(name, option_names, limit=99)}"
-            return answer(f"{group}={name}") or f"{does_not_exist}{_own_option(group, name, words)}"
+        if option_names := sorted(option_files(group, config_name, folders_in(words))):
+            way = f"{suggest(name, option_names, limit=99)}{_own_option(group, name, words)}"
+            return answer(f"{group}={name}") or f"{group}={name} does not exist: {way}"
     if match := re.search(r"Could not delete '(\S+)=|The value of '(\S+)' is .* and not", text):
         key = match[1] or match[2]
         return f"~{key}=… names another value than that of the config: write ~{key}"

@@ -10,9 +10,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.checking import as_typed
-from qnmixer.engine.config.files import CONF, files_of
+from qnmixer.engine.config.compose import folders_of
+from qnmixer.engine.config.files import CONF, files_of, option_files
 
-_HIDDEN_OPTIONS = ("_", "as_trained")  # parts of other files; an option of evaluate only, which is its default
 _SENTENCE_END = re.compile(r"\.(?:\s+[A-Z]|$)")
 _COMMENTED = re.compile(r"^ *(\w+):.*?\s# (.*)$", re.MULTILINE)
 
@@ -29,7 +29,7 @@ def usage(cfg: DictConfig, config_name: str) -> str:
         "Every setting is KEY=VALUE or GROUP=OPTION, in any order; a later one overrides an earlier one.",
         "",
         "GROUPS (* is the current choice)",
-        *_group_lines(choices),
+        *_group_lines(choices, config_name, folders_of(cfg.hydra.searchpath)),
         "",
         "KEYS of the chosen options (for another option: --help data=dicom)",
         *_key_lines({str(key): value for key, value in values.items() if key != "hydra"}, comments, choices),
@@ -39,14 +39,13 @@ def usage(cfg: DictConfig, config_name: str) -> str:
     return "\n".join(lines)
 
 
-def _group_lines(choices: dict[str, str]) -> Iterator[str]:
-    """A line for each option, with the first sentence of its file."""
+def _group_lines(choices: dict[str, str], config_name: str, folders: list[Path]) -> Iterator[str]:
+    """A line for each option, with the first sentence of its file. `folders`: of the user's own options."""
     for group, chosen in sorted(choices.items()):
-        for path in sorted((CONF / group).glob("*.yaml")):
-            if not path.stem.startswith(_HIDDEN_OPTIONS) or path.stem == chosen:
-                comment = next(line for line in path.read_text(encoding="utf-8").splitlines() if "@package" not in line)
-                name = f"  {group}={path.stem}{' *' * (path.stem == chosen)}"
-                yield f"{name:<34} {_SENTENCE_END.split(comment.lstrip('# '))[0]}"
+        for option, path in sorted(option_files(group, config_name, folders).items()):
+            comments = re.findall(r"^# (?!@package)(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            name = f"  {group}={option}{' *' * (option == chosen)}"
+            yield f"{name:<34} {_SENTENCE_END.split([*comments, ''][0])[0]}".rstrip()
 
 
 def _key_lines(

@@ -11,8 +11,9 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from qnmixer.engine.config.checking import Section, validated
-from qnmixer.engine.config.compose import OF_A_RUN, key_of, names_folder
+from qnmixer.engine.config.checking import Section, unknown_key, validated
+from qnmixer.engine.config.compose import key_of, names_folder
+from qnmixer.engine.config.files import OF_A_RUN
 from qnmixer.errors import ConfigError, first_line
 
 FILE = Path("pyproject.toml")
@@ -39,13 +40,18 @@ def in_project(words: Sequence[str], command: str) -> list[str]:
     if names_folder(words) or not FILE.is_file():
         return [*words]
     try:
-        table = tomllib.loads(FILE.read_text(encoding="utf-8")).get("tool", {}).get("qnmixer", {})
+        tool = tomllib.loads(FILE.read_text(encoding="utf-8")).get("tool")
     except ValueError as error:  # bad TOML, or bytes that are no text
         raise ConfigError(f"{FILE} of this folder cannot be read ({first_line(error)}): mend it") from error
+    table = tool.get("qnmixer", {}) if isinstance(tool, dict) else {}
+    if not isinstance(table, dict):
+        raise ConfigError(f"{FILE}: tool.qnmixer={table} is no table: write [tool.qnmixer], and its keys below")
+    keys = [f"tool.qnmixer.{key}" for key in ProjectConfig.model_fields]
+    if stray := next((key for key in table if f"tool.qnmixer.{key}" not in keys), None):
+        raise unknown_key(f"tool.qnmixer.{stray}", keys, keys)
     project = validated(ProjectConfig, table, "tool.qnmixer")
-    if project.conf is None:
-        return [*words]
-    if not Path(project.conf).is_dir():
+    if project.conf is not None and not Path(project.conf).is_dir():
         raise ConfigError(f'{FILE}: no folder {project.conf}: write conf = "FOLDER" in [tool.qnmixer]')
     chooses = project.experiment and command in OF_A_RUN and not {"experiment", "resume"} & {*map(key_of, words)}
-    return [f"--config-dir={project.conf}", *[f"experiment={project.experiment}"] * bool(chooses), *words]
+    folder = [f"--config-dir={project.conf}"] if project.conf is not None else []
+    return [*folder, *[f"experiment={project.experiment}"] * bool(chooses), *words]

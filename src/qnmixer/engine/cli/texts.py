@@ -1,4 +1,4 @@
-"""Text is taken as typed: Hydra would read patient 1.10 as the number 1.1, and 1_000 as 1000."""
+"""Text is taken as typed. Hydra would read patient 1.10 as the number 1.1, and takes no = or ~ or é without quotes."""
 
 import re
 from collections.abc import Iterator
@@ -9,28 +9,34 @@ from pydantic import BaseModel
 
 from qnmixer.engine.config.compose import key_of
 
-_NUMBER = re.compile(
-    r"(?:(?<=[=\[,])|^)\s*([+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:e[+-]?\d[\d_]*)?|[+-]?inf|nan|true|false)\s*(?=[\],]|$)",
-    re.IGNORECASE,
-)
-"""An item that Hydra reads as a number or a truth value."""
+_ITEM = re.compile(r"(?:^|(?<=[\[,]))\s*([^\s\[\](){},'\"\\](?:[^\[\](){},'\"\\]*[^\s\[\](){},'\"\\])?)\s*(?=[\],]|$)")
+"""A text, alone or in a list, without quotes, brackets and blanks around it."""
+_NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:e[+-]?\d[\d_]*)?|[+-]?inf|nan|true|false", re.IGNORECASE)
+"""What Hydra reads as a number or a truth value."""
+_PLAIN = re.compile(r"[\w/+.$%*@?|:\s-]*", re.ASCII)
+"""What Hydra takes as a text."""
 
 _FOLDERS = "hydra.run.dir", "hydra.sweep.dir"
 
 
 def with_texts(words: list[str], schema: type[BaseModel]) -> list[str]:
-    """Put quotes around what looks like a number in the words whose keys take text, or lists of texts.
+    """Put quotes around numbers, and what Hydra would not take, in words whose keys take text, or lists of texts.
 
     schema: the class of the command's config.
     """
-    keys, quoted = _keys_of_texts(schema), []
+    keys, words_for_hydra = _keys_of_texts(schema), []
     for word in words:
         key, equal, value = word.partition("=")
-        name = re.sub(r"^data\.sources\.\w+\.", "data.", key_of(key))
+        name = re.sub(r"^(?:(data)\.sources|(metrics))\.\w+\.", r"\1\2.", key_of(key))
         if equal and name in keys and not {'"', "'"} & {*value}:
-            value = _NUMBER.sub(r'"\1"', value)
-        quoted.append(f"{key}{equal}{value}")
-    return quoted
+            value = _ITEM.sub(_quoted, value)
+        words_for_hydra.append(f"{key}{equal}{value}")
+    return words_for_hydra
+
+
+def _quoted(item: re.Match[str]) -> str:
+    text = item[1]
+    return f'"{text}"' if _NUMBER.fullmatch(text) or not _PLAIN.fullmatch(text) else item[0]
 
 
 @cache

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from qnmixer.engine.config.files import TARGET, answers, is_group, options, owners
+from qnmixer.engine.config.files import OF_A_RUN, TARGET, answers, is_group, options, owners
 from qnmixer.errors import ConfigError
 
 NAMED = "callbacks", "logger", "metrics"
@@ -80,7 +80,9 @@ def _check_numbers(key: str, value: Any, checked: Any) -> None:
             _check_numbers(key, part, item)
     elif isinstance(value, bool) and isinstance(checked, int | float) and not isinstance(checked, bool):
         raise ConfigError(f"{key}={as_typed(value)} should be a number")
-    elif isinstance(value, int | float) and isinstance(checked, str) and key != "trainer.precision":  # 32 is its word
+    elif (
+        isinstance(value, int | float) and isinstance(checked, str) and not key.endswith("precision")
+    ):  # 32 is its word
         raise ConfigError(
             f"{key}={as_typed(value)} should be text, but was read as a number: put quotes around it, as '\"1.10\"'"
         )
@@ -92,6 +94,7 @@ def _line_of(error: ValidationError, schema: Any, values: Any, section: str) -> 
     """The first error of pydantic, in words of the command line."""
     fault = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")  # a key of another option first
     kind, says, wrong, keys = fault["type"], fault["msg"], fault["input"], [section] if section else []
+    only = None if getattr(schema, "command", "") in ("", *OF_A_RUN) else [*schema.model_fields]
     for part in fault["loc"]:  # it also has the name of a member of a union, and numbers of items
         if isinstance(values, Mapping) and part in values:
             keys, values = [*keys, str(part)], values[part]
@@ -103,14 +106,14 @@ def _line_of(error: ValidationError, schema: Any, values: Any, section: str) -> 
     group, _, name = key.partition(".")
     if kind == "extra_forbidden":
         keys_of_schema = getattr(schema, "model_fields", ())
-        return unknown_key(key, [".".join([*keys[:-1], name]) for name in keys_of_schema])
+        return unknown_key(key, [".".join([*keys[:-1], name]) for name in keys_of_schema], only)
     if kind == "value_error":  # a rule inside a section, which begins with a key of it
         return ConfigError(f"{key}.{says.removeprefix('Value error, ')}".lstrip("."))
-    if group in NAMED and (name.endswith(TARGET) or (name and "." not in name)):
+    if is_missing and group in NAMED and name.endswith(TARGET):
         key = key.removesuffix(f".{TARGET}")
         return ConfigError(f"{key} names no class: give +{key}.{TARGET}=my_file.MyClass")
-    if name == TARGET or (kind == "union_tag_invalid" and (TARGET in (wrong or ()) or "name" not in (wrong or ()))):
-        return ConfigError(f"{group} has no {TARGET} (as_trained is for evaluate only): choose another option")
+    if (is_missing and name == TARGET) or (kind == "union_tag_invalid" and "name" not in (wrong or ())):
+        return ConfigError(f"{group} has no {TARGET}: choose one of its options, {', '.join(options(group))}")
     if kind == "union_tag_invalid":
         return ConfigError(f"{key}.name={wrong['name']} is not known: choose one of {', '.join(options(group))}")
     if kind == "union_tag_not_found":
@@ -118,13 +121,14 @@ def _line_of(error: ValidationError, schema: Any, values: Any, section: str) -> 
     if is_missing:
         return ConfigError(f"the config has no {key}: choose one with {key}=…") if is_group(key) else has_no_value(key)
     if kind.startswith("model") and not isinstance(wrong, Mapping):
-        return ConfigError(f"{key}={as_typed(wrong)} is not a group of keys: choose one of its options by name")
-    if way := answer(f"{key}={_shortened(wrong)}"):
-        return ConfigError(way)
+        way = f"name a key of it, as in {key}.KEY=VALUE" if name else "choose one of its options by name"
+        return ConfigError(f"{key}={as_typed(wrong)} is not a group of keys: {way}")
+    if line := answer(word := f"{key}={_shortened(wrong)}"):
+        return ConfigError(line)
     says = says.removeprefix("Input") if says.startswith("Input ") else f": {says[0].lower()}{says[1:]}"
     if kind in ("list_type", "tuple_type"):
         says = f"{says}: write {key}=[…]"
-    return ConfigError(f"{key}={_shortened(wrong)}{says}")
+    return ConfigError(f"{word}{says}")
 
 
 def as_typed(value: Any) -> str:
@@ -164,35 +168,56 @@ def unknown_key(key: str, more_keys: Collection[str] = (), only: Collection[str]
         only: the keys of a command that has no others; None: all of a run.
     """
     section, _, name = key.partition(".")
-    parent, _, leaf = key.rpartition(".")
-    if way := answer(key, only):
-        return ConfigError(way)
+    if line := answer(key, only):
+        return ConfigError(line)
     if name == "name":
         example = f"{section}={options(section)[0]}" if is_group(section) else "model=qn_mixer"
         return ConfigError(f"{key} is no key: choose an option by its name, as in {example}")
-    if having := owners().get(key):
+    if having := owners("train" if only is None else "evaluate").get(key):
         return ConfigError(f"{key} works with {section}={' or '.join(having)} only: choose that, or leave {key} out")
-    candidates = {*more_keys} | {
-        candidate for candidate in owners() if only is None or candidate.startswith(f"{section}.")
-    }
-    keys = sorted(candidate for candidate in candidates if not candidate.endswith(TARGET))
-    with_leaf = [candidate for candidate in keys if candidate.endswith(f".{leaf}")]
-    beside = {candidate.rpartition(".")[2]: candidate for candidate in keys if candidate.rpartition(".")[0] == parent}
-    near = [beside[word] for word in difflib.get_close_matches(leaf, beside, n=1)]
-    if meant := [candidate for candidate in with_leaf if candidate.startswith(f"{section}.")] or with_leaf or near:
+    if having := owners("evaluate").get(key):
+        return ConfigError(f"{key} is for evaluate with {section}={' or '.join(having)}: leave it out")
+    if meant := near_keys(key, more_keys, only):
         return ConfigError(f"unknown key {key}: did you mean {' or '.join(meant)}?")
-    if parent and 0 < len(beside) <= _MOST_LISTED:
-        return ConfigError(f"unknown key {key}: choose {', '.join(sorted(beside.values()))}")
+    beside = [candidate for candidate in _candidates(section, more_keys, only) if _parent(candidate) == _parent(key)]
+    if _parent(key) and 0 < len(beside) <= _MOST_LISTED:
+        return ConfigError(f"unknown key {key}: choose {', '.join(beside)}")
     return ConfigError(f"unknown key {key}: --cfg job prints all keys, --cfg hydra those of Hydra")
 
 
+def near_keys(key: str, more_keys: Collection[str] = (), only: Collection[str] | None = None) -> list[str]:
+    """The keys that somebody may have meant: those with the same last name, else the nearest. As in `unknown_key`."""
+    section, leaf = key.partition(".")[0], key.rpartition(".")[2]
+    keys = _candidates(section, more_keys, only)
+    same = [candidate for candidate in keys if candidate.endswith(f".{leaf}")]
+    beside = {candidate.rpartition(".")[2]: candidate for candidate in keys if _parent(candidate) == _parent(key)}
+    near = [beside[word] for word in difflib.get_close_matches(leaf, beside, n=1)]
+    return [candidate for candidate in same if candidate.startswith(f"{section}.")] or same or near
+
+
+def _candidates(section: str, more_keys: Collection[str], only: Collection[str] | None) -> list[str]:
+    keys = {*more_keys} | {key for key in owners() if only is None or key.startswith(f"{section}.")}
+    return sorted(key for key in keys if not key.endswith(TARGET))
+
+
+def _parent(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
 def answer(word: str, only: Collection[str] | None = None) -> str | None:
-    """The message for a key, or an option as GROUP=OPTION, that people know from elsewhere; None for another word.
+    """The line for a word that people know from elsewhere, as in `way_of`; None for other words."""
+    way = way_of(word, only)
+    return way and f"{word} is not known here: {way}"
+
+
+def way_of(word: str, only: Collection[str] | None = None) -> str | None:
+    """What to do instead of a key, or an option as GROUP=OPTION, that people know from elsewhere; None for other words.
 
     only: the keys of a command that has no others. Ways that name others are no ways there.
     """
     for word_from_elsewhere, ways in answers().items():
-        for way in ways if f"{word}.".startswith(f"{word_from_elsewhere}.") else ():
+        is_below = "=" not in word_from_elsewhere and word.startswith(f"{word_from_elsewhere}.")
+        for way in ways if is_below or word == word_from_elsewhere else ():
             if only is None or {*re.findall(r"(?:^|\buse )([a-z][\w.]*)=", way)} <= {*only}:
-                return f"{word} is not known here: {way}"
+                return way
     return None

@@ -13,17 +13,17 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.checking import answer
-from qnmixer.engine.config.files import CONF, options
+from qnmixer.engine.config.files import CONF, OF_A_RUN, options
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
 
-OF_A_RUN = ("train", "plan", "doctor")
-"""Commands with the full config of a run; the others read it from a run folder."""
 LENGTH = ("trainer.max_steps", "trainer.max_epochs")
 """The keys that set the length of a run."""
 SEARCH_PATH = "hydra.searchpath"
 _FLAGS = ("--config-dir", "-cd")
 _FILE, _PACKAGE = "file://", "pkg://"
+_OPTION = re.compile(r"(?!null\b)[a-z]\w*|\[[\w, ]*\]")
+"""The name of an option, or some."""
 _MOST_BYTES, _MOST_ALIASES = 2**17, 12
 """Of a config file. One of ours has 2 kB, and none."""
 
@@ -33,7 +33,8 @@ def quoted(path: Path | str) -> str:
     text = str(path)
     if all((c.isascii() and c.isalnum()) or c in "/-_.:" for c in text):  # Hydra's grammar knows ASCII letters only
         return text
-    return '"' + text.replace('"', '\\"') + '"'  # single quotes are for the shell around it
+    text = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + match[2].replace('"', '\\"'), text)
+    return f'"{text}"'  # single quotes are for the shell around it
 
 
 def is_override(word: str) -> bool:
@@ -48,8 +49,14 @@ def key_of(override: str) -> str:
 
 def values_of(overrides: list[str]) -> dict[str, str]:
     """Values of overrides by key, without quotes."""
-    pairs = [(key_of(override), override.partition("=")[2]) for override in overrides]
-    return {key: value.strip("'\"").replace("\\'", "'").replace('\\"', '"') for key, value in pairs}
+    return {key_of(override): _unquoted(override.partition("=")[2]) for override in overrides}
+
+
+def _unquoted(value: str) -> str:
+    """The inverse of `quoted`, for both kinds of quotes. Hydra reads a backslash as one, but before a quote."""
+    if len(value) < 2 or value[0] not in "'\"" or value[0] != value[-1]:
+        return value
+    return re.sub(r"""(\\+)(['"]|$)""", lambda match: match[1][: len(match[1]) // 2] + match[2], value[1:-1])
 
 
 def of_hydra(override: str) -> bool:
@@ -69,7 +76,10 @@ def with_search_path(arguments: list[str]) -> list[str]:
     for word in words:
         flag, equal, value = word.partition("=")
         if flag in _FLAGS:
-            folders.append(value if equal else next(words, ""))
+            folder = value if equal else next(words, "")
+            if not folder:
+                raise ConfigError(f"{flag} has no value: write {flag} FOLDER")
+            folders.append(folder)
         elif key_of(word) == SEARCH_PATH:
             searched = _places(word)
         else:
@@ -89,8 +99,12 @@ def names_folder(words: Iterable[str]) -> bool:
 
 
 def folders_in(words: Iterable[str]) -> list[Path]:
-    """The user's config folders of a command line. Those in packages are left out."""
-    places = [place for override in search_path_in(with_search_path([*words])) for place in _places(override)]
+    """The user's config folders of a command line, without packages."""
+    return folders_of([place for override in search_path_in(with_search_path([*words])) for place in _places(override)])
+
+
+def folders_of(places: Iterable[str]) -> list[Path]:
+    """The folders of a search path, without packages."""
     return [Path(place.removeprefix(_FILE)) for place in places if place.startswith(_FILE)]
 
 
@@ -109,8 +123,8 @@ def _located(place: str) -> str:
     if place.startswith(_PACKAGE):
         return place
     folder = path_of(place.removeprefix(_FILE))
-    if not place or not folder.is_dir():
-        raise ConfigError(f"no config folder at {place or folder}: give it as --config-dir FOLDER")
+    if not folder.is_dir():
+        raise ConfigError(f"no config folder at {place}: give it as --config-dir FOLDER")
     our_files = [path.relative_to(CONF) for path in sorted(CONF.rglob("*.yaml")) if folder.resolve() != CONF]
     if clash := next((path for path in our_files if (folder / path).is_file()), None):
         raise ConfigError(f"{folder / clash} has the name of a file of qnmixer, which would be used instead: rename it")
@@ -187,9 +201,11 @@ def _unreadable(overrides: list[str], error: Exception) -> str:
     """The line for values that Hydra cannot read."""
     if isinstance(error, RecursionError):
         return "a value has hundreds of brackets, or the defaults of a config file name that file again: mend it"
-    groups, why = {key_of(word): word for word in overrides if options(key_of(word))}, first_line(error)
-    if way := next(filter(None, map(answer, groups.values())), None):
-        return way
+    chosen = {key_of(word): word for word in overrides if options(key_of(word))}
+    groups = {group: word for group, word in chosen.items() if not _OPTION.fullmatch(word.partition("=")[2])}
+    why = first_line(error)
+    if line := next(filter(None, map(answer, groups.values())), None):
+        return line
     if not groups:
         return f"a value cannot be read ({why}): check the values"
     *_, group = groups

@@ -1,6 +1,6 @@
 """The files of conf/: the options of each group, their keys, and their values. No other list of options exists."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,10 @@ from omegaconf import Container, OmegaConf
 CONF = (Path(__file__).parents[2] / "conf").resolve()
 """In a clone, a link to conf/ of the repository; in a wheel, a copy of the files."""
 TARGET = "_target_"
-_NO_OPTIONS = ("_", "as_trained", "task", "custom")  # parts of files; of evaluate, twice; for own classes
+OF_A_RUN = ("train", "plan", "doctor")
+"""Commands with the full config of a run; the others read it from a run folder."""
+_COMMANDS_OF = {"as_trained": ("evaluate", "compare", "robustness"), "task": ("evaluate",)}
+"""The commands that have an option which is for trained networks."""
 _WITHOUT_KEYS = ("experiment", "hydra", "local")  # groups that set keys of other groups
 
 
@@ -19,11 +22,19 @@ def is_group(word: str) -> bool:
     return bool(word) and (CONF / word).is_dir()
 
 
+def option_files(group: str, command: str, folders: Iterable[Path] = ()) -> dict[str, Path]:
+    """The files of a group that a command can choose, by the name of the option. `folders`: of the user's, after conf/.
+
+    A name that begins with _ is part of other files.
+    """
+    files = (path for folder in (CONF, *folders) for path in sorted((folder / group).glob("[!_]*.yaml")))
+    return {path.stem: path for path in files if command in _COMMANDS_OF.get(path.stem, (command,))} if group else {}
+
+
 @cache
-def options(group: str) -> list[str]:
-    """The options of a group in conf/, by name."""
-    files = (CONF / group).glob("*.yaml") if group else ()
-    return sorted(path.stem for path in files if not path.stem.startswith(_NO_OPTIONS))
+def options(group: str, command: str = "train") -> list[str]:
+    """The options of a group in conf/, by name, without `custom`, which names a class of the user's."""
+    return sorted(option_files(group, command).keys() - {"custom"})
 
 
 @cache
@@ -85,12 +96,12 @@ def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 @cache
-def owners() -> dict[str, list[str]]:
-    """The options that have a key, by the key as on a command line."""
+def owners(command: str = "train") -> dict[str, list[str]]:
+    """The options of a command that have a key, by the key as on a command line."""
     options_by_key: dict[str, list[str]] = {}
     for path in sorted(CONF.glob("*/*.yaml")):
         group, option = path.parent.name, path.stem
-        if group not in _WITHOUT_KEYS and option in options(group):
+        if group not in _WITHOUT_KEYS and option in options(group, command):
             prefix = f"logger.{option}." if group == "logger" else f"{group}."
             for key in flat_keys(values_of_option(group, option), prefix):
                 options_by_key.setdefault(key, []).append(option)

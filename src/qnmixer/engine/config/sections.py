@@ -166,6 +166,14 @@ class PassedOn(Section):
     min_steps: Count | None = None
     sync_batchnorm: bool | None = None
 
+    @model_validator(mode="after")
+    def _time(self) -> Self:
+        if not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", self.max_time or "00:00:00:00"):
+            raise ValueError(
+                f"max_time={self.max_time} is not DAYS:HOURS:MINUTES:SECONDS: give for example 00:12:00:00"
+            )
+        return self
+
 
 _PASSED_ON = PassedOn.model_fields.keys()
 

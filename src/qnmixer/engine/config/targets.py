@@ -230,7 +230,8 @@ def _chosen_loggers(sections: Any) -> Any:
     if not isinstance(sections, Mapping):
         return _named("logger", sections or {})
     chosen = {name: part for name, part in sections.items() if isinstance(part, Mapping) and TARGET in part}
-    keys = {name: part for name, part in sections.items() if name not in {*chosen, *options("logger")}}
+    left_out = [name for name in options("logger") if isinstance(sections.get(name), Mapping)]
+    keys = {name: part for name, part in sections.items() if name not in (*chosen, *left_out)}
     return _named("logger", chosen | ({_CUSTOM: keys} if TARGET in sections else keys))
 
 
