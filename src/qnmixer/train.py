@@ -18,7 +18,8 @@ from omegaconf import DictConfig
 
 from qnmixer.engine.cli import command
 from qnmixer.engine.cli.errors import explain
-from qnmixer.engine.config.compose import key_of, search_path_in
+from qnmixer.engine.cli.project import with_options_of
+from qnmixer.engine.config.compose import search_path_in
 from qnmixer.engine.config.data import check_data
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.processes.process import is_rank, loading
@@ -131,11 +132,7 @@ def main(conf: Path | None = None, experiment: str | None = None) -> None:
 
     A project's own command calls it with its folder of configs, and the experiment that a command without one trains.
     """
-    words = sys.argv[1:]
-    # A run that resumes has an experiment. A record of it has the folder, so ranks and jobs of a sweep know it.
-    if experiment is not None and not {"experiment", "resume"} & {*map(key_of, words)}:
-        words = [f"experiment={experiment}", *words]
-    sys.argv[1:] = words if conf is None else [f"--config-dir={conf}", *words]
+    sys.argv[1:] = with_options_of(conf, experiment, sys.argv[1:])
     command.run(run, check, Config, sweep, resume_overrides, job)
 
 

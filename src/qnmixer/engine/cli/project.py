@@ -52,6 +52,14 @@ def in_project(words: Sequence[str], command: str) -> list[str]:
     project = validated(ProjectConfig, table, "tool.qnmixer")
     if project.conf is not None and not Path(project.conf).is_dir():
         raise ConfigError(f'{FILE}: no folder {project.conf}: write conf = "FOLDER" in [tool.qnmixer]')
-    chooses = project.experiment and command in OF_A_RUN and not {"experiment", "resume"} & {*map(key_of, words)}
-    folder = [f"--config-dir={project.conf}"] if project.conf is not None else []
-    return [*folder, *[f"experiment={project.experiment}"] * bool(chooses), *words]
+    return with_options_of(project.conf, project.experiment if command in OF_A_RUN else None, words)
+
+
+def with_options_of(conf: Path | str | None, experiment: str | None, words: Sequence[str]) -> list[str]:
+    """The words of a command line, with a config folder and an experiment, unless they choose one.
+
+    A run that resumes has an experiment. A record of it has the folder, so ranks and jobs of a sweep know it.
+    """
+    is_chosen = not {"experiment", "resume"}.isdisjoint(map(key_of, words))
+    folder = [] if conf is None else [f"--config-dir={conf}"]
+    return [*folder, *([] if experiment is None or is_chosen else [f"experiment={experiment}"]), *words]

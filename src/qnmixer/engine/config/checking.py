@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import isfinite
 from typing import Any, ClassVar, Self
 
@@ -93,20 +93,14 @@ def _check_numbers(key: str, value: Any, checked: Any) -> None:
 def _line_of(error: ValidationError, schema: Any, values: Any, section: str) -> ConfigError:
     """The first error of pydantic, in words of the command line."""
     fault = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")  # a key of another option first
-    kind, says, wrong, keys = fault["type"], fault["msg"], fault["input"], [section] if section else []
-    only = None if getattr(schema, "command", "") in ("", *OF_A_RUN) else [*schema.model_fields]
-    for part in fault["loc"]:  # it also has the name of a member of a union, and numbers of items
-        if isinstance(values, Mapping) and part in values:
-            keys, values = [*keys, str(part)], values[part]
-            if part in getattr(schema, "model_fields", ()):
-                schema = schema.model_fields[part].annotation
+    kind, says, wrong = fault["type"], fault["msg"], fault["input"]
+    key, fields = _place_of(fault["loc"], schema, values, section)
     if is_missing := kind == "missing" and isinstance(fault["loc"][-1], str):
-        keys.append(str(fault["loc"][-1]))
-    key = ".".join(keys)
+        key = f"{key}.{fault['loc'][-1]}".lstrip(".")
     group, _, name = key.partition(".")
     if kind == "extra_forbidden":
-        keys_of_schema = getattr(schema, "model_fields", ())
-        return unknown_key(key, [".".join([*keys[:-1], name]) for name in keys_of_schema], only)
+        only = None if getattr(schema, "command", "") in ("", *OF_A_RUN) else [*schema.model_fields]
+        return unknown_key(key, [f"{_parent(key)}.{field}".lstrip(".") for field in fields], only)
     if kind == "value_error":  # a rule inside a section, which begins with a key of it
         return ConfigError(f"{key}.{says.removeprefix('Value error, ')}".lstrip("."))
     if is_missing and group in NAMED and name.endswith(TARGET):
@@ -115,7 +109,9 @@ def _line_of(error: ValidationError, schema: Any, values: Any, section: str) -> 
     if (is_missing and name == TARGET) or (kind == "union_tag_invalid" and "name" not in (wrong or ())):
         return ConfigError(f"{group} has no {TARGET}: choose one of its options, {', '.join(options(group))}")
     if kind == "union_tag_invalid":
-        return ConfigError(f"{key}.name={wrong['name']} is not known: choose one of {', '.join(options(group))}")
+        return ConfigError(
+            f"{key}.name={as_typed(wrong['name'])} is not known: choose one of {', '.join(options(group))}"
+        )
     if kind == "union_tag_not_found":
         return has_no_value(f"{key}.name")
     if is_missing:
@@ -129,6 +125,17 @@ def _line_of(error: ValidationError, schema: Any, values: Any, section: str) -> 
     if kind in ("list_type", "tuple_type"):
         says = f"{says}: write {key}=[…]"
     return ConfigError(f"{word}{says}")
+
+
+def _place_of(loc: Iterable[int | str], schema: Any, values: Any, section: str) -> tuple[str, Collection[str]]:
+    """The key of a fault, and the fields beside it. `loc` also has names of members of unions, and numbers of items."""
+    key = section
+    for part in loc:
+        if isinstance(values, Mapping) and part in values:
+            key, values = f"{key}.{part}".lstrip("."), values[part]
+            if part in getattr(schema, "model_fields", ()):
+                schema = schema.model_fields[part].annotation
+    return key, getattr(schema, "model_fields", ())
 
 
 def as_typed(value: Any) -> str:

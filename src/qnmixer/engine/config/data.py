@@ -36,6 +36,7 @@ class DataConfig(Target):
     Attributes:
         own_range: whether PSNR and SSIM take each reference's own range, as skimage does, instead of 1.
         measured: whether its sinograms were measured by a scanner.
+        read_at_once: whether its class is imported to check a config. One of files, or of the user's, may be large.
         attenuation_of_one: attenuation in 1/mm that x = 1 means; None: that of hu_max, which depends on the attenuation
             of water.
     """
@@ -49,6 +50,7 @@ class DataConfig(Target):
     supplied: ClassVar[tuple[str, ...]] = ("image_size", "fine", "geometry", "hu_max", "seed")
     own_range: ClassVar[bool] = False
     measured: ClassVar[bool] = False
+    read_at_once: ClassVar[bool] = False
     attenuation_of_one: ClassVar[float | None] = None
 
     image_size: Annotated[int, Ge(8), Le(8192)]
@@ -81,8 +83,8 @@ class DataConfig(Target):
         return {"data": self}
 
     def checked(self) -> Self:
-        """The same section. A class of files, or of the user's own, may be large: it is read when it is built."""
-        return self
+        """With its arguments checked, if its class is one of qnmixer without files: others are read when built."""
+        return super().checked() if self.read_at_once else self
 
     def without_places(self) -> Self:
         """The same config without private values: folders, people, patients, and arguments of the user's own class."""
@@ -96,16 +98,13 @@ class PhantomData(DataConfig):
     """Random phantoms: no files needed. `PhantomSource` has their keys."""
 
     TARGET: ClassVar[str] = "qnmixer.engine.data.phantoms.PhantomSource"
+    read_at_once: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _twice_as_fine(self) -> Self:
         if (factor := self.simulation_factor) > 2:  # they are painted at twice the image size
             raise ValueError(f"simulation_factor={factor} is too large: give 2 or less")
         return self
-
-    def checked(self) -> Self:
-        """With its arguments checked."""
-        return Target.checked(self)
 
 
 class FolderData(DataConfig):
@@ -232,6 +231,8 @@ class PairData(DataConfig):
         root: folder of the set.
     """
 
+    read_at_once: ClassVar[bool] = True
+
     root: str | None
 
     def keywords(self) -> dict[str, Any]:
@@ -239,8 +240,8 @@ class PairData(DataConfig):
         return super().keywords() | {"root": self.root}
 
     def checked(self) -> Self:
-        """As for every target. Then the keys that change images."""
-        section = Target.checked(self)
+        """Also the keys that change images."""
+        section = super().checked()
         if section.measured:
             check_untouched(section)
         return section
