@@ -15,6 +15,7 @@ from qnmixer.engine.config.run import (
     batch_of_replica,
     devices_per_replica,
     effective_batch,
+    override,
     parse,
     section,
 )
@@ -213,6 +214,30 @@ def test_epochs_given_alone_are_the_only_limit(overrides: list[str], length: tup
     assert (trainer.max_steps, trainer.max_epochs) == length
     once = with_one_limit(["--cfg", "job", *overrides])
     assert with_one_limit(once) == once
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "logger=csv",
+        "logger=[csv,tensorboard]",
+        "logger=custom logger._target_=lightning.pytorch.loggers.CSVLogger",
+        "callbacks=[ema,early_stopping]",
+        "metrics=rmse_hu",
+        "seed=7",
+        "seed=7 data.seed=1",
+        "trainer.max_epochs=3",
+        "model.n_iterations=3 model=learn",
+    ],
+)
+def test_a_program_gets_what_hydra_composes(words: str) -> None:
+    assert override(train("experiment=demo"), words).plain() == train("experiment=demo", *words.split()).plain()
+
+
+def test_an_option_that_does_not_exist_in_a_program() -> None:
+    for option in ("nope", "as_trained"):
+        with pytest.raises(ConfigError, match=f"^data={option} does not exist: choose deeplesion, dicom"):
+            section("data", option)
 
 
 def test_evaluate_as_trained_and_otherwise() -> None:

@@ -9,8 +9,9 @@ from pydantic import Field
 
 from qnmixer.engine.config import rules
 from qnmixer.engine.config.checking import Section, plain_values, validated
+from qnmixer.engine.config.compose import key_of, with_one_limit
 from qnmixer.engine.config.data import Source
-from qnmixer.engine.config.files import TARGET, is_group, values_of_option
+from qnmixer.engine.config.files import TARGET, is_group, options, values_of_option
 from qnmixer.engine.config.sections import (
     LONGEST_TAG,
     Debug,
@@ -37,7 +38,7 @@ from qnmixer.engine.config.targets import (
     check_monitor,
 )
 from qnmixer.engine.plugins import check_plugin, is_trusted
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, suggest
 
 FIT = "qnmixer.fit.fit"
 """The function that trains, as its key names it."""
@@ -191,21 +192,27 @@ def with_iterations(config: Config, T: int) -> Config:
 def override(config: Config, overrides: str | Sequence[str]) -> Config:
     """The config with overrides as on a command line: keys, and groups ("memory=recompute") with their options.
 
-    A text is split at its blanks; give a list if a value has some.
+    A text is split at its blanks; give a list if a value has some. A group that is chosen has the values of its option
+    only: those that an experiment gave to it are gone. Raises ConfigError.
     """
-    values, touched = OmegaConf.create(config.plain()), {"model", "noise"}
-    for item in overrides.split() if isinstance(overrides, str) else overrides:
-        key, _, value = item.partition("=")
-        touched.add(key.partition(".")[0])
-        if is_group(key):
-            values[key] = _values(key, value, config.seed, {})
+    words = with_one_limit(overrides.split() if isinstance(overrides, str) else [*overrides])
+    if config.data.seed == config.seed:  # as conf/data has it
+        words = [word.replace("seed=", "data.seed=", 1) for word in words if key_of(word) == "seed"] + words
+    values, groups = OmegaConf.create(config.plain()), [*filter(is_group, map(key_of, words))]
+    for word in sorted(words, key=lambda word: key_of(word) not in groups):
+        key, _, value = word.partition("=")
+        if key in groups:
+            values[key] = _values(key, value)
         else:
-            values.merge_with_dotlist([item])
+            values.merge_with_dotlist([word])
+    for group in groups:
+        values[group] = plain_values(values[group])
     plain = OmegaConf.to_container(values)  # text with ${…} stays text
     assert isinstance(plain, dict)
     config = parse_file({str(key): value for key, value in plain.items()})
     check_targets(config)
     # Not the loss of a checkpoint, say, whose code nobody has trusted.
+    touched = {"model", "noise", *(key_of(word).partition(".")[0] for word in words)}
     return checked(config, *touched.intersection(_READ_AT_ONCE))
 
 
@@ -214,12 +221,22 @@ def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
 
     Raises ConfigError for a value that is out of bounds.
     """
-    parsed = validated(get_type_hints(Config, include_extras=True)[group], _values(group, option, seed, keys), group)
+    values = OmegaConf.create({"seed": seed, "evaluation": values_of_option("evaluation", "default")})
+    values[group] = OmegaConf.merge(_values(group, option), keys)
+    hint = get_type_hints(Config, include_extras=True)[group]
+    parsed = validated(hint, plain_values(values[group]), group)
     return parsed.checked() if group in _READ_AT_ONCE else parsed
 
 
-def _values(group: str, option: str, seed: int, keys: Mapping[str, Any]) -> Any:
-    return plain_values(OmegaConf.create({"seed": seed, group: values_of_option(group, option) | dict(keys)}))[group]
+def _values(group: str, choice: str) -> DictConfig:
+    """The values of an option, or of [several], not resolved. Raises ConfigError for one that does not exist."""
+    merged = OmegaConf.create()
+    for option in choice.strip("[]").split(","):
+        if option not in (*options(group), "custom"):
+            raise ConfigError(f"{group}={option} does not exist: {suggest(option, options(group), limit=99)}")
+        values = values_of_option(group, option)
+        merged.merge_with({option: values} if group == "logger" and option != "custom" else values)
+    return merged
 
 
 def without_places(config: Config) -> Config:
