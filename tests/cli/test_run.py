@@ -287,7 +287,7 @@ BROKEN_FILES = {
     "a: 1\nb: \0\n": ("special characters are not allowed", "odd.yaml"),
     b"a: 1\nb: \xe9\n": ("invalid continuation byte", "odd.yaml"),
     "3\n": ("Invalid loaded object type: int", "odd.yaml"),
-    "null: 2\n": ("an option cannot be read (Incompatible key type 'NoneType')",),
+    "null: 2\n": ("Incompatible key type 'NoneType'", "odd.yaml"),
     "a: &a [*a]\n": ("maximum recursion depth exceeded", "odd.yaml"),
     "defaults: [odd]\n": ("or the defaults of a config file name that file again",),
     "defaults: [3]\n": ("Unsupported type in defaults : int",),

@@ -217,13 +217,14 @@ def _fault_of_file(error: Exception, overrides: list[str]) -> str | None:
     """The line for an error of YAML or of encodings, in a file of the user's, which Hydra does not name; else None."""
     from hydra.errors import HydraException
 
-    if isinstance(error, HydraException):  # of words, mostly: no file need be read again
+    cause = error.__cause__ if isinstance(error, HydraException) else error
+    if cause is None:  # of words, mostly: no file need be read again
         return None
     for path in [path for folder in folders_in(overrides) for path in _files_in(folder)]:
         try:
             OmegaConf.load(path)
         except Exception as fault:
-            if type(fault) is type(error):
+            if type(fault) is type(cause):
                 return f"{path} cannot be read ({' '.join(str(fault).split())}): mend the file"
     return None
 
