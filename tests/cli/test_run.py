@@ -165,6 +165,8 @@ WRONG_WORDS = [
     ("noise=null", "noise=null chooses nothing: write noise=none"),
     ("logger=null", "logger=null chooses nothing: write logger=csv"),
     ("memory=null", "memory=null chooses nothing: write memory=keep"),
+    ("experiment=demo model=true", "model=true cannot be read (Config group override must be a string or a list"),
+    ("experiment=demo model=[1,2]", "model=[1,2] cannot be read ("),
     ("data=${oc.select:seed}", "give data the name of one of its options: deeplesion, dicom"),
     ("data=${.}", "an option cannot be read ("),
     ("hydra=odd", "hydra cannot be chosen here: name keys, as in hydra.KEY=…"),

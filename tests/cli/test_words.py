@@ -155,6 +155,7 @@ WORDS = {
     # words without a key
     "evaluate | pretrained": "pretrained is not KEY=VALUE: write run=pretrained",
     "compare | latest": "write sweep=latest",
+    "evaluate | ~run": "run has no value: give one with run=…",
     "evaluate run=. | task": "write evaluation=task",
     "evaluate | runs/x": "runs/x is not KEY=VALUE: write run=runs/x",
     "reconstruct input=. output=o | runs/x": "write run=runs/x",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config.checking import near_keys, unknown_key, way_of
+from qnmixer.engine.config.checking import has_no_value, near_keys, unknown_key, way_of
 from qnmixer.engine.config.compose import compose, is_override, key_of, quoted, values_of
 from qnmixer.engine.config.files import CONF, OF_A_RUN, TARGET, flat_keys, options, owners
 from qnmixer.engine.config.sections import PassedOn
@@ -126,7 +126,7 @@ def explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str:
     """The line for a key that the command does not have. `words`: of the command line."""
     keys, groups = _known_keys(config_name), _groups(config_name)
     if config_name not in OF_A_RUN:
-        line = str(unknown_key(key, keys, keys))
+        line = str(has_no_value(key) if key in keys else unknown_key(key, keys, keys))  # ~run has none to delete
         return _of_the_run(key, config_name, words) or _with_plus(key, line, words)
     if key in groups or key == "hydra":  # hydra=odd; defaults of a file that override another group
         return f"{key} cannot be chosen here: name keys, as in {key}.KEY=…, and choose options on the command line"

@@ -22,8 +22,9 @@ LENGTH = ("trainer.max_steps", "trainer.max_epochs")
 SEARCH_PATH = "hydra.searchpath"
 _FLAGS = ("--config-dir", "-cd")
 _FILE, _PACKAGE = "file://", "pkg://"
-_OPTION = re.compile(r"(?!null\b)[a-z]\w*|\[[\w, ]*\]")
-"""The name of an option, or some."""
+_NAME = r"(?!(?:null|true|false|nan|inf)\b)[a-z]\w*"
+_OPTIONS = re.compile(rf"{_NAME}|\[{_NAME}(,{_NAME})*\]")
+"""The name of an option, or a list of them."""
 _MOST_BYTES, _MOST_ALIASES = 2**17, 12
 """Of a config file. One of ours has 2 kB, and none."""
 
@@ -202,7 +203,7 @@ def _unreadable(overrides: list[str], error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "a value has hundreds of brackets, or the defaults of a config file name that file again: mend it"
     chosen = {key_of(word): word for word in overrides if options(key_of(word))}
-    groups = {group: word for group, word in chosen.items() if not _OPTION.fullmatch(word.partition("=")[2])}
+    groups = {group: word for group, word in chosen.items() if not _OPTIONS.fullmatch(word.partition("=")[2])}
     why = first_line(error)
     if line := next(filter(None, map(answer, groups.values())), None):
         return line
