@@ -98,7 +98,10 @@ def first_line(error: BaseException | str) -> str:
 
 def suggest(word: str, choices: Collection[str], limit: int = 12) -> str:
     """How to fix an unknown word: the nearest choice, or a list of all choices if there are at most `limit`."""
-    matches = difflib.get_close_matches(word, [c for c in choices if c != word], n=1, cutoff=0.6)
-    if matches:
+    lowered = {choice.lower(): choice for choice in choices if choice != word}
+    begun = [choice for name, choice in lowered.items() if word and name.startswith(word.lower())]
+    if len(begun) > 1:
+        return f"choose {', '.join(begun)}"
+    if matches := begun or [lowered[name] for name in difflib.get_close_matches(word.lower(), lowered, n=1)]:
         return f"did you mean {matches[0]}?"
     return f"choose {', '.join(choices)}" if len(choices) <= limit else "run with --cfg job to see all keys"

@@ -136,7 +136,7 @@ WRONG_WORDS = [
     ("tags.0=a", "Error merging override tags.0=a (list index out of range)"),
     ("evaluation.window.low=3", "'low'): check the values"),
     ("experiment=demo data=dicom", "data.root has no value: give one with data.root=…"),
-    ("hydra/launcher=joblib", "hydra/launcher=joblib does not exist: choose processes, "),
+    ("-m hydra/launcher=joblib", "hydra/launcher=joblib does not exist: choose processes, "),
     (
         "trainer.max_time=a",
         "unknown key trainer.max_time. An argument that is not in conf/ takes a plus: +trainer.m",
@@ -166,7 +166,7 @@ WRONG_WORDS = [
     ("logger=null", "logger=null chooses nothing: write logger=csv"),
     ("memory=null", "memory=null chooses nothing: write memory=keep"),
     ("experiment=demo model=true", "model=true cannot be read (Config group override must be a string or a list"),
-    ("experiment=demo model=[1,2]", "model=[1,2] cannot be read ("),
+    ("experiment=demo model=[1,2]", "model=[1,2]: model takes one option, as in model=fbp"),
     ("data=${oc.select:seed}", "give data the name of one of its options: deeplesion, dicom"),
     ("data=${.}", "an option cannot be read ("),
     ("hydra=odd", "hydra cannot be chosen here: name keys, as in hydra.KEY=…"),
@@ -186,7 +186,7 @@ def test_a_wrong_word_is_one_short_line(start: Start, words: str, line: str) -> 
 
 HABITS = [
     ("train --experiment demo", "--experiment is not an option: write experiment=demo"),
-    ("train --gpus 1", "--gpus is not an option: use trainer.devices=1"),
+    ("train --gpus 1", "--gpus is not an option: use trainer.devices=…"),
     ("train --max_epochs 3", "--max_epochs is not an option: write trainer.max_epochs=3"),
     ("train --config-name=mine", "--config-name is not an option: use --config-dir FOLDER for options of your own"),
     ("train --experimental-rerun=a.pickle", "--experimental-rerun is not an option: write experiment="),
@@ -194,6 +194,27 @@ HABITS = [
     ("train optimizer=adamw ~optimizer", "the config has no optimizer: choose one with optimizer=…"),
     ("train experiment=null", "experiment=null chooses nothing: leave it out, or write ~experiment"),
     ("train runs/x", "runs/x is not KEY=VALUE: write resume=runs/x or data.root=runs/x"),
+    (
+        "train callbacks.early_stopping={patience:3}",
+        "callbacks.early_stopping works with callbacks=early_stopping only",
+    ),
+    ("train trainer.max_epochs=None", "write trainer.max_epochs=null for none"),
+    ("train loss=[mse,l1]", "loss=[mse,l1]: loss takes one option, as in loss=l1"),
+    ("train ~metrics", "the config has no metrics: choose one with metrics=…"),
+    ("train data=dicom data.root=null", "data.root has no value: give one with data.root=…"),
+    ("train data=DICOM", "data=DICOM does not exist: did you mean dicom?"),
+    ("train seed=range(3)", "seed=range(3) has several values: add -m for a run of each"),
+    ("train -m experiment=glob(nope*)", "experiment=glob(nope*) has no value: give at least one"),
+    ("train -m optimizer.lr=interval(1e-4,1)", "is for a search: add hydra/sweeper=search, or give values"),
+    ("train -m seed=1,2 hydra.run.dir=x", "hydra.run.dir=x is for one run: write hydra.sweep.dir=x"),
+    ("train hydra/launcher=slurm", "is for a sweep: add -m, or leave hydra/launcher=slurm out"),
+    ("train --package model", "--package is for what --cfg prints: add --cfg job, or leave it out"),
+    ("train optimizer.foo=3", "takes a plus: +optimizer.foo=…"),
+    ("train --data.root /d/(é,a)", "--data.root is not an option: write 'data.root=/d/(é,a)'"),
+    ("train logger.wandb.job_type=x", "unknown key logger.wandb.job_type: choose logger.wandb.entity, "),
+    ("train noise=physical noise.i0=3", "unknown key noise.i0: choose noise.electronic_sigma, "),
+    ("plan device=A100", "choose A100-40, A100-80, or give a size"),
+    ("evaluate ~run", "run has no value: give one with run=…"),
     ("evaluate runs/x", "runs/x is not KEY=VALUE: write run=runs/x"),
     ("evaluate ckpt_path=a.ckpt", "ckpt_path is not known here: use run=RUN_FOLDER, or run=FILE.ckpt"),
     ("reconstruct ckpt_path=a.ckpt", "ckpt_path is not known here: use run=RUN_FOLDER, or run=FILE.ckpt"),
@@ -235,6 +256,7 @@ def test_a_rank_without_a_folder_of_its_own_needs_no_name_for_one(
     for name, value in {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}.items():
         monkeypatch.setenv(name, value)
     assert start(*words.split()).code == 0
+    assert "evaluate works in one process: start it without torchrun or srun" in start("evaluate", "run=x").line
     assert "give all of them the same hydra.run.dir=FOLDER" in start("train").line
     assert "--ntasks-per-node" in start("train", "++hydra.run.dir=run").line  # the next check
 

@@ -111,6 +111,10 @@ WORDS = {
     # a group that is deleted or added
     "train | ~callbacks=ema": "~callbacks=… names another value than that of the config: write ~callbacks",
     "train | ++model=tv": "++model=tv is for keys, not for groups: write model=tv",
+    "train | ~evaluation": "the config has no evaluation: choose one with evaluation=…",
+    # several values
+    "train | tags=a,é": "tags=a,é has several values: add -m for a run of each, or write tags=[a,é] for a list",
+    "train | logger=wandb,csv": "write logger=[wandb,csv] for a list",
     # none of a group
     "train | logger=null": "logger=null chooses nothing: write logger=csv",
     "train | logger=none": "write logger=csv",
@@ -127,13 +131,13 @@ WORDS = {
     "evaluate run=. | memory=null": "memory comes from the run and cannot change in evaluate: leave it out",
     # flags of other programs
     "train | --experiment demo": "--experiment is not an option: write experiment=demo",
-    "train | --gpus 1": "--gpus is not an option: use trainer.devices=1",
+    "train | --gpus 1": "--gpus is not an option: use trainer.devices=…",
     "train | --max_epochs 3": "--max_epochs is not an option: write trainer.max_epochs=3",
     "train | --max-epochs=3": "--max-epochs is not an option: write trainer.max_epochs=3",
     "train | --max-epochs 3": "write trainer.max_epochs=3",
-    "train | --lr 1e-3": "--lr is not an option: use optimizer.lr=1e-3",
-    "train | -lr 1e-3": "-lr is not an option: use optimizer.lr=1e-3",
-    "train | --learning-rate=1e-3": "use optimizer.lr=1e-3",
+    "train | --lr 1e-3": "--lr is not an option: use optimizer.lr=…",
+    "train | -lr 1e-3": "-lr is not an option: use optimizer.lr=…",
+    "train | --learning-rate=1e-3": "use optimizer.lr=…",
     "train | --batch-size 4": "write data.batch_size=4",
     "train | --seed 3": "write seed=3",
     "train | --optimizer.lr 3": "write optimizer.lr=3",
@@ -152,10 +156,21 @@ WORDS = {
     "evaluate run=. | root=/x": "did you mean data.root?",
     "evaluate run=. | evaluation.photons=[1e5]": "evaluation.photons works with evaluation=task only",
     "train | evaluation.photons=[1e5]": "evaluation.photons is for evaluate with evaluation=task: leave it out",
+    "evaluate run=. | --trainer.accelerator cpu": "write accelerator=…",
+    "evaluate run=. | --optimizer.lr 3": "optimizer.lr comes from the run and cannot change in evaluate: leave it out",
+    "evaluate run=. | n_slices=8": "callbacks.pictures.n_slices comes from the run",
+    "evaluate run=. logger=wandb | logger.wandb.name=x": "use logger.wandb.run_name=…",
+    "compare | run=x": "use sweep=FOLDER",
+    "evaluate run=. | output=x": "use hydra.run.dir=…",
     # words without a key
+    "reconstruct run=. output=o | 'Scan (1).npy'": "write 'input=Scan (1).npy'",
+    "reconstruct run=. input=. | out": "write output=out",
+    "train data=numpy | --data-root .": "write data.root=.",
+    "train | conf/experiment/demo.yaml": "write experiment=demo",
+    "train data=dicom | data.root:.": "write data.root=.",
+    "train | 'optimizer.betas=(0.9,0.99)'": "write 'optimizer.betas=[0.9,0.99]'",
     "evaluate | pretrained": "pretrained is not KEY=VALUE: write run=pretrained",
     "compare | latest": "write sweep=latest",
-    "evaluate | ~run": "run has no value: give one with run=…",
     "evaluate run=. | task": "write evaluation=task",
     "evaluate | runs/x": "runs/x is not KEY=VALUE: write run=runs/x",
     "reconstruct input=. output=o | runs/x": "write run=runs/x",
@@ -250,6 +265,21 @@ def test_the_options_of_a_project_are_among_those_to_choose(typed: Typed, projec
 def test_a_wrong_table_of_a_project_is_one_line(table: str, line: str, typed: Typed, project: Path) -> None:
     (project / "pyproject.toml").write_text(f"[tool.qnmixer]\n{table}\n")
     assert line in typed("plan").line
+
+
+def test_keys_of_the_options_of_a_project(typed: Typed, project: Path) -> None:
+    line = "loss.weight works with loss=edges only: choose that, or leave loss.weight out"
+    assert typed("train", "loss=mse", "loss.weight=2").line == line
+    assert typed("train", "loss=edges", "loss.wieght=2").line.startswith("unknown key loss.wieght: did you mean loss.w")
+    assert typed("train", "edges").line == "edges is not KEY=VALUE: write loss=edges"
+
+
+def test_a_file_of_an_experiment_needs_its_first_line(typed: Typed, project: Path) -> None:
+    file = project / "conf" / "experiment" / "mine.yaml"
+    file.write_text("trainer: {max_steps: 3}\n")
+    assert typed("train").line.endswith("begin it with # @package _global_")
+    file.write_text("# @package _global_\ndefaults: [{/loss: edges}]\n")
+    assert "write override /loss in the defaults of the config file" in typed("train").line
 
 
 def test_a_project_without_options_of_its_own_has_an_experiment(typed: Typed, tmp_path: Path) -> None:
@@ -459,9 +489,10 @@ def test_folders_of_hydra(typed: Typed, tmp_path: Path) -> None:
     ("key", "text"),
     [
         ("data.root", "~/ct/a=1"),
-        ("data.root", "/ct/josé"),
+        ("data.root", "/ct/josé, a"),
+        ("data.root", "/ct/1,2[3] (4)"),
         ("data.include", "!x#*.dcm"),
-        ("tags", "[a=1, é b ,1.10,c]"),
+        ("tags", "[a=1, é b ,1.10,'c']"),
         ("metrics.psnr.title", "12"),
     ],
 )

@@ -65,7 +65,7 @@ def test_the_same_sweep_has_the_same_folder(tmp_path: Path, monkeypatch: pytest.
         ),
         ("optimizer.lr=tag(log,interval(0,1))", "cannot be searched (The `low` value must be larger than 0"),
         ("optimizer.lr=interval(nan,1)", "optimizer.lr=interval(nan,1) cannot be searched"),
-        ("seed=glob(*)", "seed=glob(*) cannot be searched"),
+        ("seed=glob(*)", "seed=glob(*) has no value: give at least one"),
         ("+hydra.sweeper.params.seed='interval(3,1)'", "seed=interval(3,1) cannot be searched"),
         ("hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0 should be greater than or equal to 1"),
         ("hydra.sweeper.n_jobs=0", "hydra.sweeper.n_jobs=0 should be greater than or equal to 1"),

@@ -25,29 +25,27 @@ from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.cli.help import usage
 from qnmixer.engine.cli.project import in_project
 from qnmixer.engine.cli.texts import with_texts
-from qnmixer.engine.cli.words import FLAGS, check_flags, check_groups, explain_word
+from qnmixer.engine.cli.words import FLAGS, check_flags, check_groups, check_mode, explain_word
 from qnmixer.engine.config.checking import Section
 from qnmixer.engine.config.compose import (
+    SWEEP_MODE,
     compose,
     compose_sweep,
     hydra_of,
     is_override,
+    is_sweep,
     key_of,
     with_one_limit,
     with_search_path,
 )
 from qnmixer.engine.config.files import CONF, OF_A_RUN
 from qnmixer.engine.processes.output import lasting_output, warnings_in_one_line
-from qnmixer.engine.processes.process import is_rank, rank, world_size
+from qnmixer.engine.processes.process import rank, world_size
 from qnmixer.errors import ConfigError, Stopped, first_line, say
 from qnmixer.files import path_in_errors, private_files
 from qnmixer.machine import wait_briefly
 
 TRACEBACK = "HYDRA_FULL_ERROR"
-_SWEEP_FLAGS = {"-m", "--multirun"}
-_SWEEP_MODE = "hydra.mode=MULTIRUN"
-_WITH_FOLDER = ("train", "evaluate", "robustness")
-"""Commands that make a folder, named after the time."""
 Check = Callable[[DictConfig], Any]
 Task = Callable[[Any], object]
 Complete = Callable[[list[str]], list[str]]
@@ -89,7 +87,7 @@ def run(
                 print(f"qnmixer {version('qnmixer')}")
             elif flags & {"--help", "-h"}:
                 print(usage(compose(config_name, [*filter(is_override, words)], with_hydra=True), config_name))
-            elif _is_sweep(words):
+            elif is_sweep(words):
                 if flags:
                     raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(sorted(flags))}")
                 _run_jobs(job or (lambda cfg: task(check(cfg))), config_name, overrides, sweep or _plain_sweep)
@@ -136,7 +134,7 @@ def _run_jobs(job: Task, config_name: str, overrides: list[str], sweep: Sweep) -
     failures: list[Exception] = []
     first_config = compose_sweep(config_name, overrides)
     with sweep(overrides, first_config) as one_more, hydra_of(config_name) as app:
-        words = dict.fromkeys([*overrides, _SWEEP_MODE, one_more])
+        words = dict.fromkeys([*overrides, SWEEP_MODE, one_more])
         app.multirun(config_name, _storing_errors(job, failures), [*words], with_log_configuration=False)
     if failures:
         raise failures[0]
@@ -166,6 +164,8 @@ def _show(config_name: str, words: list[str]) -> None:
         flags_of_hydra, further = parser.parse_known_args(words)
         if further:
             raise ConfigError(explain_word(further[0], config_name, words))
+        if flags_of_hydra.package and not flags_of_hydra.cfg:  # Hydra would run
+            raise ConfigError("--package is for what --cfg prints: add --cfg job, or leave it out")
         if not flags_of_hydra.shell_completion:
             compose(config_name, [*filter(is_override, words)])  # for its line about what is wrong
         sys.argv[1:] = words
@@ -185,33 +185,32 @@ def completed(arguments: list[str], schema: type[Section], complete: Complete = 
     """The arguments for Hydra, from those that the user gave. `schema`, `complete` and the errors are as in `run`."""
     arguments = _in_hydras_form(arguments)
     check_flags(arguments, schema.command)
+    flags = _further_flags(arguments)
+    if not flags:
+        check_mode(arguments, is_sweep(arguments))
     check_groups([*filter(is_override, arguments)], schema.command)
     arguments = with_search_path(arguments)
     if schema.command in OF_A_RUN:
         arguments = with_one_limit(arguments)
     arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
     arguments = with_texts(arguments, schema)
-    if is_rank() and schema.command in _WITH_FOLDER and not _further_flags(arguments):
-        arguments = _overrides_of_rank(arguments)
+    if world_size() > 1 and not flags:
+        arguments = _of_rank(arguments, schema.command)
     # Hydra wants these flags first, and takes no override after another flag.
-    return sorted(arguments, key=lambda word: (word not in _SWEEP_FLAGS, not is_override(word)))
+    return sorted(arguments, key=lambda word: (not is_sweep([word]), not is_override(word)))
 
 
 def _plain_sweep(_: list[str], config: DictConfig) -> AbstractContextManager[str]:
     """The sweep of a command that returns no score. Raises ConfigError for a search, which needs one."""
     if "n_trials" in config.hydra.sweeper:
         raise ConfigError("a search needs the score of a training: leave out hydra/sweeper=, or search with train")
-    return nullcontext(_SWEEP_MODE)
-
-
-def _is_sweep(arguments: list[str]) -> bool:
-    return not _SWEEP_FLAGS.isdisjoint(arguments) or _SWEEP_MODE in arguments
+    return nullcontext(SWEEP_MODE)
 
 
 def _further_flags(arguments: list[str]) -> set[str]:
     """The flags that ask for something else than to run or to sweep."""
     flags = {word.partition("=")[0] for word in arguments if word.startswith("-")}
-    return flags - _SWEEP_FLAGS - {"--run", "-r"}
+    return flags - {"-m", "--multirun", "--run", "-r"}
 
 
 def _in_hydras_form(arguments: list[str]) -> list[str]:
@@ -231,9 +230,13 @@ def _in_hydras_form(arguments: list[str]) -> list[str]:
     return words
 
 
-def _overrides_of_rank(overrides: list[str]) -> list[str]:
-    """The overrides for Hydra in one of several processes. Raises ConfigError if each would make its own folder."""
-    if _is_sweep(overrides):
+def _of_rank(overrides: list[str], command: str) -> list[str]:
+    """The overrides for Hydra in one of several processes. Raises ConfigError if each would do the same."""
+    if command not in OF_A_RUN:
+        raise ConfigError(f"{command} works in one process: start it without torchrun or srun")
+    if command != "train":
+        return overrides
+    if is_sweep(overrides):
         raise ConfigError("a sweep starts the processes of each job itself: run it without torchrun or srun")
     if "hydra.run.dir" not in map(key_of, overrides):
         raise ConfigError(

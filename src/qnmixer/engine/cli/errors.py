@@ -53,8 +53,6 @@ def _explain(error: BaseException, config_name: str, words: list[str]) -> str | 
         return f"{first_line(error).rstrip('.: ')}: install it, or do not use the option that needs it"
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):  # from submitit
         return "hydra/launcher=slurm needs SLURM, but this machine has no srun: use it on a cluster, or leave it out"
-    if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):  # from Hydra
-        return "a group has no option of that name: give it the name of one, as in data=dicom"
     if isinstance(error, OverrideParseException):
         return explain_word(str(error.override), config_name, words)
     if isinstance(error, HydraException | OmegaConfBaseException):
@@ -95,7 +93,7 @@ def _explain_untyped(line: str, words: list[str]) -> str:
     """The line for a key that another option has, if a file set it and not the command line."""
     key, stands, owning = line.partition(" works with ")
     typed = {key_of(word): word.partition("=")[2] for word in words}
-    if not stands or key in typed or not typed:
+    if not stands or not typed or any(f"{word}.".startswith(f"{key}.") for word in typed):
         return line
     group = key.partition(".")[0]
     if target := typed.get(f"{group}.{TARGET}"):
@@ -122,10 +120,19 @@ def _explain_composition(error: Exception, config_name: str, words: list[str]) -
         return f"~{key}=… names another value than that of the config: write ~{key}"
     if match := re.search(r"force-add of config groups is not supported: '\+\+(\S+)'", text):
         return f"++{match[1]} is for keys, not for groups: write {match[1]}"
+    if match := re.search(r"Ambiguous value for argument '([^']*)'|Sweep parameters '(.*)' requires", text):
+        word = (match[1] or match[2]).replace('"', "")
+        key, _, value = word.partition("=")
+        as_list = f", or write {key}=[{value}] for a list" * bool(match[1])
+        return f"{word} has several values: add -m for a run of each{as_list}"
     again = r"Multiple values for (\S+)\. To|An item is already at '([^']+)'|(\S+) appears more than once in the final"
     if match := re.search(again, text):
         key = match[1] or match[2] or match[3]
+        if not any(word.startswith(f"+{key}") for word in words):
+            return f"{key} is chosen already: write override /{key} in the defaults of the config file"
         return f"{key} exists already: leave out the + before it, as in {key}=…"
+    if (match := re.search(r"Interpolation key '(\w+)[^']*' not found", text)) and f"~{match[1]}" in words:
+        return f"the config has no {match[1]}: choose one with {match[1]}=…"
     if match := re.search(r"Could not [a-z. ]+ '([^']+)'|Interpolation key '([^']+)' not found", text):
         return explain_key(key_of(match[1] or match[2]).split("@")[0], config_name, words)
     text, why = text or "an option cannot be read", first_line(error.__cause__ or "")

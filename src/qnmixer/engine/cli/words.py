@@ -4,20 +4,19 @@ Flags of other programs and words for nothing get theirs before Hydra reads them
 """
 
 import difflib
-import os
 import re
-from collections.abc import Collection
+import shlex
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config.checking import has_no_value, near_keys, unknown_key, way_of
-from qnmixer.engine.config.compose import compose, is_override, key_of, quoted, values_of
-from qnmixer.engine.config.files import CONF, OF_A_RUN, TARGET, flat_keys, options, owners
+from qnmixer.engine.config.checking import NAMED, has_no_value, near_keys, unknown_key, way_of
+from qnmixer.engine.config.compose import compose, folders_in, is_override, key_of, values_of
+from qnmixer.engine.config.files import CONF, OF_A_RUN, TARGET, flat_keys, option_files, options, owners
 from qnmixer.engine.config.sections import PassedOn
-from qnmixer.errors import ConfigError, suggest
-from qnmixer.weights import PRETRAINED
+from qnmixer.errors import ConfigError
 
 FLAGS = {
     **dict.fromkeys(
@@ -27,8 +26,6 @@ FLAGS = {
     "--shell-completion": False,
 }
 """Those of Hydra that a command has, and whether each takes a value."""
-_PLACES = {"run": PRETRAINED, "sweep": "latest"}
-"""Words that stand for a folder, by key."""
 NOTHING = ("", "null", "none", "false", "off", "no", "~")
 """What people give a group to have none of it."""
 _LEAST = {"logger": "csv", "memory": "keep", "schedule": "constant", "strategy": "single"}
@@ -45,9 +42,11 @@ def check_groups(overrides: list[str], config_name: str) -> None:
         if group.startswith("logger."):
             _check_logger(group, values_of(overrides).get("logger", ""))
         if plain in options(group, "evaluate"):
-            raise ConfigError(f"{word} is for evaluate, not for {config_name}: {suggest('', names, limit=99)}")
+            raise ConfigError(f"{word} is for evaluate, not for {config_name}: choose {', '.join(names)}")
         if names and plain in NOTHING:
             raise ConfigError(_without(group, word, config_name))
+        if re.match(r"\[.*,", value) and group in _groups(config_name) and group not in (*NAMED, "experiment"):
+            raise ConfigError(f"{word}: {group} takes one option, as in {group}={names[0]}")
 
 
 def _check_logger(key: str, chosen: str) -> None:
@@ -56,6 +55,15 @@ def _check_logger(key: str, chosen: str) -> None:
     # An option of the user's own may include it.
     if loggers and name in options("logger") and name not in loggers and loggers <= {*options("logger"), "custom"}:
         raise ConfigError(f"{key} works with logger={name} only: choose that, or leave {key} out")
+
+
+def check_mode(words: Iterable[str], is_sweep: bool) -> None:
+    """Raise ConfigError for a word that is for sweeps, in one run, or the reverse: Hydra would ignore it."""
+    for word in filter(is_override, words):
+        if not is_sweep and re.match(r"hydra[./](launcher|sweeper|sweep)\b", key_of(word)):
+            raise ConfigError(f"{word} is for a sweep: add -m, or leave {word} out")
+        if is_sweep and key_of(word) == "hydra.run.dir":
+            raise ConfigError(f"{word} is for one run: write hydra.sweep.dir={word.partition('=')[2]}")
 
 
 def _without(group: str, word: str, config_name: str) -> str:
@@ -67,7 +75,8 @@ def _without(group: str, word: str, config_name: str) -> str:
         return f"{word} chooses nothing: leave it out, or write ~{group}"
     nothing = [name for name in ("as_trained", "none", "off") if name in names]
     least = _LEAST.get(group) or next(iter(nothing), None)
-    return f"{word} chooses nothing: {f'write {group}={least}' if least else suggest('', names, limit=99)}"
+    way = f"write {group}={least}" if least else f"choose {', '.join(names)}"
+    return f"{word} chooses nothing: {way}"
 
 
 def check_flags(arguments: list[str], config_name: str) -> None:
@@ -80,86 +89,119 @@ def check_flags(arguments: list[str], config_name: str) -> None:
                 next(words, None)
         elif word.startswith("-"):
             is_value = re.match(r"-\d|[^-]", following) and not is_override(following)
-            value = value if equal else quoted(following) if is_value else "…"
+            value = value if equal else following if is_value else ""
             raise ConfigError(f"{flag} is not an option: {_way(flag, value, config_name)}")
 
 
 def _way(flag: str, value: str, config_name: str) -> str:
     """What to write instead of an unknown flag."""
-    name, keys = flag.lstrip("-").replace("-", "_"), _known_keys(config_name)
-    if name in keys or name in _groups(config_name):
-        return f"write {name}={value}"
+    name, keys = flag.lstrip("-").replace("-", "_"), [*_known_keys(config_name), *_groups(config_name)]
     only = None if config_name in OF_A_RUN else keys
-    if way := way_of(name, only):
-        return way.replace("=…", f"={value}", 1)
-    if meant := near_keys(name, [*keys, *_groups(config_name)], only):
-        return f"write {meant[0]}={value}"
-    near = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.75)
+    if way := None if name in keys else way_of(name, only):
+        return way
+    if meant := [name] if name in keys else near_keys(name, keys, only):
+        return f"write {_override(meant[0], value)}"
+    near = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.75) if len(name) > 1 else []
     return f"write {near[0]}" if near else explain_key(name, config_name)
+
+
+def _override(key: str, value: str) -> str:
+    """An override for a shell."""
+    return shlex.quote(f"{key}={value}") if value else f"{key}=…"
 
 
 def explain_word(word: str, config_name: str, words: Collection[str]) -> str:
     """The line for a word that Hydra's grammar does not take. `words`: of the command line."""
-    if groups := [group for group in sorted(_groups(config_name)) if word in options(group, config_name)]:
-        return f"{word} is not KEY=VALUE: write {groups[0]}={word}"
-    keys, typed = _known_keys(config_name), [*map(key_of, words)]
-    if word in keys:
-        return f"{word} is not KEY=VALUE: write {word}=…"
-    needed = {"run", "sweep", *OmegaConf.missing_keys(_composed(config_name))}
-    missing = [key for key in keys if key in needed and key not in typed]
-    is_place = (
-        "/" in word or os.path.exists(word) or (missing and (Path(word).suffix or word == _PLACES.get(missing[0])))
-    )
-    if "=" not in word and is_place:
-        if missing:
-            return f"{word} is not KEY=VALUE: write {missing[0]}={quoted(word)}"
-        if "resume" not in keys:
-            return f"{word} is not KEY=VALUE, and nothing is missing: leave it out"
-        return f"{word} is not KEY=VALUE: write resume={quoted(word)} or data.root={quoted(word)}"
-    return (
-        f"{word} is not KEY=VALUE: leave out blanks around the =, and put quotes around a value with blanks, brackets, "
-        "commas or other letters than a to z: 'key=\"a b\"'"
-    )
+    keys, groups, folders = _known_keys(config_name), _groups(config_name), folders_in(words)
+    typed, path = [*map(key_of, words)], Path(word)
+    missing = [key for key in keys if key in {"sweep", *OmegaConf.missing_keys(_composed(config_name))} - {*typed}]
+    key, value = re.split("[=:]", word, maxsplit=1) if re.search("[=:]", word) else (word, "")
+    is_place = "/" in word or path.exists() or len(missing) == 1 or (missing and path.suffix)
+    if choosing := [group for group in sorted(groups) if word in option_files(group, config_name, folders)]:
+        way = f"write {choosing[0]}={word}"
+    elif path.suffix == ".yaml" and path.parent.name in groups:
+        way = f"write {path.parent.name}={path.stem}"
+    elif word in (*keys, *groups):
+        way = f"write {word}=…"
+    elif key in keys and ":" in word.removeprefix(key)[:1]:
+        way = f"write {_override(key, value)}"
+    elif key in keys and re.fullmatch(r"\(.*\)", value):
+        way = f"write {_override(key, f'[{value[1:-1]}]')}"
+    elif "=" not in word and missing and is_place:
+        way = f"write {_override(missing[0], word)}"
+    elif "=" not in word and is_place and "resume" in keys:
+        way = f"write {_override('resume', word)} or {_override('data.root', word)}"
+    elif "=" not in word and is_place:
+        return f"{word} is not KEY=VALUE, and nothing is missing: leave it out"
+    else:
+        way = (
+            "leave out blanks around the =, and put quotes around a value with blanks, brackets, commas or "
+            "other letters than a to z: 'key=\"a b\"'"
+        )
+    return f"{word} is not KEY=VALUE: {way}"
 
 
 def explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str:
     """The line for a key that the command does not have. `words`: of the command line."""
-    keys, groups = _known_keys(config_name), _groups(config_name)
+    keys, groups, owned = _known_keys(config_name), _groups(config_name), _keys_of_user(words)
     if config_name not in OF_A_RUN:
         line = str(has_no_value(key) if key in keys else unknown_key(key, keys, keys))  # ~run has none to delete
         return _of_the_run(key, config_name, words) or _with_plus(key, line, words)
     if key in groups or key == "hydra":  # hydra=odd; defaults of a file that override another group
         return f"{key} cannot be chosen here: name keys, as in {key}.KEY=…, and choose options on the command line"
-    return _with_plus(key, str(unknown_key(key, {*groups, *keys})), words)
+    if key in owned:
+        return f"{key} works with {key.partition('.')[0]}={owned[key]} only: choose that, or leave {key} out"
+    return _with_plus(key, str(unknown_key(key, {*groups, *keys, *owned})), words)
 
 
 def _of_the_run(key: str, config_name: str, words: Collection[str]) -> str | None:
     """The line for a key of training in a command that takes it from the run; None for other keys."""
     (group, _, name), keys = key.partition("."), _known_keys(config_name)
-    has_group, is_chosen = group in _groups(config_name), group in map(key_of, words)
-    of_training = {option.rpartition(".")[2] for option in _known_keys("train")}
-    as_trained = not is_chosen and "as_trained" in options(group, config_name)
-    is_taken = group in _groups("train") and (as_trained or not has_group)
-    is_unlike = not (way_of(key, keys) or key in owners("evaluate") or near_keys(key, keys, keys))
-    if not is_taken and not (is_unlike and key.rpartition(".")[2] in of_training and not (name and is_chosen)):
+    if not {"run", "sweep"} & {*keys} or way_of(key, keys):
         return None
-    if not has_group and name in keys:  # trainer.accelerator
-        return f"{key} is of training: write {name}=…"
-    way = f", or choose another option of {group}" if is_taken and has_group else ""
-    return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
+    has_group, cannot = group in _groups(config_name), f"comes from the run and cannot change in {config_name}"
+    as_trained = "as_trained" in options(group, config_name) and group not in map(key_of, words)
+    if group in _groups("train") and (as_trained or not has_group):
+        if group == "trainer" and name in keys:
+            return f"{key} is of training: write {name}=…"
+        return f"{key} {cannot}: leave it out{f', or choose another option of {group}' if has_group else ''}"
+    if name or near_keys(key, keys, keys):
+        return None
+    of_training = [option for option in _known_keys("train") if option.endswith(f".{key}")]
+    return f"{key}: {of_training[0]} {cannot}: leave it out" if of_training else None
 
 
 def _with_plus(key: str, line: str, words: Collection[str]) -> str:
     """The line, and that a target or Lightning's Trainer may take more arguments than conf/ has."""
     group, _, name = key.partition(".")
-    has_target = any(owned.startswith(f"{group}.") and owned.endswith(f".{TARGET}") for owned in owners())
-    if not line.startswith("unknown key") or not name or not (has_target or group == "trainer"):
+    chosen = values_of([*words]).get(group)
+    is_custom = (chosen and chosen not in options(group)) or any(
+        word.startswith(f"{group}.{TARGET}=") for word in words
+    )
+    is_named = group in NAMED and "." in name and not key.startswith("logger.wandb.")
+    takes_more = name and (is_custom or is_named or group in ("optimizer", "trainer"))
+    if not line.startswith("unknown key") or not takes_more:
         return line
     if group == "trainer" and name in PassedOn.model_fields:
         line = f"unknown key {key}"  # what it is like would lead astray
-    elif line.endswith("?") and not any(word.startswith((f"{group}=custom", f"{group}.{TARGET}=")) for word in words):
+    elif line.endswith("?") and not is_custom:
         return line
     return f"{line}{'' if line.endswith('?') else '.'} An argument that is not in conf/ takes a plus: +{key}=…"
+
+
+def _keys_of_user(words: Collection[str]) -> dict[str, str]:
+    """The keys in the user's own files, each with an option that has it."""
+    keys: dict[str, str] = {}
+    for path in [path for folder in folders_in(words) for path in sorted(folder.glob("*/[!_]*.yaml"))]:
+        try:
+            values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        except Exception:  # a broken file, which has a line of its own if it is chosen
+            continue
+        if isinstance(values, dict) and path.parent.name in _groups("train").keys() - {"experiment"}:
+            values.pop("defaults", None)
+            flat = flat_keys({str(key): value for key, value in values.items()}, f"{path.parent.name}.")
+            keys |= dict.fromkeys(flat, path.stem)
+    return keys
 
 
 @cache
@@ -178,7 +220,9 @@ def _known_keys(config_name: str) -> list[str]:
         return [str(key) for file in files for key in file if key not in ("defaults", "hydra")] + [*owners()]
     values = OmegaConf.to_container(_composed(config_name), resolve=False)
     assert isinstance(values, dict)
-    return list(flat_keys({str(key): value for key, value in values.items()}))
+    by_default = flat_keys({str(key): value for key, value in values.items()})
+    groups = _groups(config_name)
+    return [*by_default, *(key for key in owners() if groups.get(key.partition(".")[0], "") is None)]
 
 
 @cache

@@ -98,6 +98,8 @@ def _line_of(error: ValidationError, schema: Any, values: Any, section: str) -> 
     if is_missing := kind == "missing" and isinstance(fault["loc"][-1], str):
         key = f"{key}.{fault['loc'][-1]}".lstrip(".")
     group, _, name = key.partition(".")
+    if kind == "extra_forbidden" and key == "experiment":  # a file without that line sets keys of its group
+        return ConfigError("the file of the experiment has another package: begin it with # @package _global_")
     if kind == "extra_forbidden":
         only = None if getattr(schema, "command", "") in ("", *OF_A_RUN) else [*schema.model_fields]
         return unknown_key(key, [f"{_parent(key)}.{field}".lstrip(".") for field in fields], only)
@@ -105,6 +107,8 @@ def _line_of(error: ValidationError, schema: Any, values: Any, section: str) -> 
         return ConfigError(f"{key}.{says.removeprefix('Value error, ')}".lstrip("."))
     if is_missing and group in NAMED and name.endswith(TARGET):
         key = key.removesuffix(f".{TARGET}")
+        if name.partition(".")[0] in options(group):
+            return ConfigError(f"{key} works with {group}={name.partition('.')[0]} only: choose that, or leave it out")
         return ConfigError(f"{key} names no class: give +{key}.{TARGET}=my_file.MyClass")
     if (is_missing and name == TARGET) or (kind == "union_tag_invalid" and "name" not in (wrong or ())):
         return ConfigError(f"{group} has no {TARGET}: choose one of its options, {', '.join(options(group))}")
@@ -124,6 +128,8 @@ def _line_of(error: ValidationError, schema: Any, values: Any, section: str) -> 
     says = says.removeprefix("Input") if says.startswith("Input ") else f": {says[0].lower()}{says[1:]}"
     if kind in ("list_type", "tuple_type"):
         says = f"{says}: write {key}=[…]"
+    if wrong == "None":
+        says = f"{says}: write {key}=null for none"
     return ConfigError(f"{word}{says}")
 
 
@@ -195,15 +201,19 @@ def unknown_key(key: str, more_keys: Collection[str] = (), only: Collection[str]
 def near_keys(key: str, more_keys: Collection[str] = (), only: Collection[str] | None = None) -> list[str]:
     """The keys that somebody may have meant: those with the same last name, else the nearest. As in `unknown_key`."""
     section, leaf = key.partition(".")[0], key.rpartition(".")[2]
-    keys = _candidates(section, more_keys, only)
+    keys, letters = _candidates(section, more_keys, only), re.sub(r"[._]", "", key)
+    if spelled := [candidate for candidate in keys if re.sub(r"[._]", "", candidate) == letters != candidate]:
+        return spelled
     same = [candidate for candidate in keys if candidate.endswith(f".{leaf}")]
     beside = {candidate.rpartition(".")[2]: candidate for candidate in keys if _parent(candidate) == _parent(key)}
-    near = [beside[word] for word in difflib.get_close_matches(leaf, beside, n=1)]
+    near = [beside[word] for word in difflib.get_close_matches(leaf, beside, n=1, cutoff=0.7)]
     return [candidate for candidate in same if candidate.startswith(f"{section}.")] or same or near
 
 
 def _candidates(section: str, more_keys: Collection[str], only: Collection[str] | None) -> list[str]:
-    keys = {*more_keys} | {key for key in owners() if only is None or key.startswith(f"{section}.")}
+    sections = {key.partition(".")[0] for key in only or ()}
+    of_section = {key for key in owners() if key.startswith(f"{section}.") and section in sections}
+    keys = {*more_keys, *(owners() if only is None else of_section)}
     return sorted(key for key in keys if not key.endswith(TARGET))
 
 
@@ -225,6 +235,6 @@ def way_of(word: str, only: Collection[str] | None = None) -> str | None:
     for word_from_elsewhere, ways in answers().items():
         is_below = "=" not in word_from_elsewhere and word.startswith(f"{word_from_elsewhere}.")
         for way in ways if is_below or word == word_from_elsewhere else ():
-            if only is None or {*re.findall(r"(?:^|\buse )([a-z][\w.]*)=", way)} <= {*only}:
+            if only is None or {*re.findall(r"(?:^|\buse )([a-z][\w.]*)=", way)} <= {"hydra.run.dir", *only}:
                 return way
     return None

@@ -13,13 +13,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.checking import answer
-from qnmixer.engine.config.files import CONF, OF_A_RUN, options
+from qnmixer.engine.config.files import CONF, OF_A_RUN, option_files, options
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
 
 LENGTH = ("trainer.max_steps", "trainer.max_epochs")
 """The keys that set the length of a run."""
 SEARCH_PATH = "hydra.searchpath"
+SWEEP_MODE = "hydra.mode=MULTIRUN"
 _FLAGS = ("--config-dir", "-cd")
 _FILE, _PACKAGE = "file://", "pkg://"
 _NAME = r"(?!(?:null|true|false|nan|inf)\b)[a-z]\w*"
@@ -41,6 +42,11 @@ def quoted(path: Path | str) -> str:
 def is_override(word: str) -> bool:
     """Whether a word of a command line is an override: KEY=VALUE or ~KEY, no flag and no value of a flag."""
     return not word.startswith("-") and ("=" in word or word.startswith("~"))
+
+
+def is_sweep(words: Iterable[str]) -> bool:
+    """Whether a command line is that of a sweep."""
+    return not {"-m", "--multirun", SWEEP_MODE}.isdisjoint(words)
 
 
 def key_of(override: str) -> str:
@@ -236,28 +242,36 @@ def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
     Every value is tried with the first values of all other keys. So a misspelt value fails before the first job.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import ValueType
 
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    # A glob only finds names that exist.
-    listed = [override for override in parsed if override.value_type != ValueType.GLOB_CHOICE_SWEEP]
-    values = [list(_values(override)) for override in listed]
-    if empty := next(
-        (override.input_line for override, choices in zip(listed, values, strict=True) if not choices), None
-    ):
-        raise ConfigError(f"{empty} has no value: give at least one")
+    parsed, folders = OverridesParser.create().parse_overrides(overrides), folders_in(overrides)
+    values = [[*_values(override, option_files(override.key_or_group, config_name, folders))] for override in parsed]
+    for override, choices in zip(parsed, values, strict=True):
+        if not choices:
+            raise ConfigError(f"{override.input_line} has no value: give at least one")
     first_words = [choices[0] for choices in values]
     for i, choices in enumerate(values):
         for value in choices[1:]:
             compose(config_name, [*first_words[:i], value, *first_words[i + 1 :]])
-    return compose(config_name, first_words, with_hydra=True)
+    config = compose(config_name, first_words, with_hydra=True)
+    if "n_trials" not in config.hydra.sweeper:
+        for override in filter(lambda override: override.is_interval_sweep(), parsed):
+            raise ConfigError(f"{override.input_line} is for a search: add hydra/sweeper=search, or give values")
+    return config
 
 
-def _values(override: Any) -> Iterator[str]:
-    """One override for each value that a sweep gives a key, from Hydra's. An interval gives its start."""
-    if override.is_discrete_sweep():
-        yield from (f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator())
+def _values(override: Any, names: Iterable[str]) -> Iterator[str]:
+    """One override for each value that a sweep gives a key, from Hydra's. An interval gives its start.
+
+    names: the options of a group, of which glob(…) chooses some.
+    """
+    from hydra.core.override_parser.types import Glob
+
+    key, value = override.get_key_element(), override.value()
+    if isinstance(value, Glob):
+        yield from (f"{key}={name}" for name in value.filter([*names]))
+    elif override.is_discrete_sweep():
+        yield from (f"{key}={choice}" for choice in override.sweep_string_iterator())
     elif override.is_interval_sweep():
-        yield f"{override.get_key_element()}={override.value().start}"
+        yield f"{key}={value.start}"
     else:
         yield override.input_line or ""

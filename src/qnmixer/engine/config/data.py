@@ -320,8 +320,10 @@ def check_data(config: DataConfig) -> None:
     """
     seen: dict[str, Path] = {}
     for section, source in config.by_section().items():
-        if not isinstance(source, FolderData | PairData) or source.root is None:
+        if not isinstance(source, FolderData | PairData):
             continue
+        if source.root is None:
+            raise has_no_value(f"{section}.root")
         check_there(f"{section}.root", source.root, "the folder with the slices")
         if path_of(source.root).is_file():
             raise DataError(f"{section}.root={source.root} is a file: give its folder")

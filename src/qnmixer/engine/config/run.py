@@ -89,6 +89,10 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
 
     Raises ConfigError, which names the key and how to fix it.
     """
+    if isinstance(cfg, DictConfig):  # composed: the defaults of the class are for files
+        for group in ("metrics", "module", "datamodule"):
+            if group not in cfg:
+                raise ConfigError(f"the config has no {group}: choose one with {group}=…")
     config = parse_file(cfg)
     check_monitor(config.monitor, config.metrics)
     check_targets(config)
