@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+# To look for garbage takes a tenth of the time: none is looked for until all tests are collected.
+gc.disable()
 # One thread a test process, set before torch is loaded: several of them on few cores would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What tests keep on disk goes with the session; pytest's own workers, and all that tests start, inherit the name.
@@ -36,7 +38,7 @@ from qnmixer.engine.config.run import Config, parse
 from qnmixer.module import ReconstructionModule
 
 from .composing import compose_faster
-from .warm import Warm
+from .warm import GARBAGE, Warm
 
 # A config is dozens of YAML files, and most tests compose some. libyaml reads them as Python's own loader does, but
 # several times as fast; what it says of bad files differs. Processes that tests start have Python's.
@@ -159,6 +161,8 @@ def pytest_collection_finish() -> None:
     """A config is many small objects: for each, garbage collections would look at all of torch too."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(GARBAGE)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
