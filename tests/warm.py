@@ -213,13 +213,14 @@ def _preload(modules: list[str]) -> None:
 
 
 def _compose_once() -> None:
-    """Let Hydra find its plugins and read conf/, pydantic build its types, and the options of targets be read."""
+    """Let Hydra find its plugins and read conf/, pydantic build its types, and all options be read."""
     from qnmixer.engine.config.compose import compose
-    from qnmixer.engine.config.files import with_names
+    from qnmixer.engine.config.files import owners, with_names
     from qnmixer.engine.config.run import parse
 
     configs = {name: compose(name, []) for name in COMMANDS}
     with_names(parse(configs["train"]).plain())
+    owners()
 
 
 def _become(arguments: list[str]) -> None:
