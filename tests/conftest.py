@@ -301,7 +301,7 @@ class OfflineRun:
 
 @pytest.fixture(scope="session")
 def offline_runs() -> Callable[[Path], list[OfflineRun]]:
-    """offline_runs(folder): the W&B runs anywhere below a folder, in the order in which they began. 1 s of CPU each."""
+    """offline_runs(folder): the W&B runs anywhere below a folder, in the order in which they began."""
 
     def read(folder: Path) -> list[OfflineRun]:
         runs = [_read_offline_run(path) for path in folder.rglob("offline-run-*/*.wandb")]
@@ -311,7 +311,11 @@ def offline_runs() -> Callable[[Path], list[OfflineRun]]:
 
 
 def _read_offline_run(path: Path) -> OfflineRun:
-    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(path)]
+    from wandb.util import get_core_path
+
+    # As `wandb leet inspect --json` runs it, which takes 1 s to start.
+    options = ["--no-observability", "--json", "--run-file", str(path)]
+    command = [get_core_path(), "leet", "inspect", *options, str(path.parents[1])]
     text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     run = OfflineRun(path.parent, records=[json.loads(line) for line in text.splitlines()])
     for record in run.records:
