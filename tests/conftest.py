@@ -131,9 +131,10 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Warm:
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
-    """Runs commands that need torch and Lightning."""
+    """Runs commands that need torch, Lightning or W&B."""
     rooms = ["training.worker", "inference.reconstruct", "memory.report", "checkup.checks"]
     loaded = ["qnmixer.fit", "qnmixer.extras.export.run", *(f"qnmixer.engine.{room}" for room in rooms)]
+    loaded += ["wandb", "wandb.sdk.launch"]  # W&B loads its launcher when a run starts
     return server("warm", tmp_path_factory, *loaded)
 
 

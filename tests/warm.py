@@ -230,6 +230,9 @@ def _become(arguments: list[str]) -> None:
     if any(os.path.exists(os.path.join(part, "sitecustomize.py")) for part in path):
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")
+    if media := sys.modules.get("wandb.sdk.data_types._private"):  # a folder that the first to end would remove
+        media.MEDIA_TMP._finalizer.detach()
+        media.MEDIA_TMP.__init__("wandb-media")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, whose parent is not its launcher
         ranks = importlib.import_module("qnmixer.engine.processes.process")
         die_with_parent = ranks.die_with_parent
