@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+# To look for garbage takes a tenth of the time: none is looked for until all tests are collected.
+gc.disable()
 # One thread a test process, set before torch is loaded: several of them on few cores would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What tests keep on disk goes with the session; pytest's own workers, and all that tests start, inherit the name.
@@ -36,7 +38,7 @@ from qnmixer.engine.config.run import Config, parse
 from qnmixer.module import ReconstructionModule
 
 from .composing import compose_faster
-from .warm import Warm
+from .warm import GARBAGE, Warm
 
 # A config is dozens of YAML files, and most tests compose some. libyaml reads them as Python's own loader does, but
 # several times as fast; what it says of bad files differs. Processes that tests start have Python's.
@@ -129,9 +131,10 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Warm:
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
-    """Runs commands that need torch and Lightning."""
+    """Runs commands that need torch, Lightning or W&B."""
     rooms = ["training.worker", "inference.reconstruct", "memory.report", "checkup.checks"]
     loaded = ["qnmixer.fit", "qnmixer.extras.export.run", *(f"qnmixer.engine.{room}" for room in rooms)]
+    loaded += ["wandb", "wandb.sdk.launch"]  # W&B loads its launcher when a run starts
     return server("warm", tmp_path_factory, *loaded)
 
 
@@ -159,6 +162,8 @@ def pytest_collection_finish() -> None:
     """A config is many small objects: for each, garbage collections would look at all of torch too."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(GARBAGE)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -297,7 +302,7 @@ class OfflineRun:
 
 @pytest.fixture(scope="session")
 def offline_runs() -> Callable[[Path], list[OfflineRun]]:
-    """offline_runs(folder): the W&B runs anywhere below a folder, in the order in which they began. 1 s of CPU each."""
+    """offline_runs(folder): the W&B runs anywhere below a folder, in the order in which they began."""
 
     def read(folder: Path) -> list[OfflineRun]:
         runs = [_read_offline_run(path) for path in folder.rglob("offline-run-*/*.wandb")]
@@ -307,7 +312,11 @@ def offline_runs() -> Callable[[Path], list[OfflineRun]]:
 
 
 def _read_offline_run(path: Path) -> OfflineRun:
-    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(path)]
+    from wandb.util import get_core_path
+
+    # As `wandb leet inspect --json` runs it, which takes 1 s to start.
+    options = ["--no-observability", "--json", "--run-file", str(path)]
+    command = [get_core_path(), "leet", "inspect", *options, str(path.parents[1])]
     text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     run = OfflineRun(path.parent, records=[json.loads(line) for line in text.splitlines()])
     for record in run.records:

@@ -1,29 +1,85 @@
 """What tests compose faster is what Hydra composes."""
 
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import hydra.core.utils
 import pytest
-from hydra._internal import defaults_list
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from omegaconf import OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, ListConfig
 
 from qnmixer.engine.config.compose import compose
 
 from . import composing
+from .composing import FileConfigSource
 
 
-@pytest.mark.parametrize("words", [[], ["experiment=demo", "model=learn", "noise=field", "logger=[csv,wandb]"]])
-def test_it_is_what_hydra_composes(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
-    faster = [compose("train", words) for _ in range(2)]
-    monkeypatch.setattr(FileConfigSource, "load_config", composing._load)
-    monkeypatch.setattr(defaults_list, "_create_interpolation_map", composing._choices)
-    plain = OmegaConf.to_container(compose("train", words))
-    assert [OmegaConf.to_container(config) for config in faster] == [plain, plain]
+def nodes(config: Any, key: str = "") -> Iterator[tuple[Any, ...]]:
+    """All that OmegaConf knows of a config."""
+    known = {name: value for name, value in vars(config._metadata).items() if name != "resolver_cache"}
+    yield key, type(config), known, config._value() if config._is_interpolation() else str(config)
+    if isinstance(config, DictConfig) and not config._is_none():
+        for name in config._content:
+            yield from nodes(config._get_node(name), f"{key}.{name}")
+    elif isinstance(config, ListConfig) and not config._is_none():
+        for index in range(len(config)):
+            yield from nodes(config._get_node(index), f"{key}.{index}")
+
+
+@pytest.fixture
+def plain() -> Iterator[None]:
+    """Hydra's own way, until the test ends."""
+    composing.compose_as_hydra()
+    yield
+    composing.compose_faster()
+
+
+def composed(words: list[str]) -> list[tuple[Any, ...]]:
+    return [*nodes(compose("train", words, with_hydra=True))]
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["experiment=demo", "model=learn", "noise=field", "logger=[csv,wandb]", "hydra/launcher=basic"]]
+)
+def test_it_is_what_hydra_composes(request: pytest.FixtureRequest, words: list[str]) -> None:
+    faster = [composed(words) for _ in range(2)]
+    n_merged = len(composing._merged)
+    assert n_merged
+    assert composed([*words, "seed=7"]) != faster[0]
+    assert len(composing._merged) == n_merged  # else this tests nothing
+    request.getfixturevalue("plain")
+    assert len(faster[0]) > 200
+    assert faster == [composed(words)] * 2
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    source, file = FileConfigSource("test", str(tmp_path)), tmp_path / "mine.yaml"
-    for text in ("seed: 1", "seed: 20"):
-        file.write_text(text)
-        source.load_config("mine").config.seed += 1  # of a copy
-        assert source.load_config("mine").config == OmegaConf.create(text)
+    (tmp_path / "seeds").mkdir()
+    file = tmp_path / "seeds" / "mine.yaml"
+    words = [f"hydra.searchpath=[file://{tmp_path}]", "+seeds=mine"]
+    for number in (1, 20, 300):
+        file.write_text(f"first: {number}")
+        for _ in range(2):
+            config = compose("train", words)
+            assert config.seeds.first == number
+            config.seeds.first += 1  # of a copy
+    source = FileConfigSource("test", str(tmp_path / "seeds"))
+    assert [source.load_config("mine").config.pop("first") for _ in range(2)] == [300, 300]
+
+
+def test_each_run_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = []
+    for year in (2001, 2002):
+        clock = SimpleNamespace(now=lambda year=year: datetime(year, 1, 1))
+        monkeypatch.setattr(hydra.core.utils, "datetime", clock)
+        folders.append(compose("train", [], with_hydra=True).hydra.run.dir)
+    assert folders == [f"runs/{year}-01-01/00-00-00" for year in (2001, 2002)]
+
+
+def test_a_word_has_a_copy_of_its_own() -> None:
+    for _ in range(2):
+        (word,) = OverridesParser.create().parse_overrides(["tags=[a]"])
+        assert word.value() == ["a"]
+        word.value().append("b")

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import yaml
-from wandb.sdk.launch.sweeps.utils import DEFAULT_SWEEP_COMMAND, create_sweep_command, create_sweep_command_args
 
 from qnmixer.engine.config.files import CONF
 from qnmixer.engine.tracking.records import read_metrics, read_results
@@ -155,6 +154,8 @@ def test_training_continues_without_the_network(tmp_path: Path, wandb_server: An
 
 def command_line(command: list[str], python: Path, program: str, values: dict[str, Any]) -> list[str]:
     """What the agent runs for one choice of the parameters (wandb_agent.py: Agent._command_run)."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args  # takes 2 s
+
     words = create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
     words |= {"env": ["/usr/bin/env"], "interpreter": [str(python)], "program": [program]}
     built = []
@@ -166,6 +167,8 @@ def command_line(command: list[str], python: Path, program: str, values: dict[st
 @pytest.mark.long
 def test_an_agent_runs_two_jobs_of_the_ready_sweep(warm: Warm, tmp_path: Path, wandb_server: Any) -> None:
     """The command line as W&B's own code builds it: that of our sweep, and W&B's default."""
+    from wandb.sdk.launch.sweeps.utils import DEFAULT_SWEEP_COMMAND
+
     tiny = [*SMALLEST, "data.n_train=4", "data.n_val=2", "trainer.max_steps=2", "trainer.val_every_n_steps=1"]
     at = SWEEP["command"].index("${args_no_hyphens}")
     ours = [*SWEEP["command"][:at], *tiny, *SWEEP["command"][at:]]
