@@ -221,6 +221,7 @@ def _compose_once() -> None:
     configs = {name: compose(name, []) for name in COMMANDS}
     with_names(parse(configs["train"]).plain())
     owners()
+    owners("evaluate")
 
 
 def _become(arguments: list[str]) -> None:
