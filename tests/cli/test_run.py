@@ -200,6 +200,8 @@ HABITS = [
     ),
     ("train trainer.max_epochs=None", "write trainer.max_epochs=null for none"),
     ("train loss=[mse,l1]", "loss=[mse,l1]: loss takes one option, as in loss=l1"),
+    ("train hydra.searchpath=[a", "hydra.searchpath=[a is no list of folders: write hydra.searchpath=[file:///abs/my_"),
+    ("train --", "-- is not an option: leave it out"),
     ("train ~metrics", "the config has no metrics: choose one with metrics=…"),
     ("train data=dicom data.root=null", "data.root has no value: give one with data.root=…"),
     ("train data=DICOM", "data=DICOM does not exist: did you mean dicom?"),

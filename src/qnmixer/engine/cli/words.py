@@ -102,7 +102,7 @@ def _way(flag: str, value: str, config_name: str) -> str:
     if meant := [name] if name in keys else near_keys(name, keys, only):
         return f"write {_override(meant[0], value)}"
     near = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.75) if len(name) > 1 else []
-    return f"write {near[0]}" if near else explain_key(name, config_name)
+    return f"write {near[0]}" if near else explain_key(name, config_name) if name else "leave it out"
 
 
 def _override(key: str, value: str) -> str:
@@ -116,7 +116,7 @@ def explain_word(word: str, config_name: str, words: Collection[str]) -> str:
     typed, path = [*map(key_of, words)], Path(word)
     missing = [key for key in keys if key in {"sweep", *OmegaConf.missing_keys(_composed(config_name))} - {*typed}]
     key, value = re.split("[=:]", word, maxsplit=1) if re.search("[=:]", word) else (word, "")
-    is_place = "/" in word or path.exists() or len(missing) == 1 or (missing and path.suffix)
+    is_place = "/" in word or (word and path.exists()) or len(missing) == 1 or (missing and path.suffix)
     if choosing := [group for group in sorted(groups) if word in option_files(group, config_name, folders)]:
         way = f"write {choosing[0]}={word}"
     elif path.suffix == ".yaml" and path.parent.name in groups:
@@ -145,7 +145,8 @@ def explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str:
     """The line for a key that the command does not have. `words`: of the command line."""
     keys, groups, owned = _known_keys(config_name), _groups(config_name), _keys_of_user(words)
     if config_name not in OF_A_RUN:
-        line = str(has_no_value(key) if key in keys else unknown_key(key, keys, keys))  # ~run has none to delete
+        needs_value = key in OmegaConf.missing_keys(_composed(config_name))  # ~run: there is none to delete
+        line = str(has_no_value(key) if needs_value else unknown_key(key, keys, keys))
         return _of_the_run(key, config_name, words) or _with_plus(key, line, words)
     if key in groups or key == "hydra":  # hydra=odd; defaults of a file that override another group
         return f"{key} cannot be chosen here: name keys, as in {key}.KEY=…, and choose options on the command line"

@@ -226,7 +226,9 @@ def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
     Raises ConfigError for a value that is out of bounds.
     """
     values = OmegaConf.create({"seed": seed, "evaluation": values_of_option("evaluation", "default")})
-    values[group] = OmegaConf.merge(_values(group, option), keys)
+    values[group] = _values(group, option)
+    for key, value in keys.items():
+        values[group][key] = value
     hint = get_type_hints(Config, include_extras=True)[group]
     parsed = validated(hint, plain_values(values[group]), group)
     return parsed.checked() if group in _READ_AT_ONCE else parsed
