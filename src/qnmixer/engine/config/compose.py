@@ -118,11 +118,11 @@ def folders_of(places: Iterable[str]) -> list[Path]:
 def _places(override: str) -> list[str]:
     """The folders that such an override names. Raises ConfigError if it is no list of texts."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     try:
         value = OverridesParser.create().parse_override(override).value()
-    except OverrideParseException:
+    except HydraException:
         value = None
     if not isinstance(value, list):
         raise ConfigError(f"{override} is no list of folders: write {SEARCH_PATH}=[file:///abs/my_conf]")
