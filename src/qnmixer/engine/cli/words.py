@@ -114,7 +114,8 @@ def explain_word(word: str, config_name: str, words: Collection[str]) -> str:
     """The line for a word that Hydra's grammar does not take. `words`: of the command line."""
     keys, groups, folders = _known_keys(config_name), _groups(config_name), folders_in(words)
     typed, path = [*map(key_of, words)], Path(word)
-    missing = [key for key in keys if key in {"sweep", *OmegaConf.missing_keys(_composed(config_name))} - {*typed}]
+    needed = {"sweep", *_missing_keys(config_name)}
+    missing = [key for key in keys if key in needed and key not in typed]
     key, value = re.split("[=:]", word, maxsplit=1) if re.search("[=:]", word) else (word, "")
     is_place = "/" in word or (word and path.exists()) or len(missing) == 1 or (missing and path.suffix)
     if choosing := [group for group in sorted(groups) if word in option_files(group, config_name, folders)]:
@@ -145,7 +146,7 @@ def explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str:
     """The line for a key that the command does not have. `words`: of the command line."""
     keys, groups, owned = _known_keys(config_name), _groups(config_name), _keys_of_user(words)
     if config_name not in OF_A_RUN:
-        needs_value = key in OmegaConf.missing_keys(_composed(config_name))  # ~run: there is none to delete
+        needs_value = key in _missing_keys(config_name)  # ~run: there is none to delete
         line = str(has_no_value(key) if needs_value else unknown_key(key, keys, keys))
         return _of_the_run(key, config_name, words) or _with_plus(key, line, words)
     if key in groups or key == "hydra":  # hydra=odd; defaults of a file that override another group
@@ -224,6 +225,12 @@ def _known_keys(config_name: str) -> list[str]:
     by_default = flat_keys({str(key): value for key, value in values.items()})
     groups = _groups(config_name)
     return [*by_default, *(key for key in owners() if groups.get(key.partition(".")[0], "") is None)]
+
+
+@cache
+def _missing_keys(config_name: str) -> set[str]:
+    """The keys that need a value."""
+    return OmegaConf.missing_keys(_composed(config_name))
 
 
 @cache
