@@ -96,14 +96,19 @@ def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 @cache
+def _keys_of_option(group: str, option: str) -> list[str]:
+    """The keys in the files of an option, as on a command line. Reading them takes longest in a wrong word's line."""
+    return [*flat_keys(values_of_option(group, option), f"logger.{option}." if group == "logger" else f"{group}.")]
+
+
+@cache
 def owners(command: str = "train") -> dict[str, list[str]]:
     """The options of a command that have a key, by the key as on a command line."""
     options_by_key: dict[str, list[str]] = {}
     for path in sorted(CONF.glob("*/*.yaml")):
         group, option = path.parent.name, path.stem
         if group not in _WITHOUT_KEYS and option in options(group, command):
-            prefix = f"logger.{option}." if group == "logger" else f"{group}."
-            for key in flat_keys(values_of_option(group, option), prefix):
+            for key in _keys_of_option(group, option):
                 options_by_key.setdefault(key, []).append(option)
     return options_by_key
 
