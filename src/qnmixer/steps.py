@@ -8,7 +8,8 @@ A program that has no run takes the parts alone: `config_of`, then `build_module
 
 from qnmixer.engine.build import build_module, build_optimizer, learning_rate_factor
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, override, parse
+from qnmixer.engine.config.override import override
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.engine.evaluation.scores import by_patient
 from qnmixer.engine.memory.plan import Planner

@@ -19,7 +19,8 @@ from measuring import GIVE_BACK, MIB, Row, in_own_process, markdown, peak_mib
 
 from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, batch_of_replica, override, parse
+from qnmixer.engine.config.override import override
+from qnmixer.engine.config.run import Config, batch_of_replica, parse
 from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner

@@ -10,12 +10,12 @@ from omegaconf import DictConfig, OmegaConf
 from qnmixer.engine.config.compose import compose, with_one_limit
 from qnmixer.engine.config.data import AsTrained, FolderData, PhantomData
 from qnmixer.engine.config.files import CONF
+from qnmixer.engine.config.override import override
 from qnmixer.engine.config.run import (
     Config,
     batch_of_replica,
     devices_per_replica,
     effective_batch,
-    override,
     parse,
     section,
 )

@@ -24,7 +24,8 @@ from torch import Tensor
 from qnmixer.engine.build import build_module
 from qnmixer.engine.checkup.rank import untrained
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, override, parse
+from qnmixer.engine.config.override import override
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.memory import modes
 from qnmixer.engine.memory.modes import apply_memory_mode

@@ -3,7 +3,8 @@
 import pytest
 
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, effective_batch, override, parse
+from qnmixer.engine.config.override import override
+from qnmixer.engine.config.run import Config, effective_batch, parse
 from qnmixer.engine.memory.plan import Planner, advice, changes
 from qnmixer.engine.memory.usage import MIB
 

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, override, parse
+from qnmixer.engine.config.override import override
+from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, parse
 from qnmixer.engine.memory.config import PlanConfig, device_memory
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner, idle, in_flight, n_microbatches

@@ -16,7 +16,8 @@ import torch
 
 from qnmixer.engine.checkpoints import load_run, split_of
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import override, parse
+from qnmixer.engine.config.override import override
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.data.splits import PARTS
 from qnmixer.engine.processes.launch import launch

@@ -187,7 +187,7 @@ def completed(arguments: list[str], schema: type[Section], complete: Complete = 
     check_flags(arguments, schema.command)
     flags = _further_flags(arguments)
     if not flags:
-        check_mode(arguments, is_sweep(arguments))
+        check_mode(arguments)
     check_groups([*filter(is_override, arguments)], schema.command)
     arguments = with_search_path(arguments)
     if schema.command in OF_A_RUN:

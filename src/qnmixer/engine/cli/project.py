@@ -10,8 +10,9 @@ So a command that starts in the folder of the project needs no flag for them.
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
-from qnmixer.engine.config.checking import Section, unknown_key, validated
+from qnmixer.engine.config.checking import Section, validated
 from qnmixer.engine.config.compose import key_of, names_folder
 from qnmixer.engine.config.files import OF_A_RUN
 from qnmixer.errors import ConfigError, first_line
@@ -21,6 +22,8 @@ FILE = Path("pyproject.toml")
 
 class ProjectConfig(Section):
     """The table of a project."""
+
+    command: ClassVar[str] = FILE.name
 
     conf: str | None = None
     experiment: str | None = None
@@ -46,9 +49,6 @@ def in_project(words: Sequence[str], command: str) -> list[str]:
     table = tool.get("qnmixer", {}) if isinstance(tool, dict) else {}
     if not isinstance(table, dict):
         raise ConfigError(f"{FILE}: tool.qnmixer={table} is no table: write [tool.qnmixer], and its keys below")
-    keys = [f"tool.qnmixer.{key}" for key in ProjectConfig.model_fields]
-    if stray := next((key for key in table if f"tool.qnmixer.{key}" not in keys), None):
-        raise unknown_key(f"tool.qnmixer.{stray}", keys, keys)
     project = validated(ProjectConfig, table, "tool.qnmixer")
     if project.conf is not None and not Path(project.conf).is_dir():
         raise ConfigError(f'{FILE}: no folder {project.conf}: write conf = "FOLDER" in [tool.qnmixer]')

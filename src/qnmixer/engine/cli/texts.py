@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from qnmixer.engine.config.compose import is_sweep, key_of
+from qnmixer.engine.config.compose import in_quotes, is_sweep, key_of
 
 _QUOTED = r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'"""
 _ITEM = re.compile(
@@ -41,8 +41,7 @@ def with_texts(words: list[str], schema: type[BaseModel]) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    escaped = text.replace('"', '\\"')
-    return f'"{escaped}"' if _NUMBER.fullmatch(text) or not _PLAIN.fullmatch(text) else text
+    return in_quotes(text) if _NUMBER.fullmatch(text) or not _PLAIN.fullmatch(text) else text
 
 
 @cache

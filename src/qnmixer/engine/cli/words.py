@@ -6,14 +6,14 @@ Flags of other programs and words for nothing get theirs before Hydra reads them
 import difflib
 import re
 import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.checking import NAMED, has_no_value, near_keys, unknown_key, way_of
-from qnmixer.engine.config.compose import compose, folders_in, is_override, key_of, values_of
+from qnmixer.engine.config.compose import compose, folders_in, is_override, is_sweep, key_of, values_of
 from qnmixer.engine.config.files import CONF, OF_A_RUN, TARGET, flat_keys, option_files, options, owners
 from qnmixer.engine.config.sections import PassedOn
 from qnmixer.errors import ConfigError
@@ -57,13 +57,15 @@ def _check_logger(key: str, chosen: str) -> None:
         raise ConfigError(f"{key} works with logger={name} only: choose that, or leave {key} out")
 
 
-def check_mode(words: Iterable[str], is_sweep: bool) -> None:
+def check_mode(words: Collection[str]) -> None:
     """Raise ConfigError for a word that is for sweeps, in one run, or the reverse: Hydra would ignore it."""
+    sweeps = is_sweep(words)
     for word in filter(is_override, words):
-        if not is_sweep and re.match(r"hydra[./](launcher|sweeper|sweep)\b", key_of(word)):
+        if not sweeps and re.match(r"hydra[./](launcher|sweeper|sweep)\b", key_of(word)):
             raise ConfigError(f"{word} is for a sweep: add -m, or leave {word} out")
-        if is_sweep and key_of(word) == "hydra.run.dir":
-            raise ConfigError(f"{word} is for one run: write hydra.sweep.dir={word.partition('=')[2]}")
+        if sweeps and key_of(word) == "hydra.run.dir":
+            way = _override("hydra.sweep.dir", word.partition("=")[2])
+            raise ConfigError(f"{word} is for one run: write {way}")
 
 
 def _without(group: str, word: str, config_name: str) -> str:
@@ -116,23 +118,25 @@ def explain_word(word: str, config_name: str, words: Collection[str]) -> str:
     typed, path = [*map(key_of, words)], Path(word)
     needed = {"sweep", *_missing_keys(config_name)}
     missing = [key for key in keys if key in needed and key not in typed]
-    key, value = re.split("[=:]", word, maxsplit=1) if re.search("[=:]", word) else (word, "")
+    key, colon, value = word.partition(":")
+    name, _, listed = word.partition("=")
     is_place = "/" in word or (word and path.exists()) or len(missing) == 1 or (missing and path.suffix)
+    is_value = "=" not in word and is_place
     if choosing := [group for group in sorted(groups) if word in option_files(group, config_name, folders)]:
         way = f"write {choosing[0]}={word}"
     elif path.suffix == ".yaml" and path.parent.name in groups:
         way = f"write {path.parent.name}={path.stem}"
     elif word in (*keys, *groups):
         way = f"write {word}=…"
-    elif key in keys and ":" in word.removeprefix(key)[:1]:
+    elif colon and key in keys:
         way = f"write {_override(key, value)}"
-    elif key in keys and re.fullmatch(r"\(.*\)", value):
-        way = f"write {_override(key, f'[{value[1:-1]}]')}"
-    elif "=" not in word and missing and is_place:
+    elif name in keys and re.fullmatch(r"\(.*\)", listed):
+        way = f"write {_override(name, f'[{listed[1:-1]}]')}"
+    elif is_value and missing:
         way = f"write {_override(missing[0], word)}"
-    elif "=" not in word and is_place and "resume" in keys:
+    elif is_value and "resume" in keys:
         way = f"write {_override('resume', word)} or {_override('data.root', word)}"
-    elif "=" not in word and is_place:
+    elif is_value:
         return f"{word} is not KEY=VALUE, and nothing is missing: leave it out"
     else:
         way = (
@@ -144,14 +148,14 @@ def explain_word(word: str, config_name: str, words: Collection[str]) -> str:
 
 def explain_key(key: str, config_name: str, words: Collection[str] = ()) -> str:
     """The line for a key that the command does not have. `words`: of the command line."""
-    keys, groups, owned = _known_keys(config_name), _groups(config_name), _keys_of_user(words)
+    keys, groups = _known_keys(config_name), _groups(config_name)
     if config_name not in OF_A_RUN:
         needs_value = key in _missing_keys(config_name)  # ~run: there is none to delete
         line = str(has_no_value(key) if needs_value else unknown_key(key, keys, keys))
         return _of_the_run(key, config_name, words) or _with_plus(key, line, words)
     if key in groups or key == "hydra":  # hydra=odd; defaults of a file that override another group
         return f"{key} cannot be chosen here: name keys, as in {key}.KEY=…, and choose options on the command line"
-    if key in owned:
+    if key in (owned := _keys_of_user(words)):
         return f"{key} works with {key.partition('.')[0]}={owned[key]} only: choose that, or leave {key} out"
     return _with_plus(key, str(unknown_key(key, {*groups, *keys, *owned})), words)
 
@@ -176,7 +180,7 @@ def _of_the_run(key: str, config_name: str, words: Collection[str]) -> str | Non
 def _with_plus(key: str, line: str, words: Collection[str]) -> str:
     """The line, and that a target or Lightning's Trainer may take more arguments than conf/ has."""
     group, _, name = key.partition(".")
-    chosen = values_of([*words]).get(group)
+    chosen = values_of(words).get(group)
     is_custom = (chosen and chosen not in options(group)) or any(
         word.startswith(f"{group}.{TARGET}=") for word in words
     )

@@ -15,6 +15,6 @@
 - It is explained by the comment beside its default, which --help shows. `checking` says in one line what is wrong, with
   `answers.yaml` for words of elsewhere. `qnmixer.engine.cli` does so for words that Hydra does not take.
 
-Hydra composes conf/ (`compose`). No torch here, so that help and completion are there in a moment. The classes that a
-config names load it.
+Hydra composes conf/ (`compose`). A program changes a config by `override`. No torch here, so that help and completion
+are there in a moment. The classes that a config names load it.
 """

@@ -28,7 +28,7 @@ class Section(BaseModel):
     A rule between its keys is a validator that raises ValueError. Its message begins with the key.
 
     Attributes:
-        command: whose config it is; also the file in conf/. "" for a part of one.
+        command: whose config it is, which is also its file in conf/; or another file of keys. "" for a part of a run.
     """
 
     command: ClassVar[str] = ""
@@ -80,9 +80,7 @@ def _check_numbers(key: str, value: Any, checked: Any) -> None:
             _check_numbers(key, part, item)
     elif isinstance(value, bool) and isinstance(checked, int | float) and not isinstance(checked, bool):
         raise ConfigError(f"{key}={as_typed(value)} should be a number")
-    elif (
-        isinstance(value, int | float) and isinstance(checked, str) and not key.endswith("precision")
-    ):  # 32 is its word
+    elif isinstance(value, int | float) and isinstance(checked, str) and not key.endswith("precision"):  # 32 is one
         raise ConfigError(
             f"{key}={as_typed(value)} should be text, but was read as a number: put quotes around it, as '\"1.10\"'"
         )

@@ -35,8 +35,13 @@ def quoted(path: Path | str) -> str:
     text = str(path)
     if all((c.isascii() and c.isalnum()) or c in "/-_.:" for c in text):  # Hydra's grammar knows ASCII letters only
         return text
-    text = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + match[2].replace('"', '\\"'), text)
-    return f'"{text}"'  # single quotes are for the shell around it
+    return in_quotes(text)
+
+
+def in_quotes(text: str) -> str:
+    """A text in quotes, for Hydra: double ones, since single quotes are for the shell around it."""
+    escaped = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + match[2].replace('"', '\\"'), text)
+    return f'"{escaped}"'
 
 
 def is_override(word: str) -> bool:
@@ -54,7 +59,7 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def values_of(overrides: list[str]) -> dict[str, str]:
+def values_of(overrides: Iterable[str]) -> dict[str, str]:
     """Values of overrides by key, without quotes."""
     return {key_of(override): _unquoted(override.partition("=")[2]) for override in overrides}
 
@@ -167,7 +172,7 @@ def with_one_limit(words: list[str]) -> list[str]:
 
     If a sweep has jobs without max_epochs, its launcher does this for each job.
     """
-    values = values_of([*filter(is_override, words)])
+    values = values_of(filter(is_override, words))
     epochs = values.get("trainer.max_epochs", "null").split(",")
     has_epochs_only = not {"null", ""} & {*epochs} and "trainer.max_steps" not in values
     return [*words, "trainer.max_steps=-1"] if has_epochs_only else words
@@ -246,8 +251,8 @@ def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    parsed, folders = OverridesParser.create().parse_overrides(overrides), folders_in(overrides)
-    values = [[*_values(override, option_files(override.key_or_group, config_name, folders))] for override in parsed]
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    values = [[*_values(override, config_name, overrides)] for override in parsed]
     for override, choices in zip(parsed, values, strict=True):
         if not choices:
             raise ConfigError(f"{override.input_line} has no value: give at least one")
@@ -262,16 +267,14 @@ def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
     return config
 
 
-def _values(override: Any, names: Iterable[str]) -> Iterator[str]:
-    """One override for each value that a sweep gives a key, from Hydra's. An interval gives its start.
-
-    names: the options of a group, of which glob(…) chooses some.
-    """
+def _values(override: Any, config_name: str, overrides: list[str]) -> Iterator[str]:
+    """One override for each value that a sweep gives a key, from Hydra's. An interval gives its start."""
     from hydra.core.override_parser.types import Glob
 
     key, value = override.get_key_element(), override.value()
     if isinstance(value, Glob):
-        yield from (f"{key}={name}" for name in value.filter([*names]))
+        names = [*option_files(override.key_or_group, config_name, folders_in(overrides))]
+        yield from (f"{key}={name}" for name in value.filter(names))
     elif override.is_discrete_sweep():
         yield from (f"{key}={choice}" for choice in override.sweep_string_iterator())
     elif override.is_interval_sweep():

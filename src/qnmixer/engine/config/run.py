@@ -1,6 +1,6 @@
 """The config of a training run: all its sections, and how it is read, checked, changed and stored."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
 from annotated_types import Len
@@ -9,9 +9,8 @@ from pydantic import Field
 
 from qnmixer.engine.config import rules
 from qnmixer.engine.config.checking import Section, plain_values, validated
-from qnmixer.engine.config.compose import key_of, with_one_limit
 from qnmixer.engine.config.data import Source
-from qnmixer.engine.config.files import TARGET, is_group, options, values_of_option
+from qnmixer.engine.config.files import TARGET, options, values_of_option
 from qnmixer.engine.config.sections import (
     LONGEST_TAG,
     Debug,
@@ -44,7 +43,7 @@ FIT = "qnmixer.fit.fit"
 """The function that trains, as its key names it."""
 _ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.", "torchmetrics.")
 """Packages that the check of targets does not look for, which would take seconds."""
-_READ_AT_ONCE = "data", "loss", "model", "noise", "optimizer", "schedule"
+READ_AT_ONCE = "data", "loss", "model", "noise", "optimizer", "schedule"
 """Sections whose targets are imported to check a config. Others load Lightning: they are read when they are built."""
 
 
@@ -138,7 +137,7 @@ def checked(config: Config, *groups: str) -> Config:
 
     Raises ConfigError or PluginError.
     """
-    config = config.changed(**{key: getattr(config, key).checked() for key in groups or _READ_AT_ONCE})
+    config = config.changed(**{key: getattr(config, key).checked() for key in groups or READ_AT_ONCE})
     validate(config)
     return config
 
@@ -193,48 +192,21 @@ def with_iterations(config: Config, T: int) -> Config:
     return config.changed(model=config.model.changed(n_iterations=T)) if config.model.is_unrolled else config
 
 
-def override(config: Config, overrides: str | Sequence[str]) -> Config:
-    """The config with overrides as on a command line: keys, and groups ("memory=recompute") with their options.
-
-    A text is split at its blanks; give a list if a value has some. A group that is chosen has the values of its option
-    only: those that an experiment gave to it are gone. Raises ConfigError.
-    """
-    words = with_one_limit(overrides.split() if isinstance(overrides, str) else [*overrides])
-    if config.data.seed == config.seed:  # as conf/data has it
-        words = [word.replace("seed=", "data.seed=", 1) for word in words if key_of(word) == "seed"] + words
-    values, groups = OmegaConf.create(config.plain()), [*filter(is_group, map(key_of, words))]
-    for word in sorted(words, key=lambda word: key_of(word) not in groups):
-        key, _, value = word.partition("=")
-        if key in groups:
-            values[key] = _values(key, value)
-        else:
-            values.merge_with_dotlist([word])
-    for group in groups:
-        values[group] = plain_values(values[group])
-    plain = OmegaConf.to_container(values)  # text with ${…} stays text
-    assert isinstance(plain, dict)
-    config = parse_file({str(key): value for key, value in plain.items()})
-    check_targets(config)
-    # Not the loss of a checkpoint, say, whose code nobody has trusted.
-    touched = {"model", "noise", *(key_of(word).partition(".")[0] for word in words)}
-    return checked(config, *touched.intersection(_READ_AT_ONCE))
-
-
 def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
     """The section that `GROUP=OPTION` gives, with other values of some keys. For programs.
 
     Raises ConfigError for a value that is out of bounds.
     """
     values = OmegaConf.create({"seed": seed, "evaluation": values_of_option("evaluation", "default")})
-    values[group] = _values(group, option)
+    values[group] = values_of_choice(group, option)
     for key, value in keys.items():
         values[group][key] = value
     hint = get_type_hints(Config, include_extras=True)[group]
     parsed = validated(hint, plain_values(values[group]), group)
-    return parsed.checked() if group in _READ_AT_ONCE else parsed
+    return parsed.checked() if group in READ_AT_ONCE else parsed
 
 
-def _values(group: str, choice: str) -> DictConfig:
+def values_of_choice(group: str, choice: str) -> DictConfig:
     """The values of an option, or of [several], not resolved. Raises ConfigError for one that does not exist."""
     merged = OmegaConf.create()
     for option in choice.strip("[]").split(","):

@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from qnmixer.engine.build import build_module, build_optimizer
-from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, override, validate, with_iterations
+from qnmixer.engine.config.override import override
+from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, validate, with_iterations
 from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig
 from qnmixer.engine.config.targets import averages_weights
 from qnmixer.engine.memory.modes import apply_memory_mode
