@@ -213,15 +213,13 @@ def _preload(modules: list[str]) -> None:
 
 
 def _compose_once() -> None:
-    """Let Hydra find its plugins and read conf/, pydantic build its types, and all options be read."""
+    """Let Hydra find its plugins and read conf/, and pydantic build its types."""
     from qnmixer.engine.config.compose import compose
-    from qnmixer.engine.config.files import owners, with_names
+    from qnmixer.engine.config.files import with_names
     from qnmixer.engine.config.run import parse
 
     configs = {name: compose(name, []) for name in COMMANDS}
     with_names(parse(configs["train"]).plain())
-    owners()
-    owners("evaluate")
 
 
 def _become(arguments: list[str]) -> None:

@@ -113,16 +113,12 @@ def test_bounds(option: str) -> None:
         ("seed=true", "seed=true should be a number"),
         ("data.augment=perhaps", "data.augment=perhaps should be a valid boolean"),
         ("model.hessian=bfg", "model.hessian=bfg should be 'bfgs', "),
-        ("optimizer.betas=0.9", "optimizer.betas=0.9 should be a valid tuple: write optimizer.betas=[…]"),
-        ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: field required"),
         ("model.regularizer=foo", "model.regularizer=foo should be callable"),
-        ("trainer.devices=auto", "trainer.devices=auto is not known here: leave it out"),
         ("optimizer.betas=[0.9,1.0]", "optimizer._target_=torch.optim.AdamW refuses its arguments (Invalid beta"),
         ("optimizer.weight_decay=1e300", "optimizer.weight_decay=1e+300 should be a 32-bit float"),
         (f"optimizer.betas=[{','.join(['1'] * 2500)}]", "optimizer.betas=[1, 1, 1, 1,"),
         ("logger.wandb.mode=ofline", "logger.wandb.mode=ofline should be 'offline', 'online' or 'disabled'"),
         (f"tags=[{'a' * 65}]", f"tags={'a' * 65}: string should have at most 64 characters"),
-        ("data.foo=1", "data.foo: qnmixer.engine.data.phantoms.PhantomSource has no such argument"),
         ("loss._args_=[1]", "loss._args_ is not known: give _target_ and arguments of the target"),
         ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is not a function (image, truth), nor a"),
         ("geometry.name=[1]", "geometry.name=[1] should be a valid string"),
@@ -197,7 +193,7 @@ def test_files_of_other_versions() -> None:
     for key in ("metrics", "module", "datamodule", "geometry", "trainer"):
         assert getattr(read, key) == getattr(now, key)
     later["model"]["momentum_terms"] = 3
-    with pytest.raises(ConfigError, match=r"model\.momentum_terms: qnmixer\.models\.QNMixer has no such argument"):
+    with pytest.raises(ConfigError, match=r"model\.momentum_terms"):
         parse(later)
 
 
