@@ -19,7 +19,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.cli.help import usage
@@ -34,10 +33,11 @@ from qnmixer.engine.config.compose import (
     is_override,
     is_sweep,
     key_of,
+    values_of,
     with_one_limit,
     with_search_path,
 )
-from qnmixer.engine.config.files import CONF, OF_A_RUN, is_group, options
+from qnmixer.engine.config.files import CONF, OF_A_RUN, options
 from qnmixer.engine.processes.output import lasting_output, warnings_in_one_line
 from qnmixer.engine.processes.process import rank, world_size
 from qnmixer.errors import ConfigError, Stopped, first_line, say
@@ -45,7 +45,7 @@ from qnmixer.files import path_in_errors, private_files
 from qnmixer.machine import wait_briefly
 
 TRACEBACK = "HYDRA_FULL_ERROR"
-_FLAGS_WITH_VALUE = ("--config-dir", "--cfg", "--info", "--package", "--shell-completion")
+_FLAGS_WITH_VALUE = ("--cfg", "--info", "--package")
 Check = Callable[[DictConfig], Any]
 Task = Callable[[Any], object]
 Complete = Callable[[list[str]], list[str]]
@@ -157,26 +157,22 @@ def _storing_errors(job: Callable[[DictConfig], object], failures: list[Exceptio
 def _show(config_name: str, words: list[str]) -> None:
     """Let Hydra do what its flags ask for, such as --cfg job. Raises ConfigError for flags that do not fit."""
     parser = get_args_parser()
-    parser.exit_on_error = False  # it would print several lines
+    parser.exit_on_error = parser.allow_abbrev = False  # it would print several lines; --multi would run
     value_before = os.environ.get(TRACEBACK)
     os.environ[TRACEBACK] = "1"  # else Hydra prints exceptions and exits
     try:
-        flags_of_hydra, further = parser.parse_known_args(words)
-        if further:
-            raise ConfigError(f"{further[0]} is neither KEY=VALUE nor a flag of Hydra: --hydra-help lists those")
-        if flags_of_hydra.package and not flags_of_hydra.cfg:  # Hydra would run
-            raise ConfigError("--package is for what --cfg prints: add --cfg job, or leave it out")
-        if not flags_of_hydra.shell_completion:
+        given, further = parser.parse_known_args(words)
+        shows = given.cfg or given.info or given.hydra_help or given.shell_completion
+        if further or not shows or given.config_name or given.config_path or given.experimental_rerun:
+            asked = " ".join(further or [word for word in words if word.startswith("-")])
+            raise ConfigError(f"{asked} is not known: write KEY=VALUE, or a flag that --hydra-help lists, as --cfg job")
+        if not given.shell_completion:
             compose(config_name, [*filter(is_override, words)])  # for its line about what is wrong
         sys.argv[1:] = words
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(lambda cfg: None)()
-    except OmegaConfBaseException:  # of a key, not of a flag
-        raise
     except (argparse.ArgumentError, KeyError, RuntimeError, ValueError) as error:
         flags = " ".join(word for word in words if not is_override(word))
-        raise ConfigError(
-            f"{flags} does not work ({first_line(error)}): --hydra-help explains Hydra's flags"
-        ) from error
+        raise ConfigError(f"{flags} does not work ({first_line(error)})") from error
     finally:
         os.environ.pop(TRACEBACK) if value_before is None else os.environ.update({TRACEBACK: value_before})
 
@@ -186,7 +182,7 @@ def completed(arguments: list[str], schema: type[Section], complete: Complete = 
     arguments = _in_hydras_form(arguments)
     flags = _further_flags(arguments)
     if not flags:
-        check_ignored(arguments)
+        check_ignored(arguments, schema.command)
     arguments = with_search_path(arguments)
     if schema.command in OF_A_RUN:
         arguments = with_one_limit(arguments)
@@ -198,17 +194,23 @@ def completed(arguments: list[str], schema: type[Section], complete: Complete = 
     return sorted(arguments, key=lambda word: (not is_sweep([word]), not is_override(word)))
 
 
-def check_ignored(words: list[str]) -> None:
-    """Raise ConfigError for a word that Hydra would take, and then ignore or merge."""
+def check_ignored(words: list[str], command: str) -> None:
+    """Raise ConfigError for a word that Hydra would take, and then ignore, merge or leave to another command."""
+    loggers = values_of(filter(is_override, words)).get("logger")
     for word in filter(is_override, words):
-        key, _, value = word.partition("=")
-        if not is_sweep(words) and re.match(r"hydra[./](launcher|sweeper|sweep)\b", key_of(word)):
+        key, value = key_of(word), word.partition("=")[2]
+        if not is_sweep(words) and re.match(r"hydra[./](launcher|sweeper|sweep)\b", key):
             raise ConfigError(f"{word} is for a sweep: add -m, or leave {word} out")
-        if is_sweep(words) and key_of(word) == "hydra.run.dir":
+        if is_sweep(words) and key == "hydra.run.dir":
             raise ConfigError(f"{word} is for one run: write hydra.sweep.dir={value}")
-        is_list = value[:1] == "[" and "," in value
-        if is_group(key) and key not in (*NAMED, "experiment") and (value == "null" or is_list):
-            raise ConfigError(f"{word}: {key} takes one option: {', '.join(options(key))}")
+        if value in options(key, "evaluate") and value not in (names := options(key, command)):
+            raise ConfigError(f"{word} is for evaluate, not for {command}: choose {', '.join(names)}")
+        one = key not in (*NAMED, "experiment") and (value == "null" or re.match(r"\[.*,", value))
+        if one and (names := options(key, command)):
+            raise ConfigError(f"{word}: {key} takes one option: {', '.join(names)}")
+        logger = key.removeprefix("logger.").partition(".")[0]
+        if loggers and logger not in loggers and logger in options("logger"):
+            raise ConfigError(f"{word}: logger={loggers} does not have it")
 
 
 def _plain_sweep(_: list[str], config: DictConfig) -> AbstractContextManager[str]:
@@ -251,8 +253,7 @@ def _of_rank(overrides: list[str], command: str) -> list[str]:
         raise ConfigError("a sweep starts the processes of each job itself: run it without torchrun or srun")
     if "hydra.run.dir" not in map(key_of, overrides):
         raise ConfigError(
-            f"this is process {rank()} of {world_size()}, and each would make its own run folder: "
-            "give all of them the same hydra.run.dir=FOLDER"
+            f"{world_size()} processes would make a run folder each: give them one, as hydra.run.dir=FOLDER"
         )
     # Without this every rank would write .hydra/ into the same folder.
     return overrides if rank() == 0 else [*overrides, "hydra.output_subdir=null"]

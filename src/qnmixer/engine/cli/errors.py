@@ -2,15 +2,15 @@
 
 import errno
 import re
-from functools import cache
 
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qnmixer.engine.config.compose import compose, key_of
-from qnmixer.engine.config.files import flat_keys
-from qnmixer.errors import UserError, first_line, in_a_line, suggest
+from qnmixer.engine.config.checking import unknown_key
+from qnmixer.engine.config.compose import SEARCH_PATH, compose, folders_in, key_of, with_search_path
+from qnmixer.engine.config.files import OF_A_RUN, TARGET, flat_keys, is_group, option_files
+from qnmixer.errors import ConfigError, UserError, first_line, in_a_line, suggest
 
 _BY_LIBRARY = {"sqlalchemy": "hydra.sweeper.storage", "wandb": "W&B"}
 """What an error of a library is about, by its package."""
@@ -18,18 +18,19 @@ _BY_LIBRARY = {"sqlalchemy": "hydra.sweeper.storage", "wandb": "W&B"}
 
 def explain(error: BaseException, config_name: str, words: list[str] | None = None) -> str | None:
     """The line for an error that a user can fix; None for a bug. `words`: of the command line."""
-    line = _explain(error, config_name)
+    line = _explain(error, config_name, words or [])
     return None if line is None else in_a_line(line)
 
 
-def _explain(error: BaseException, config_name: str) -> str | None:
+def _explain(error: BaseException, config_name: str, words: list[str]) -> str | None:
     package = type(error).__module__.partition(".")[0]
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError | RuntimeError) and (line := _explain_system(error)):
         return line
     if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: importing torch takes seconds
-        return f"out of memory ({first_line(error)}): lower data.batch_size, or set accelerator=cpu"
+        smaller = "lower data.batch_size" if config_name in OF_A_RUN else "set accelerator=cpu"
+        return f"out of memory ({first_line(error)}): {smaller}"
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
     if package in _BY_LIBRARY:
@@ -40,8 +41,11 @@ def _explain(error: BaseException, config_name: str) -> str | None:
         return f"{first_line(error).rstrip('.: ')}: install it, or do not use the option that needs it"
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):  # from submitit
         return "hydra/launcher=slurm needs SLURM, but this machine has no srun: use it on a cluster, or leave it out"
+    if isinstance(error, OverrideParseException):
+        why = re.sub(r"^Error parsing override '.*?' (?=.)| ?See https:.*", "", " ".join(str(error).split()))
+        return f"{error.override} cannot be read as KEY=VALUE ({why})"
     if isinstance(error, HydraException | OmegaConfBaseException):
-        return _explain_composition(error, config_name)
+        return _explain_composition(error, config_name, words)
     return None
 
 
@@ -63,19 +67,29 @@ def _explain_system(error: OSError | RuntimeError) -> str | None:
     return str(UserError(error)) if "DataLoader worker" in text else None
 
 
-def _explain_composition(error: Exception, config_name: str) -> str:
-    """Hydra's own text in one line; for a key that does not exist, the nearest one too."""
+def _explain_composition(error: Exception, config_name: str, words: list[str]) -> str:
+    """Hydra's own text in one line; for a key or an option that does not exist, the nearest one too."""
     text = " ".join(str(error).split())
+    if isinstance(error, MissingConfigException) and (match := re.search(r"Could not \w+ '(\w+)/([^']*)'", text)):
+        group, name = match.groups()
+        if names := sorted(option_files(group, config_name, folders_in(words))):
+            return f"{group}={name} does not exist: {suggest(name, names, limit=99)}"
     if match := re.search(r"Could not override '([^']+)'", text):
-        key = key_of(match[1])
-        return f"unknown key {key}: {suggest(key, _known_keys(config_name))}"
-    text = text.partition(" Config search path")[0]
-    return text or first_line(error.__cause__ or "")
+        missing = getattr(error.__cause__, "full_key", None) or ""
+        return _unknown_key(max(key_of(match[1]), str(missing), key=len), config_name, words)
+    return text.partition(" Config search path")[0] or first_line(error.__cause__ or "")
 
 
-@cache
-def _known_keys(config_name: str) -> list[str]:
-    """Dotted names of all keys of a command with its default options."""
-    values = OmegaConf.to_container(compose(config_name, []), resolve=False)
+def _unknown_key(key: str, config_name: str, words: list[str]) -> str:
+    """The line for a key that the config of the chosen options does not have."""
+    chosen = [word for word in with_search_path(words) if is_group(key_of(word)) or key_of(word) == SEARCH_PATH]
+    try:
+        config = compose(config_name, chosen, with_hydra=True)
+    except (ConfigError, HydraException, OmegaConfBaseException):  # another word is wrong too
+        config = compose(config_name, [], with_hydra=True)
+    group, choices, values = key.partition(".")[0], config.hydra.runtime.choices, OmegaConf.to_container(config)
     assert isinstance(values, dict)
-    return [*flat_keys({str(key): value for key, value in values.items()})]
+    keys = [name for name in flat_keys(values) if name.startswith("hydra.") == (group == "hydra")]
+    line = str(unknown_key(key, keys, f"{group}={choices[group]}" if group in choices else config_name))
+    more = f"{group}.{TARGET}" in keys and "did you mean" not in line
+    return f"{line}; +{key}=… names another argument of its class" if more else line

@@ -1,5 +1,6 @@
-"""Check values by pydantic, and say in one line what is wrong: the key as typed, why, and what then works."""
+"""Check values by pydantic, and say in one line what is wrong: the key as typed, and pydantic's own words."""
 
+import difflib
 from collections.abc import Collection, Iterable, Mapping
 from math import isfinite
 from typing import Any, ClassVar, Self
@@ -8,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from qnmixer.errors import ConfigError, suggest
+from qnmixer.errors import ConfigError
 
 NAMED = "callbacks", "logger", "metrics"
 """Groups with several sections, each under a name."""
@@ -76,9 +77,7 @@ def _check_numbers(key: str, value: Any, checked: Any) -> None:
     elif isinstance(value, bool) and isinstance(checked, int | float) and not isinstance(checked, bool):
         raise ConfigError(f"{key}={as_typed(value)} should be a number")
     elif isinstance(value, int | float) and isinstance(checked, str) and not key.endswith("precision"):  # 32 is one
-        raise ConfigError(
-            f"{key}={as_typed(value)} should be text, but was read as a number: put quotes around it, as '\"1.10\"'"
-        )
+        raise ConfigError(f"{key}={as_typed(value)} should be text, not a number: put quotes around it, as '\"1.10\"'")
     elif isinstance(checked, float) and isfinite(checked) and checked and not _SMALLEST < abs(checked) < _LARGEST:
         raise ConfigError(f"{key}={_shortened(value)} should be a 32-bit float: 0, or between 1e-37 and 3e38")
 
@@ -137,6 +136,14 @@ def has_no_value(key: str) -> ConfigError:
     return ConfigError(f"{key} has no value: give one with {key}=…")
 
 
-def unknown_key(key: str, keys: Collection[str] = ()) -> ConfigError:
-    """The error for a key that does not exist. keys: those that do."""
-    return ConfigError(f"unknown key {key}: {suggest(key, keys)}")
+def unknown_key(key: str, keys: Iterable[str] = (), owner: str = "the config") -> ConfigError:
+    """The error for a key that its owner does not have: the nearest of the `keys` that it has, or those beside it."""
+    parent, _, name = key.rpartition(".")
+    split = [(other, *other.rpartition(".")[::2]) for other in keys]
+    beside = {last: other for other, place, last in split if place == parent}
+    near = [other for other, _, last in split if last == name]
+    if not 0 < len(near) < 3:
+        near = [beside[last] for last in difflib.get_close_matches(name, beside, n=1)]
+    if near:
+        return ConfigError(f"unknown key {key}: did you mean {' or '.join(near)}?")
+    return ConfigError(f"unknown key {key}: {owner} has {', '.join(beside) or 'no such key'}")

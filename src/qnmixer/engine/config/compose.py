@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config.files import CONF, OF_A_RUN, option_files
+from qnmixer.engine.config.files import CONF, OF_A_RUN, is_group, option_files
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
 
@@ -149,10 +149,7 @@ def _check_sizes(folder: Path) -> None:
         with path.open("rb") as stream:
             content = stream.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES or len(re.findall(rb"[\s\[{,]\*\w", content)) > _MOST_ALIASES:
-            raise ConfigError(
-                f"{path} has more than {_MOST_BYTES >> 10} KiB, or more than {_MOST_ALIASES} aliases (*NAME): write it "
-                "without them, or remove it"
-            )
+            raise ConfigError(f"{path} has more than {_MOST_BYTES >> 10} KiB or {_MOST_ALIASES} aliases (*NAME)")
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
@@ -205,7 +202,8 @@ def compose(config_name: str, overrides: list[str], with_hydra: bool = False) ->
             # data=null, trainer=3, data=${oc.select:seed}, a number of 5,000 digits, defaults that name their own file
             if not isinstance(error, ValueError | TypeError | AssertionError | RecursionError):
                 raise
-            raise ConfigError(f"a value cannot be read ({first_line(error)}): check the values") from error
+            given = [word for word in overrides if is_group(key_of(word))] or overrides
+            raise ConfigError(f"{' '.join(given)} cannot be read ({first_line(error)})") from error
 
 
 def _fault_of_file(error: Exception, overrides: list[str]) -> str | None:

@@ -307,10 +307,7 @@ def check_untouched(config: DataConfig) -> None:
     """Raise ConfigError for a key that changes images: measured sinograms would not follow."""
     for key, value in {"augment": False, "disc": False, "simulation_factor": 1, "scaling": "attenuation"}.items():
         if (current := getattr(config, key)) != value:
-            raise ConfigError(
-                f"data.{key}={current} changes images, and a measured sinogram cannot change with its image: "
-                "leave it out"
-            )
+            raise ConfigError(f"data.{key}={current} changes images, and measured sinograms would not follow")
 
 
 def check_data(config: DataConfig) -> None:
@@ -333,8 +330,7 @@ def check_data(config: DataConfig) -> None:
         for other_section, other_folder in seen.items():
             if folder.is_relative_to(other_folder) or other_folder.is_relative_to(folder):
                 raise ConfigError(
-                    f"{section}.root={source.root} has slices of {other_section} too, and each would split them "
-                    "differently: give each source its own folder"
+                    f"{section}.root={source.root} has slices of {other_section} too, which splits them anew"
                 )
         seen[section] = folder
         check_no_nifti(f"{section}.root", source.root)

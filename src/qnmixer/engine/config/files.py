@@ -86,7 +86,7 @@ def with_names(plain: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def flat_keys(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
     """Dotted names of all keys, groups included."""
     for key, value in values.items():
         yield f"{prefix}{key}"

@@ -30,9 +30,7 @@ def scan_of_set(data: DataConfig, geometry: GeometryConfig) -> None:
     for key, value in of_set.scan.items() if data.measured else ():
         value_here = getattr(geometry, key)
         if value_here != value and not (isinstance(value, float) and math.isclose(value_here, value, rel_tol=1e-4)):
-            raise ConfigError(
-                f"geometry.{key}={value_here} is not that of data={data.name}, {value}: take geometry={data.name}"
-            )
+            raise ConfigError(f"geometry.{key}={value_here} is not that of data={data.name}, {value}")
     for key, value in {"scaling": "attenuation", "hu_max": getattr(of_set, "hu_max", data.hu_max)}.items():
         if getattr(data, key) != value:
             raise ConfigError(f"data.{key}={getattr(data, key)} is not that of data={data.name}: give {value}")
@@ -41,10 +39,7 @@ def scan_of_set(data: DataConfig, geometry: GeometryConfig) -> None:
 def one_scale(data: DataConfig, noise: NoiseConfig) -> None:
     """Photon counts make sense only if all slices have the same scale of attenuation."""
     if data.scaling == "minmax" and noise.load().needs_one_scale:
-        raise ConfigError(
-            f"noise={noise.name} needs the same attenuation scale in all slices: use data.scaling=attenuation, or "
-            "noise=field"
-        )
+        raise ConfigError(f"noise={noise.name} needs one scale of all slices: choose data.scaling=attenuation")
 
 
 def divided_image(data: DataConfig, model: ModelConfig) -> None:
@@ -54,10 +49,7 @@ def divided_image(data: DataConfig, model: ModelConfig) -> None:
         if size % part:
             value = model.settings().get(key)
             needed = f"model.{key}={value}" if part == value else f"{part}, as model.{key}={value} needs"
-            raise ConfigError(
-                f"data.image_size={size} is not divisible by {needed}: "
-                f"choose data.image_size={size - size % part or part} or another model.{key}"
-            )
+            raise ConfigError(f"data.image_size={size} is not divisible by {needed}")
 
 
 def one_start(finetune: str | None, resume: str | None) -> None:
@@ -71,14 +63,10 @@ def an_end(trainer: TrainerConfig, debug: DebugConfig | FewBatchesConfig | Profi
     if trainer.max_steps == -1 and trainer.max_epochs is None:
         raise ConfigError("training would never end: give trainer.max_steps=… or trainer.max_epochs=…")
     if isinstance(debug, ProfileConfig) and -1 < trainer.max_steps < debug.warm_up + debug.steps:
-        raise ConfigError(
-            f"nothing would be profiled: raise trainer.max_steps={trainer.max_steps}, or lower debug.warm_up"
-        )
+        raise ConfigError(f"trainer.max_steps={trainer.max_steps} ends before debug=profile has its steps")
     limit, window = trainer.limit_train_batches, trainer.accumulate_grad_batches
     if isinstance(limit, int) and limit % window:
-        raise ConfigError(
-            f"trainer.limit_train_batches={limit} is no multiple of trainer.accumulate_grad_batches={window}"
-        )
+        raise ConfigError(f"trainer.limit_train_batches={limit} is no multiple of accumulate_grad_batches={window}")
 
 
 def fitting_strategy(
@@ -91,19 +79,14 @@ def fitting_strategy(
     """Several devices need something to share."""
     if strategy.name == "single" and trainer.n_devices > 1:  # all but one would be idle
         raise ConfigError(
-            f"trainer.devices={trainer.devices or 1} with trainer.num_nodes={trainer.num_nodes} does not work with "
-            "strategy=single: choose strategy=ddp, fsdp or pipeline"
+            f"strategy=single has one device, not {trainer.n_devices}: choose strategy=ddp, fsdp or pipeline"
         )
     if strategy.name != "single" and not model.has_weights:  # there are no gradients to share
         raise ConfigError(f"model={model.name} has no weights to train on several devices: use strategy=single")
     if isinstance(strategy, FSDPConfig) and optimizer.name == "adafactor":  # it takes means over rows and columns
-        raise ConfigError(
-            "optimizer=adafactor does not work with sharded weights: choose optimizer=adamw or strategy=ddp"
-        )
+        raise ConfigError("optimizer=adafactor does not work with the sharded weights of strategy=fsdp")
     if averages_weights(callbacks) and strategy.planned_as != "replica":  # it copies all weights
-        raise ConfigError(
-            f"callbacks=ema does not work with strategy={strategy.name}: use strategy=single or strategy=ddp"
-        )
+        raise ConfigError(f"callbacks=ema does not work with strategy={strategy.name}: use strategy=single or ddp")
 
 
 def fitting_pipeline(strategy: StrategyConfig, trainer: TrainerConfig, model: ModelConfig, data: DataConfig) -> None:
@@ -112,9 +95,7 @@ def fitting_pipeline(strategy: StrategyConfig, trainer: TrainerConfig, model: Mo
         return
     T = model.T
     if not model.is_unrolled:
-        raise ConfigError(
-            f"strategy=pipeline cuts iterations into stages, but model={model.name} has {T}: use strategy=ddp or fsdp"
-        )
+        raise ConfigError(f"strategy=pipeline cuts iterations into stages, but model={model.name} has {T}")
     if trainer.devices is None:  # the rest is checked when the devices are counted
         return
     devices, size = strategy.devices_per_replica(trainer), strategy.microbatch_size
@@ -124,9 +105,8 @@ def fitting_pipeline(strategy: StrategyConfig, trainer: TrainerConfig, model: Mo
     if trainer.devices % devices:
         raise ConfigError(f"strategy.devices_per_pipeline={devices} does not divide trainer.devices={trainer.devices}")
     if devices > T:
-        raise ConfigError(f"{devices} stages are more than model.n_iterations={T}: lower strategy.devices_per_pipeline")
+        key = "strategy.devices_per_pipeline" if strategy.devices_per_pipeline else "trainer.devices"
+        raise ConfigError(f"{key}={devices} gives more stages than model.n_iterations={T}")
     if remainder or (strategy.schedule == "1f1b" and n < devices):
-        raise ConfigError(
-            f"strategy.schedule={strategy.schedule} cannot cut data.batch_size={data.batch_size} × {devices} devices "
-            f"by strategy.microbatch_size={size}: choose data.batch_size={size}"
-        )
+        cut = f"data.batch_size={data.batch_size} × {devices} devices by strategy.microbatch_size={size}"
+        raise ConfigError(f"strategy.schedule={strategy.schedule} cannot cut {cut}")

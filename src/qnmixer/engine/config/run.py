@@ -165,9 +165,7 @@ class WithRunConfig(Section):
         command_values = {key: values.pop(key) for key in cls.model_fields if key != "run"}
         run = parse(values)
         if not run.model.has_weights:
-            raise ConfigError(
-                f"model={run.model.name} has no weights, so it has no training step: choose another model"
-            )
+            raise ConfigError(f"model={run.model.name} has no weights, so it has no training step")
         config: Self = validated(cls, command_values | {"run": run})
         return config
 

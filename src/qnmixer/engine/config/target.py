@@ -20,10 +20,10 @@ from pydantic import (
 )
 from pydantic.errors import PydanticUserError
 
-from qnmixer.engine.config.checking import VALUES, Section, validated
+from qnmixer.engine.config.checking import VALUES, Section, unknown_key, validated
 from qnmixer.engine.config.files import TARGET, option_of
 from qnmixer.engine.plugins import Kind, defaults_of, is_trusted, load_plugin, parameters_of, subclass_of, taken
-from qnmixer.errors import ConfigError, PluginError, first_line, suggest
+from qnmixer.errors import PluginError, first_line
 
 _WORDS = ("_partial_", "_recursive_", "_convert_")
 """Hydra's words. The target is always called by qnmixer, with the missing arguments: `_partial_` changes nothing."""
@@ -170,7 +170,7 @@ class Target(Section):
         named = {p.name: p for p in parameters[n_positional:] if p.kind in _BY_NAME and p.name not in bound}
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         if (stray := next((name for name in arguments if name not in named), None)) and not takes_all:
-            raise _no_argument(self, stray, named)
+            raise unknown_key(f"{self.section}.{stray}", [f"{self.section}.{name}" for name in named], self.target)
         for name, parameter in named.items():
             if parameter.default is parameter.empty and name not in (*arguments, *self.supplied):
                 raise PluginError(f"{self.section} needs an argument {name}: give it as +{self.section}.{name}=VALUE")
@@ -194,12 +194,6 @@ class Target(Section):
             return instantiate(_as_text(value), _convert_="all")
         except InstantiationException as error:
             raise PluginError(f"{key} cannot be built: {first_line(error.__cause__ or error)}") from error
-
-
-def _no_argument(section: Target, name: str, arguments: Collection[str]) -> ConfigError:
-    """The error for an argument that a target does not have."""
-    key, choices = f"{section.section}.{name}", [f"{section.section}.{argument}" for argument in arguments]
-    return PluginError(f"unknown key {key} of {section.target}: {suggest(key, choices)}")
 
 
 def _type_of(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:

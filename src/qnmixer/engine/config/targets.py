@@ -272,7 +272,4 @@ def modes_of(metrics: Mapping[str, MetricConfig]) -> dict[str, str]:
 def check_monitor(monitor: str, metrics: Mapping[str, MetricConfig]) -> None:
     """Raise ConfigError if no validation gives the monitored metric."""
     if monitor not in (modes := modes_of(metrics)):
-        raise ConfigError(
-            f"monitor={monitor} is not known: choose {', '.join(modes)}, or add a metric: "
-            f"+metrics.NAME.{TARGET}=my_file.my_metric"
-        )
+        raise ConfigError(f"monitor={monitor} is not known: choose {', '.join(modes)}, or add a metric")
