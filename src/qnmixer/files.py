@@ -100,7 +100,7 @@ def check_unused(key: str, folder: Path) -> None:
         names = (path.name for path in folder.iterdir() if not is_temporary(path))
         results = sorted(name for name in names if name not in (".hydra", ".lock", "output.log"))
         if results:
-            raise ConfigError(f"{key}={folder} contains {results[0]} already: give a new folder, or empty this one")
+            raise ConfigError(f"{key}={folder} contains {results[0]} already: give a new folder")
 
 
 def check_no_links(folder: Path) -> None:
@@ -113,8 +113,7 @@ def check_no_links(folder: Path) -> None:
         for path in (os.path.join(place, name) for name in (*folders, *files)):
             if os.path.islink(path) and not os.path.realpath(path).startswith(root + os.sep):
                 raise ConfigError(
-                    f"{path} is a link to another place, where files would be written: remove it, or put what it "
-                    "leads to in its place"
+                    f"{path} is a link to another place, where files would be written: give another folder"
                 )
         if place != root and os.path.basename(place) == "wandb":
             folders.clear()

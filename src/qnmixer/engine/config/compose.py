@@ -118,16 +118,20 @@ def folders_of(places: Iterable[str]) -> list[Path]:
 
 def _places(override: str) -> list[str]:
     """The folders that such an override names. Raises ConfigError if it is no list of texts."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        value = OverridesParser.create().parse_override(override).value()
-    except HydraException:
-        value = None
+    value = _parsed(override).value()
     if not isinstance(value, list):
         raise ConfigError(f"{override} is no list of folders: write {SEARCH_PATH}=[file:///abs/my_conf]")
     return [str(getattr(place, "text", place)) for place in value]
+
+
+def _parsed(override: str) -> Any:
+    """An override as Hydra reads it. Raises HydraException, or ConfigError for what its parser cannot bear."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    try:
+        return OverridesParser.create().parse_override(override)
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, hundreds of brackets
+        raise ConfigError(f"{override} cannot be read ({first_line(error)})") from error
 
 
 def _located(place: str) -> str:
@@ -227,9 +231,7 @@ def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
 
     Every value is tried with the first values of all other keys. So a misspelt value fails before the first job.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parsed = OverridesParser.create().parse_overrides(overrides)
+    parsed = [_parsed(override) for override in overrides]
     values = [[*_values(override, config_name, overrides)] for override in parsed]
     for override, choices in zip(parsed, values, strict=True):
         if not choices:

@@ -9,7 +9,7 @@ import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from pydantic import (
     ConfigDict,
@@ -176,8 +176,9 @@ class Target(Section):
                 raise PluginError(f"{self.section} needs an argument {name}: give it as +{self.section}.{name}=VALUE")
         typed = {}
         for name, value in arguments.items():
-            hint = _type_of(function, named[name]) if name in named and not [*_parts(name, value)] else None
-            typed[name] = value if hint is None else validated(hint, value, f"{self.section}.{name}")
+            hint = _type_of(function, named[name]) if name in named else None
+            is_free = hint is None or ([*_parts(name, value)] and not _is_plain(hint))  # a part may become anything
+            typed[name] = value if is_free else validated(hint, value, f"{self.section}.{name}")
         return typed
 
     def _built(self, key: str, value: Any) -> Any:
@@ -208,6 +209,14 @@ def _type_of(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     except (PydanticUserError, NameError, TypeError, AttributeError):
         return None
     return hint
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether a type is of numbers and texts, with which rules compute before anything is built."""
+    if get_origin(hint) in (Annotated, Literal):
+        return get_origin(hint) is Literal or _is_plain(get_args(hint)[0])
+    args = get_args(hint)
+    return all(map(_is_plain, args)) if args else hint in (int, float, str, bool, type(None), ...)
 
 
 def _parts(key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

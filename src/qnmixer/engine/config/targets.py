@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, model_validator
 
+from qnmixer.engine.config.checking import validated
 from qnmixer.engine.config.files import TARGET, options
 from qnmixer.engine.config.sections import WandbConfig
 from qnmixer.engine.config.target import FUNCTION_OR_MODULE, Target
@@ -44,7 +45,7 @@ class ModelConfig(Target):
     @property
     def T(self) -> int:
         """Iterations of the network: the argument n_iterations. Without it, one; none without weights."""
-        return int(self.settings().get("n_iterations", int(self.has_weights)))
+        return self._count("n_iterations", int(self.has_weights))
 
     @property
     def is_unrolled(self) -> bool:
@@ -59,7 +60,11 @@ class ModelConfig(Target):
     @property
     def width(self) -> int:
         """Its argument channels; 0 without it."""
-        return int(self.settings().get("channels", 0))
+        return self._count("channels", 0)
+
+    def _count(self, name: str, default: int) -> int:
+        """An argument that qnmixer computes with, and that a network of the user's may have without a type."""
+        return int(validated(int, self.settings().get(name, default), f"{self.group}.{name}"))
 
     def divisors(self) -> dict[str, int]:
         """Numbers that must divide the image size, by the key that sets each."""

@@ -219,7 +219,7 @@ def run_lock(folder: Path) -> Iterator[None]:
     check_no_links(folder)
     lock = folder / ".lock"
     if lock.is_symlink() or (lock.exists() and not lock.is_file()):
-        raise ConfigError(f"{lock} is no file: remove it")
+        raise ConfigError(f"{lock} is no file: give another hydra.run.dir=FOLDER")
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     # Not flock, which filelock uses: data workers inherit it, and live some seconds longer than a killed process.
     with open(descriptor, "r+", encoding="utf-8", errors="replace") as stream:
@@ -270,8 +270,10 @@ def resume_overrides(overrides: list[str]) -> list[str]:
         run_overrides = _in_place(folder, _without_keys(command_overrides, "finetune"))
     folder = folder_of(run_overrides)
     if folder and folder.is_dir() and rank() == 0:  # the other ranks may get here when rank 0 has the lock already
-        with run_lock(folder):  # before Hydra writes there
-            pass
+        check_no_links(folder)  # before Hydra writes there
+        if (folder / ".lock").exists():  # a refused command writes nothing, also no lock
+            with run_lock(folder):
+                pass
     return run_overrides
 
 

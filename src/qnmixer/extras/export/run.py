@@ -24,7 +24,7 @@ def export_run(config: ExportConfig) -> None:
     output = path_of(config.output)
     card = output.with_suffix(".md")
     if taken := next((file for file in (output, card) if file.exists()), None):
-        raise ConfigError(f"{taken} exists already and is not overwritten: remove it, or give another output=")
+        raise ConfigError(f"{taken} exists already and is not overwritten: give another output=")
     content = encode(module.config, module.state_dict())
     text = model_card(module, path, output)
     with atomic_file(output) as stream:
