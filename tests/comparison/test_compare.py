@@ -145,7 +145,7 @@ def test_one_line_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
         ([], "sweep=latest finds no sweep under"),
         ([f"sweep={sweep}", "data=dicom"], "data.root has no value"),
         ([f"sweep={sweep}", "data=dicom", "data.root=nowhere"], "data.root=nowhere does not exist"),
-        ([f"sweep={sweep}", "lr=3"], "lr comes from the run and cannot change in compare: leave it out"),
+        ([f"sweep={sweep}", "lr=3"], "unknown key lr: compare has "),
         ([f"sweep={sweep}", f"output={tmp_path}/old"], "old/comparison.csv is a link to another place"),
     ):
         code, stdout, stderr = run(*arguments)

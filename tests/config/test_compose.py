@@ -141,7 +141,7 @@ def test_a_config_that_would_be_read_for_minutes_is_refused(here: Path, name: st
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(BOMBS[name])
     start = time.process_time()
-    with pytest.raises(ConfigError, match=rf"{path.name} has more than .*: .*remove it$"):
+    with pytest.raises(ConfigError, match=rf"{path.name} has more than "):
         with_search_path(["--config-dir=other"])
     assert time.process_time() - start < 1
 

@@ -87,7 +87,7 @@ def save(config: Config, path: Path) -> Path:
         (["+model.kind=c"], "model.kind=c should be 'a' or 'b'"),
         (["+model.scale=much"], "model.scale=much should be a valid number"),
         (["+model.pair=1"], "model.pair=1 should be a valid tuple"),
-        (["+model.sacle=2"], "unknown key model.sacle of signatures_of_mine.Net: did you mean model.scale?"),
+        (["+model.sacle=2"], "unknown key model.sacle: did you mean model.scale?"),
         (["+model.part={_target_: nowhere.X}"], "model.part._target_=nowhere.X, but there is no module nowhere"),
         (["+model.part={_target_: signatures_of_mine.Wide, widht: 2}"], "model.part cannot be built: "),
     ],
@@ -174,6 +174,6 @@ def test_a_part_in_the_file_of_somebody_runs_nothing(
     plain["model"] |= {key: part, "detail_channels": 0}
     parse_file(plain)
     torch.save({CHECKPOINT_KEY: {"config": plain}, "state_dict": {}}, tmp_path / "a.ckpt")
-    with pytest.raises(UserError, match=r"trust=|is not a subclass|no module|not known"):
+    with pytest.raises(UserError, match=r"trust=|is not a subclass|no module|should be 'orthonormal'"):
         load_run(tmp_path / "a.ckpt")
     assert not (tmp_path / "written").exists()

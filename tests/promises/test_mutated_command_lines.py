@@ -55,7 +55,7 @@ FLAGS = [
     "-m", "--multirun", "--multi", "-mm", "--", "-", "--cfg", "--cfg=job", "--cfg=jb", "-c", "--info", "--info=x", "-i",
     "--resolve", "--package", "--package=model", "-p", "--config-name=x", "--config-path=x", "-cd",
     "--config-dir=nowhere", "--config-dir", "--experimental-rerun=x", "--experiment", "--seed=3", "--max-epochs",
-    "--lr", "--run", "-sc", "-r", "--shell-completion", "--hydra-help", "--help", "--version", "-lr", "-1", "---", "--é",
+    "--lr", "--run", "-sc", "-r", "--shell-completion", "--hydra-help", "--help", "--version", "-lr", "-1", "---",
 ]  # fmt: skip
 
 

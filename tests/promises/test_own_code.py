@@ -181,7 +181,7 @@ def test_words_alone_name_it_too_over_two_processes(here: Path, command: Command
         (["loss._target_=huber"], "loss._target_=huber is not module.name"),
         (["+loss.delat=3"], "unknown key loss.delat: did you mean loss.delta?"),
         (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
-        (["+loss.delta=1"], "loss.delta exists already: leave out the + before it"),
+        (["+loss.delta=1"], "Could not append to config. An item is already at 'loss.delta'"),
         (["--config-dir=my_cnf"], "no config folder at my_cnf"),
     ],
 )

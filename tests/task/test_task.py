@@ -82,7 +82,7 @@ def test_one_command_writes_a_table_and_a_figure(network: Path, tmp_path: Path) 
         (["data.disc=true"], "evaluation=task draws its own phantoms: leave out data=…"),
         (["split=val"], "evaluation=task draws its own phantoms: leave out split=…"),
         (["noise=field"], "evaluation=task draws photon counts: give doses, as evaluation.photons=[1e5], not field"),
-        (["evaluation.window=[0,1]"], "evaluation.window works with evaluation=default only"),
+        (["evaluation.window=[0,1]"], "unknown key evaluation.window: evaluation=task has photons, "),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(network: Path, tmp_path: Path, given: list[str], says: str) -> None:
@@ -105,4 +105,4 @@ def test_images_that_are_scaled_one_by_one_have_no_dose(tmp_path: Path) -> None:
     _, _, stderr = run(
         evaluate, check, "evaluate", f"run={folder}", "evaluation=task", f"hydra.run.dir={tmp_path / 'e'}"
     )
-    assert "needs the same attenuation scale in all slices" in stderr
+    assert "needs one scale of all slices" in stderr

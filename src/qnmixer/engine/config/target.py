@@ -170,7 +170,8 @@ class Target(Section):
         named = {p.name: p for p in parameters[n_positional:] if p.kind in _BY_NAME and p.name not in bound}
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         if (stray := next((name for name in arguments if name not in named), None)) and not takes_all:
-            raise unknown_key(f"{self.section}.{stray}", [f"{self.section}.{name}" for name in named], self.target)
+            keys = [f"{self.section}.{name}" for name in named]
+            raise PluginError(str(unknown_key(f"{self.section}.{stray}", keys, self.target)))
         for name, parameter in named.items():
             if parameter.default is parameter.empty and name not in (*arguments, *self.supplied):
                 raise PluginError(f"{self.section} needs an argument {name}: give it as +{self.section}.{name}=VALUE")

@@ -1,0 +1,55 @@
+"""A command in the folder of a project takes its options and its experiment."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from qnmixer.new import TEMPLATE
+
+from .conftest import Typed
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with the options and the pyproject.toml that `new` writes."""
+    shutil.copytree(TEMPLATE / "conf", tmp_path / "conf")
+    shutil.copy(TEMPLATE / "pyproject.toml", tmp_path)
+    (tmp_path / "my_ct").symlink_to(TEMPLATE / "src" / "my_ct")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_command_finds_the_options_and_the_experiment_of_a_project(command: str, typed: Typed, project: Path) -> None:
+    for words, source in (([], "my_ct.data.Bodies"), (["experiment=demo", "loss=mine"], "phantoms")):
+        outcome = typed(command, *words)
+        assert outcome.stderr == ""
+        assert getattr(outcome.config, "run", outcome.config).data.name == source
+
+
+@pytest.mark.parametrize(
+    ("table", "line"),
+    [
+        ('conf = "nowhere"', 'pyproject.toml: no folder nowhere: write conf = "FOLDER" in [tool.qnmixer]'),
+        ('cnf = "conf"', "unknown key tool.qnmixer.cnf: did you mean tool.qnmixer.conf?"),
+        ("conf = ", "pyproject.toml of this folder cannot be read"),
+    ],
+)
+def test_a_wrong_table_of_a_project_is_one_line(table: str, line: str, typed: Typed, project: Path) -> None:
+    (project / "pyproject.toml").write_text(f"[tool.qnmixer]\n{table}\n")
+    assert line in typed("plan").line
+
+
+def test_a_project_without_options_of_its_own_has_an_experiment(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.qnmixer]\nexperiment = "demo"\n')
+    assert typed("train").config.model.T == 6
+    assert typed("train", "~experiment").config.model.T == 14
+    assert typed("evaluate", "run=.").code == 0
+
+
+@pytest.mark.parametrize("table", ["tool = 3", "[tool]\nqnmixer = 3"])
+def test_a_table_that_is_none(table: str, typed: Typed, tmp_path: Path) -> None:
+    """That of other tools is theirs."""
+    (tmp_path / "pyproject.toml").write_text(table)
+    outcome = typed("plan")
+    assert outcome.code == 0 if table == "tool = 3" else "write [tool.qnmixer]" in outcome.line
