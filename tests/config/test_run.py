@@ -115,7 +115,7 @@ def test_bounds(option: str) -> None:
         ("optimizer.weight_decay=1e300", "optimizer.weight_decay=1e+300 should be a 32-bit float"),
         (f"optimizer.betas=[{','.join(['1'] * 2500)}]", "optimizer.betas=[1, 1, 1, 1,"),
         (f"tags=[{'a' * 65}]", f"tags={'a' * 65}: string should have at most 64 characters"),
-        ("loss._args_=[1]", "loss._args_ is not known: give _target_ and arguments of the target"),
+        ("loss._args_=[1]", "unknown key loss._args_: qnmixer.losses.mse has no such key"),
         ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is not a function (image, truth), nor a"),
         ("trainer.limit_train_batches=1.5", "trainer.limit_train_batches=1.5 should be less than or equal to 1"),
         ("trainer.limit_train_batch=3", "unknown key trainer.limit_train_batch: did you mean trainer.limit_train_b"),

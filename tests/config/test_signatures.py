@@ -53,9 +53,14 @@ class Scaled(Wide):
     def __init__(self, image_size, channels, width):
         super().__init__(width)
 
+class Loose(Net):
+    def __init__(self, projector, n_iterations=2):
+        super().__init__(projector, n_iterations)
+
 def huber(image, truth, delta):
     return torch.nn.functional.huber_loss(image, truth, reduction="none", delta=delta).mean((1, 2, 3))
 """
+PIPELINE = ["strategy=pipeline", "trainer.devices=2"]
 NET = ["model=custom", "model._target_=signatures_of_mine.Net"]
 
 
@@ -88,6 +93,10 @@ def save(config: Config, path: Path) -> Path:
         (["+model.scale=much"], "model.scale=much should be a valid number"),
         (["+model.pair=1"], "model.pair=1 should be a valid tuple"),
         (["+model.sacle=2"], "unknown key model.sacle: did you mean model.scale?"),
+        (
+            ["model._target_=signatures_of_mine.Loose", "~model.channels", "model.n_iterations={a: 1}", *PIPELINE],
+            "model.n_iterations={'a': 1} should be a valid integer",
+        ),
         (["+model.part={_target_: nowhere.X}"], "model.part._target_=nowhere.X, but there is no module nowhere"),
         (["+model.part={_target_: signatures_of_mine.Wide, widht: 2}"], "model.part cannot be built: "),
     ],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.hydra import Hydra
 
 from qnmixer.engine import sweeps
 from qnmixer.engine.cli import command
@@ -29,6 +30,7 @@ LINES = {
         "strategy=pipeline trainer.devices=2 data.batch_size=4",
         "noise=physical noise.photons=1e5 loss=ssim_mix",
         "resume=ct",
+        "experiment=demo hydra.run.dir=ct",
         "--config-dir conf loss=mine",
         "-m seed=1,2 optimizer.lr=1e-3,1e-4",
         "--cfg job trainer.max_epochs=2",
@@ -113,7 +115,7 @@ def without_tasks() -> Iterator[None]:
 
     plain_sweep = command._plain_sweep
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "run_job", end)
+        patch.setattr(Hydra, "run", end)
         patch.setattr(sweeps, "run_lock", end)
         patch.setattr(command, "_plain_sweep", lambda *words: end(plain_sweep(*words)))
         patch.delenv(command.TRACEBACK, raising=False)

@@ -179,7 +179,7 @@ def test_a_missing_key_is_an_error_in_one_line(
     monkeypatch.delenv("WANDB_API_KEY")
     with pytest.raises(wandb.errors.Error) as error:
         build_loggers(config_of("logger.wandb.mode=online"), tmp_path, [])
-    assert str(explain(error.value, "train")).startswith("W&B: ")
+    assert str(explain(error.value, "train")).startswith("wandb: ")
     assert wandb.run is None
 
 

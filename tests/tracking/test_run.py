@@ -102,7 +102,8 @@ def test_what_a_link_leads_to_stays_as_it_is(tmp_path: Path, name: str) -> None:
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(target)
         for begin in (run_lock, partial(check_unused, "output")):
-            with pytest.raises(ConfigError, match=f"^{folder / name} is a link to another place"), ExitStack() as stack:
+            line = f"^{folder / name} is a link to .*: give another folder$"  # no advice to remove it
+            with pytest.raises(ConfigError, match=line), ExitStack() as stack:
                 stack.enter_context(begin(folder))
         assert {path.name: path.read_text() for path in elsewhere.iterdir()} == {"mine": "mine"}
 

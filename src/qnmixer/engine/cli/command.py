@@ -13,12 +13,9 @@ from importlib.metadata import version
 from typing import Any
 
 import hydra
-from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import run_job
-from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.cli.help import usage
@@ -65,11 +62,9 @@ def run(
     A run is checked before its folder is made. In a sweep `sweep` may check the jobs before; else each checks itself.
 
     Args:
-        task: the command.
         check: parses the config. It raises UserError for one that the task would refuse.
         schema: the class of its config.
-        sweep: a context around the jobs of a sweep (`-m`). It gets the overrides and the first config, and yields one
-            more override. None: nothing surrounds the jobs.
+        sweep: a context around the jobs of a sweep, from the overrides and the first config to one more override.
         complete: maps the given arguments to those that the command runs with.
         job: the task of each job of a sweep. None: as for one run.
     """
@@ -114,16 +109,11 @@ def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -
 
     # A check may load torch, for seconds. Only a terminal shows the word, and only until then.
     with Console(quiet=rank() > 0).status("reading the settings …"):
-        composed = compose(config_name, overrides, with_hydra=True)
-        config = check(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
+        config = check(compose(config_name, overrides))
     failures: list[Exception] = []
-    with hydra_of(config_name) as app:  # as its own `run` does, which would compose again
-        composed.hydra.mode = RunMode.RUN
-        callbacks = Callbacks(composed)
-        callbacks.on_run_start(config=composed, config_name=config_name)
-        job, context = _storing_errors(lambda _: task(config), failures), HydraContext(app.config_loader, callbacks)
-        job_return = run_job(job, composed, "hydra.run.dir", None, context, configure_logging=False)
-        callbacks.on_run_end(config=composed, config_name=config_name, job_return=job_return)
+    with hydra_of(config_name) as app:
+        job = _storing_errors(lambda _: task(config), failures)
+        job_return = app.run(config_name, job, overrides, with_log_configuration=False)
     if failures:
         raise failures[0]
     return job_return.return_value

@@ -12,9 +12,6 @@ from qnmixer.engine.config.compose import SEARCH_PATH, compose, folders_in, key_
 from qnmixer.engine.config.files import OF_A_RUN, TARGET, flat_keys, is_group, option_files
 from qnmixer.errors import ConfigError, UserError, first_line, in_a_line, suggest
 
-_BY_LIBRARY = {"sqlalchemy": "hydra.sweeper.storage", "wandb": "W&B"}
-"""What an error of a library is about, by its package."""
-
 
 def explain(error: BaseException, config_name: str, words: list[str] | None = None) -> str | None:
     """The line for an error that a user can fix; None for a bug. `words`: of the command line."""
@@ -33,8 +30,8 @@ def _explain(error: BaseException, config_name: str, words: list[str]) -> str | 
         return f"out of memory ({first_line(error)}): {smaller}"
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
-    if package in _BY_LIBRARY:
-        return f"{_BY_LIBRARY[package]}: {first_line(error)}"
+    if package in ("sqlalchemy", "wandb"):
+        return f"{package}: {first_line(error)}"
     if type(error).__name__ == "MisconfigurationException":  # of Lightning, for callbacks that do not fit the run
         return f"Lightning refuses this run: {first_line(error)}"
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "qnmixer":

@@ -47,8 +47,6 @@ def in_project(words: Sequence[str], command: str) -> list[str]:
     except ValueError as error:  # bad TOML, or bytes that are no text
         raise ConfigError(f"{FILE} of this folder cannot be read ({first_line(error)}): mend it") from error
     table = tool.get("qnmixer", {}) if isinstance(tool, dict) else {}
-    if not isinstance(table, dict):
-        raise ConfigError(f"{FILE}: tool.qnmixer={table} is no table: write [tool.qnmixer], and its keys below")
     project = validated(ProjectConfig, table, "tool.qnmixer")
     if project.conf is not None and not Path(project.conf).is_dir():
         raise ConfigError(f'{FILE}: no folder {project.conf}: write conf = "FOLDER" in [tool.qnmixer]')

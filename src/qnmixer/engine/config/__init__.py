@@ -12,8 +12,7 @@
 - It is checked by pydantic: `run.parse` for a run, `parse` of the class of another command, and for somebody's file
   `run.parse_file` and then `run.checked`, which reads signatures. A rule inside a section is a validator of its class.
   Rules between sections are in `rules`.
-- It is explained by the comment beside its default, which --help shows. `checking` says in one line what is wrong, with
-  `answers.yaml` for words of elsewhere. `qnmixer.engine.cli` does so for words that Hydra does not take.
+- It is explained by the comment beside its default, which --help shows. `checking` says in one line what is wrong.
 
 Hydra composes conf/ (`compose`). A program changes a config by `override`. No torch here, so that help and completion
 are there in a moment. The classes that a config names load it.

@@ -47,18 +47,14 @@ class Section(BaseModel):
 
 
 def validated(schema: Any, values: Any, section: str = "") -> Any:
-    """Values as a model, or as a type. Raises ConfigError, which names the key and how to fix it.
+    """Values of a composed config, resolved, as a model or a type. Raises ConfigError, which names the key.
 
-    Args:
-        schema: a model or a type.
-        values: of a composed config, resolved.
-        section: what messages put before the keys, such as model; "" for root keys.
+    section: what messages put before the keys, such as model; "" for root keys.
     """
     is_model = isinstance(schema, type) and issubclass(schema, BaseModel)
     try:
-        checked = (
-            schema.model_validate(values) if is_model else TypeAdapter(schema, config=VALUES).validate_python(values)
-        )
+        read = schema.model_validate if is_model else TypeAdapter(schema, config=VALUES).validate_python
+        checked = read(values)
     except ValidationError as error:
         raise _line_of(error, schema, values, section) from error
     _check_numbers(section, values, checked)

@@ -193,8 +193,6 @@ def compose(config_name: str, overrides: list[str], with_hydra: bool = False) ->
 
     if not CONF.is_dir():
         raise ConfigError(f"no configs at {CONF}: in a clone, `git config core.symlinks true` and check it out again")
-    if nameless := next((word for word in overrides if word[:1] in ("+", "~", "=") and not key_of(word)), None):
-        raise ConfigError(f"{nameless} has no key: write KEY=VALUE, without blanks around the =")
     if config_name in OF_A_RUN:
         overrides = with_one_limit(overrides)
     with hydra_of(config_name):

@@ -84,10 +84,7 @@ class Config(Section):
 
 
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
-    """Parse and check a config: a composed one, or the result of `plain`.
-
-    Raises ConfigError, which names the key and how to fix it.
-    """
+    """Parse and check a config: a composed one, or the result of `plain`. Raises ConfigError, which names the key."""
     if isinstance(cfg, DictConfig):  # composed: the defaults of the class are for files
         for group in ("metrics", "module", "datamodule"):
             if group not in cfg:
@@ -101,9 +98,8 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
 def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     """Parse the config in a file, such as a checkpoint. It imports nothing that the config names.
 
-    So arguments of targets and rules are not checked: `checked` does that, once the targets are trusted.
-
-    Raises ConfigError, which names the key and how to fix it.
+    So arguments of targets and rules are not checked: `checked` does that, once the targets are trusted. Raises
+    ConfigError, which names the key.
     """
     config: Config = validated(Config, plain_values(cfg))
     return config
@@ -132,10 +128,7 @@ def check_targets(config: Section) -> None:
 def checked(config: Config, *groups: str) -> Config:
     """The config with the arguments of its targets checked and of the declared types. Imports these targets.
 
-    Args:
-        groups: only these, of which a file's targets are trusted; none: all.
-
-    Raises ConfigError or PluginError.
+    groups: only these, of which a file's targets are trusted; none: all. Raises ConfigError or PluginError.
     """
     config = config.changed(**{key: getattr(config, key).checked() for key in groups or READ_AT_ONCE})
     validate(config)
@@ -191,10 +184,7 @@ def with_iterations(config: Config, T: int) -> Config:
 
 
 def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
-    """The section that `GROUP=OPTION` gives, with other values of some keys. For programs.
-
-    Raises ConfigError for a value that is out of bounds.
-    """
+    """The section that `GROUP=OPTION` gives, with other values of some keys. For programs. Raises ConfigError."""
     values = OmegaConf.create({"seed": seed, "evaluation": values_of_option("evaluation", "default")})
     values[group] = values_of_choice(group, option)
     for key, value in keys.items():

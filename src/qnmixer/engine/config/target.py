@@ -11,13 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    TypeAdapter,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, PrivateAttr, TypeAdapter
 from pydantic.errors import PydanticUserError
 
 from qnmixer.engine.config.checking import VALUES, Section, unknown_key, validated
@@ -53,12 +47,6 @@ class Target(Section):
 
     target: str = Field(alias="_target_", strict=True)
     _place: str = PrivateAttr("")
-
-    @model_validator(mode="after")
-    def _words_of_hydra(self) -> Self:
-        if word := next((name for name in self.arguments if name.startswith("_") and name not in _WORDS), None):
-            raise ValueError(f"{word} is not known: give {TARGET} and arguments of the target")
-        return self
 
     def at(self, place: str) -> Self:
         """The same section, at this place in the config, such as metrics.psnr. Else it is at its group."""
@@ -128,10 +116,7 @@ class Target(Section):
         return self.defaults() | self.keywords()
 
     def checked(self) -> Self:
-        """The same section, with arguments of the declared types. Imports the target.
-
-        Raises PluginError or ConfigError, which names the key and how to fix it.
-        """
+        """The same section, with arguments of the declared types. Imports the target. Raises ConfigError."""
         arguments = self._typed(self.load(), self.keywords())
         for key, part in _parts(self.section, self.keywords()):  # Hydra checks their arguments when it builds them
             _load_part(key, part)
@@ -159,10 +144,7 @@ class Target(Section):
         return 0 if self.kind is FUNCTION_OR_MODULE and isinstance(function, type) else self.n_positional
 
     def _typed(self, function: Any, arguments: dict[str, Any], bound: Collection[str] = ()) -> dict[str, Any]:
-        """The arguments as the types that its signature declares; parts with a target are left out.
-
-        Raises ConfigError for arguments that the target lacks or misses.
-        """
+        """The arguments as the types that its signature declares. Raises ConfigError for those it lacks or misses."""
         n_positional = self.positional(function)
         parameters = parameters_of(function)
         if parameters is None:  # it is written in C
