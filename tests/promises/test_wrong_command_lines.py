@@ -23,7 +23,7 @@ TRAIN = {
     "sede=4": "unknown key sede: did you mean seed?",
     "model.n_iteration=3": "unknown key model.n_iteration: did you mean model.n_iterations?",
     "n_views=16": "unknown key n_views: did you mean geometry.n_views?",
-    "experiment=demo +=": "+= cannot be read as KEY=VALUE",
+    "experiment=demo +=": "experiment=demo += cannot be read",
     # keys of another option
     "data=mixed data.sources.slices.root=. data.sources.slices.val_fraction=0.9": (
         "data.sources.slices.val_fraction + test_fraction leave nothing to train on"

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config.files import CONF, OF_A_RUN, is_group, option_files
+from qnmixer.engine.config.files import CONF, OF_A_RUN, option_files
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
 
@@ -204,8 +204,7 @@ def compose(config_name: str, overrides: list[str], with_hydra: bool = False) ->
             # data=null, trainer=3, data=${oc.select:seed}, a number of 5,000 digits, defaults that name their own file
             if not isinstance(error, ValueError | TypeError | AssertionError | RecursionError):
                 raise
-            given = [word for word in overrides if is_group(key_of(word))] or overrides
-            raise ConfigError(f"{' '.join(given)} cannot be read ({first_line(error)})") from error
+            raise ConfigError(f"{' '.join(overrides)} cannot be read ({first_line(error)})") from error
 
 
 def _fault_of_file(error: Exception, overrides: list[str]) -> str | None:
