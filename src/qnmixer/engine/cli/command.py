@@ -25,8 +25,7 @@ from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.cli.help import usage
 from qnmixer.engine.cli.project import in_project
 from qnmixer.engine.cli.texts import with_texts
-from qnmixer.engine.cli.words import FLAGS, check_flags, check_groups, check_mode, explain_word
-from qnmixer.engine.config.checking import Section
+from qnmixer.engine.config.checking import NAMED, Section
 from qnmixer.engine.config.compose import (
     SWEEP_MODE,
     compose,
@@ -38,7 +37,7 @@ from qnmixer.engine.config.compose import (
     with_one_limit,
     with_search_path,
 )
-from qnmixer.engine.config.files import CONF, OF_A_RUN
+from qnmixer.engine.config.files import CONF, OF_A_RUN, is_group, options
 from qnmixer.engine.processes.output import lasting_output, warnings_in_one_line
 from qnmixer.engine.processes.process import rank, world_size
 from qnmixer.errors import ConfigError, Stopped, first_line, say
@@ -46,6 +45,7 @@ from qnmixer.files import path_in_errors, private_files
 from qnmixer.machine import wait_briefly
 
 TRACEBACK = "HYDRA_FULL_ERROR"
+_FLAGS_WITH_VALUE = ("--config-dir", "--cfg", "--info", "--package", "--shell-completion")
 Check = Callable[[DictConfig], Any]
 Task = Callable[[Any], object]
 Complete = Callable[[list[str]], list[str]]
@@ -163,7 +163,7 @@ def _show(config_name: str, words: list[str]) -> None:
     try:
         flags_of_hydra, further = parser.parse_known_args(words)
         if further:
-            raise ConfigError(explain_word(further[0], config_name, words))
+            raise ConfigError(f"{further[0]} is neither KEY=VALUE nor a flag of Hydra: --hydra-help lists those")
         if flags_of_hydra.package and not flags_of_hydra.cfg:  # Hydra would run
             raise ConfigError("--package is for what --cfg prints: add --cfg job, or leave it out")
         if not flags_of_hydra.shell_completion:
@@ -184,11 +184,9 @@ def _show(config_name: str, words: list[str]) -> None:
 def completed(arguments: list[str], schema: type[Section], complete: Complete = list) -> list[str]:
     """The arguments for Hydra, from those that the user gave. `schema`, `complete` and the errors are as in `run`."""
     arguments = _in_hydras_form(arguments)
-    check_flags(arguments, schema.command)
     flags = _further_flags(arguments)
     if not flags:
-        check_mode(arguments)
-    check_groups([*filter(is_override, arguments)], schema.command)
+        check_ignored(arguments)
     arguments = with_search_path(arguments)
     if schema.command in OF_A_RUN:
         arguments = with_one_limit(arguments)
@@ -198,6 +196,19 @@ def completed(arguments: list[str], schema: type[Section], complete: Complete = 
         arguments = _of_rank(arguments, schema.command)
     # Hydra wants these flags first, and takes no override after another flag.
     return sorted(arguments, key=lambda word: (not is_sweep([word]), not is_override(word)))
+
+
+def check_ignored(words: list[str]) -> None:
+    """Raise ConfigError for a word that Hydra would take, and then ignore or merge."""
+    for word in filter(is_override, words):
+        key, _, value = word.partition("=")
+        if not is_sweep(words) and re.match(r"hydra[./](launcher|sweeper|sweep)\b", key_of(word)):
+            raise ConfigError(f"{word} is for a sweep: add -m, or leave {word} out")
+        if is_sweep(words) and key_of(word) == "hydra.run.dir":
+            raise ConfigError(f"{word} is for one run: write hydra.sweep.dir={value}")
+        is_list = value[:1] == "[" and "," in value
+        if is_group(key) and key not in (*NAMED, "experiment") and (value == "null" or is_list):
+            raise ConfigError(f"{word}: {key} takes one option: {', '.join(options(key))}")
 
 
 def _plain_sweep(_: list[str], config: DictConfig) -> AbstractContextManager[str]:
@@ -222,7 +233,7 @@ def _in_hydras_form(arguments: list[str]) -> list[str]:
     words = []
     for argument in arguments:
         key, equal, value = argument.partition("=")
-        if equal and key not in FLAGS and re.fullmatch(r"--[a-z][\w./@]*", key):
+        if equal and key not in _FLAGS_WITH_VALUE and re.fullmatch(r"--[a-z][\w./@]*", key):
             key = key.removeprefix("--")
         if key_of(key) in ("hydra.run.dir", "hydra.sweep.dir"):
             value = re.sub(r"""^(["']?)~(?=/)""", lambda match: match[1] + os.path.expanduser("~"), value)

@@ -12,8 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config.checking import answer
-from qnmixer.engine.config.files import CONF, OF_A_RUN, option_files, options
+from qnmixer.engine.config.files import CONF, OF_A_RUN, option_files
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
 
@@ -23,9 +22,6 @@ SEARCH_PATH = "hydra.searchpath"
 SWEEP_MODE = "hydra.mode=MULTIRUN"
 _FLAGS = ("--config-dir", "-cd")
 _FILE, _PACKAGE = "file://", "pkg://"
-_NAME = r"(?!(?:null|true|false|nan|inf)\b)[a-z]\w*"
-_OPTIONS = re.compile(rf"{_NAME}|\[{_NAME}(,{_NAME})*\]")
-"""The name of an option, or a list of them."""
 _MOST_BYTES, _MOST_ALIASES = 2**17, 12
 """Of a config file. One of ours has 2 kB, and none."""
 
@@ -209,23 +205,7 @@ def compose(config_name: str, overrides: list[str], with_hydra: bool = False) ->
             # data=null, trainer=3, data=${oc.select:seed}, a number of 5,000 digits, defaults that name their own file
             if not isinstance(error, ValueError | TypeError | AssertionError | RecursionError):
                 raise
-            raise ConfigError(_unreadable(overrides, error)) from error
-
-
-def _unreadable(overrides: list[str], error: Exception) -> str:
-    """The line for values that Hydra cannot read."""
-    if isinstance(error, RecursionError):
-        return "a value has hundreds of brackets, or the defaults of a config file name that file again: mend it"
-    chosen = {key_of(word): word for word in overrides if options(key_of(word))}
-    groups = {group: word for group, word in chosen.items() if not _OPTIONS.fullmatch(word.partition("=")[2])}
-    why = first_line(error)
-    if line := next(filter(None, map(answer, groups.values())), None):
-        return line
-    if not groups:
-        return f"a value cannot be read ({why}): check the values"
-    *_, group = groups
-    choices = f"give {group} the name of one of its options: {', '.join(options(group))}"
-    return f"{' '.join(groups.values())} cannot be read ({why}): {choices}"
+            raise ConfigError(f"a value cannot be read ({first_line(error)}): check the values") from error
 
 
 def _fault_of_file(error: Exception, overrides: list[str]) -> str | None:

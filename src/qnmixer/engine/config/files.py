@@ -14,7 +14,6 @@ OF_A_RUN = ("train", "plan", "doctor")
 """Commands with the full config of a run; the others read it from a run folder."""
 _COMMANDS_OF = {"as_trained": ("evaluate", "compare", "robustness"), "task": ("evaluate",)}
 """The commands that have an option which is for trained networks."""
-_WITHOUT_KEYS = ("experiment", "hydra", "local")  # groups that set keys of other groups
 
 
 def is_group(word: str) -> bool:
@@ -93,29 +92,3 @@ def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from flat_keys(value, f"{prefix}{key}.")
-
-
-@cache
-def _keys_of_option(group: str, option: str) -> list[str]:
-    """The keys in the files of an option, as on a command line. Reading them takes longest in a wrong word's line."""
-    return [*flat_keys(values_of_option(group, option), f"logger.{option}." if group == "logger" else f"{group}.")]
-
-
-@cache
-def owners(command: str = "train") -> dict[str, list[str]]:
-    """The options of a command that have a key, by the key as on a command line."""
-    options_by_key: dict[str, list[str]] = {}
-    for path in sorted(CONF.glob("*/*.yaml")):
-        group, option = path.parent.name, path.stem
-        if group not in _WITHOUT_KEYS and option in options(group, command):
-            for key in _keys_of_option(group, option):
-                options_by_key.setdefault(key, []).append(option)
-    return options_by_key
-
-
-@cache
-def answers() -> dict[str, list[str]]:
-    """What to write instead of keys and options that people know from elsewhere: ways, of which a command has one."""
-    values = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("answers.yaml")))
-    assert isinstance(values, dict)
-    return {str(key): ways if isinstance(ways, list) else [str(ways)] for key, ways in values.items()}

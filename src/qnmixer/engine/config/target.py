@@ -4,7 +4,6 @@ The signature of the target has the types, bounds and defaults of these keys. To
 target. So `checked` does that: for the user's own command line, and for a file only after its targets are trusted.
 """
 
-import difflib
 import inspect
 import re
 import types
@@ -21,10 +20,10 @@ from pydantic import (
 )
 from pydantic.errors import PydanticUserError
 
-from qnmixer.engine.config.checking import VALUES, Section, answer, unknown_key, validated
-from qnmixer.engine.config.files import TARGET, option_of, owners
+from qnmixer.engine.config.checking import VALUES, Section, validated
+from qnmixer.engine.config.files import TARGET, option_of
 from qnmixer.engine.plugins import Kind, defaults_of, is_trusted, load_plugin, parameters_of, subclass_of, taken
-from qnmixer.errors import ConfigError, PluginError, first_line
+from qnmixer.errors import ConfigError, PluginError, first_line, suggest
 
 _WORDS = ("_partial_", "_recursive_", "_convert_")
 """Hydra's words. The target is always called by qnmixer, with the missing arguments: `_partial_` changes nothing."""
@@ -199,13 +198,8 @@ class Target(Section):
 
 def _no_argument(section: Target, name: str, arguments: Collection[str]) -> ConfigError:
     """The error for an argument that a target does not have."""
-    key, target = f"{section.section}.{name}", section.target
-    if answer(key) or key in owners():
-        return unknown_key(key)
-    if near := difflib.get_close_matches(name, arguments, n=1):
-        return PluginError(f"unknown key {key}: did you mean {section.section}.{near[0]}?")
-    takes = f"only {', '.join(arguments)}" if arguments else "and takes none"
-    return PluginError(f"{key}: {target} has no such argument, {takes}")
+    key, choices = f"{section.section}.{name}", [f"{section.section}.{argument}" for argument in arguments]
+    return PluginError(f"unknown key {key} of {section.target}: {suggest(key, choices)}")
 
 
 def _type_of(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
