@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.engine.config.compose import compose, key_of
 from qnmixer.engine.config.files import flat_keys
+from qnmixer.engine.config.sections import REFUSED
 from qnmixer.errors import UserError, first_line, in_a_line, suggest
 
 _BY_LIBRARY = {"sqlalchemy": "hydra.sweeper.storage", "wandb": "W&B"}
@@ -68,7 +69,11 @@ def _explain_composition(error: Exception, config_name: str) -> str:
     text = " ".join(str(error).split())
     if match := re.search(r"Could not override '([^']+)'", text):
         key = key_of(match[1])
-        return f"unknown key {key}: {suggest(key, _known_keys(config_name))}"
+        return (
+            f"{key} {REFUSED[key]}"
+            if key in REFUSED
+            else f"unknown key {key}: {suggest(key, _known_keys(config_name))}"
+        )
     text = text.partition(" Config search path")[0]
     return text or first_line(error.__cause__ or "")
 
