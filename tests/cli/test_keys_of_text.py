@@ -67,7 +67,7 @@ def test_other_words_stay() -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["data.root=1.1", "data.val_patients=[1.1]", "data.include=2.0", "tags=[1.1]", "logger.wandb.run_name=1.1",
+    ["data.root=1.1", "data.val_patients=[1.1]", "data.include=2.0", "tags=[1.1]", "logger.wandb.name=1.1",
      "geometry.name=1.5", "monitor=1.5", "resume=1.5", "finetune=1.5"],
 )  # fmt: skip
 def test_a_number_in_place_of_text_is_refused(word: str) -> None:

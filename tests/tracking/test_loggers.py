@@ -87,7 +87,7 @@ def test_jobs_of_a_sweep_are_runs_of_one_group(
 def test_names_that_are_asked_for(tmp_path: Path, offline_runs: OfflineRuns) -> None:
     """A run by itself has its time as its name."""
     run_in(tmp_path / "2026-01-31" / "12-00-00", 1)
-    asked = ["logger.wandb.run_name=mine", "logger.wandb.group=ours"]
+    asked = ["logger.wandb.name=mine", "logger.wandb.group=ours"]
     run_in(tmp_path / "anna" / "time2", 1, config=config_of(*asked))
     first, second = offline_runs(tmp_path)
     assert (first.name, first.group) == ("qn_mixer-phantoms-32views-seed42-2026-01-31/12-00-00", None)
@@ -102,7 +102,7 @@ def test_the_users_environment_is_under_the_command_line(
     for name, value in mine.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     run_in(places[0] / "a", 1, config=config_of(), exit_code=INTERRUPTION)
-    given = ["logger.wandb.project=theirs", "logger.wandb.run_name=typed", "tags=[b]", "+logger.wandb.notes=why"]
+    given = ["logger.wandb.project=theirs", "logger.wandb.name=typed", "tags=[b]", "logger.wandb.notes=why"]
     run_in(places[0] / "b", 1, config=config_of(*given))
     assert not [*places[0].rglob("*.wandb")]
     one, other = offline_runs(tmp_path)
@@ -110,7 +110,7 @@ def test_the_users_environment_is_under_the_command_line(
     assert [it["run"]["project"] for it in own] == ["mine", "theirs"]
     assert [it["run"].get("notes") for it in own] == [None, "why"]
     assert (one.name, one.tags[:2]) == ("by hand", ["paper", "noise"])
-    assert (other.name, other.tags[:2]) == ("typed", ["b", "qn_mixer"])
+    assert (other.name, other.tags[:4]) == ("typed", ["b", "paper", "noise", "qn_mixer"])
     monkeypatch.setenv("WANDB_MODE", "disabled")
     modes = [config_of(*given).logger["wandb"].mode for given in ([], ["logger.wandb.mode=online"])]
     assert modes == ["disabled", "online"]
