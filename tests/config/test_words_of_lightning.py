@@ -1,4 +1,4 @@
-"""Arguments of Lightning's Trainer, of its WandbLogger and of wandb.init: each is a key, or is refused with its reason."""
+"""Arguments of Lightning's Trainer, its WandbLogger and wandb.init: each is a key, or is refused with a reason."""
 
 from inspect import signature
 from typing import Any
@@ -96,7 +96,7 @@ def test_values_of_lightning_are_taken(words: str, value: Any) -> None:
 
 @pytest.mark.parametrize("words", ["val_check_interval=0.5", "check_val_every_n_epoch=2"])
 def test_when_to_validate_is_said_once(words: str) -> None:
-    """The option and the experiment have val_every_n_steps, which Lightning's word replaces; typed, both are refused."""
+    """Lightning's word takes the place of the val_every_n_steps of files. Typed, both are refused."""
     typed = f"trainer.{words}"
     for experiment in ([], ["experiment=demo"], ["debug=few_batches"]):
         assert config_of(*experiment, typed).trainer.val_every_n_steps is None

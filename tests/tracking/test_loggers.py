@@ -21,6 +21,7 @@ from qnmixer.engine.tracking.loggers import (
     without_folders,
 )
 from qnmixer.engine.tracking.records import SWEEP, read_metrics
+from qnmixer.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("no_wandb")
 OfflineRuns = Callable[[Path], list[Any]]
@@ -116,6 +117,49 @@ def test_the_users_environment_is_under_the_command_line(
     assert modes == ["disabled", "online"]
 
 
+def test_words_of_wandb(tmp_path: Path, offline_runs: OfflineRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of WandbLogger and wandb.init, in the file that W&B writes; and variables that were read nowhere."""
+    words = "name=mine group=ours job_type=check notes=why tags=[one,two] id=abc offline=true mode=online"
+    given = [f"logger.wandb.{word}" for word in words.split()]
+    run_in(tmp_path / "a", 1, config=config_of(*given, f"logger.wandb.save_dir={tmp_path / 'there'}"))
+    assert (tmp_path / "there" / "wandb").is_dir()
+    monkeypatch.setenv("WANDB_RUN_GROUP", "theirs")
+    monkeypatch.setenv("WANDB_NOTES", "because")
+    run_in(tmp_path / "b", 1, config=config_of())
+    runs = {run.name: run for run in offline_runs(tmp_path)}
+    mine = runs.pop("mine")
+    ((_, other),) = runs.items()
+    records = [next(record["run"] for record in run.records if "run" in record) for run in (mine, other)]
+    expected = ("abc", "ours", "check", "why", ["one", "two"])
+    kept = [records[0][key] for key in ("run_id", "run_group", "job_type", "notes")]
+    assert (*kept, mine.tags[:2]) == expected
+    assert (other.group, records[1]["notes"]) == ("theirs", "because")
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    assert [type(logger) for logger in build_loggers(config_of(*given), tmp_path / "c", [])] == [MetricsFile]
+
+
+@pytest.mark.parametrize("value", ["TAGS=paper,", "TAGS=a,,b", "RESUME=bogus", "MODE=bogus", f"NAME={'n' * 129}"])
+def test_a_variable_that_wandb_refuses_is_one_line_before_the_run(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _, text = value.partition("=")
+    monkeypatch.setenv(f"WANDB_{name}", text)
+    with pytest.raises(ConfigError) as error:
+        config_of()
+    assert (f"WANDB_{name}" if name != "NAME" else "logger.wandb.name") in str(error.value)
+
+
+def test_a_variable_that_only_wandb_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb.teardown()  # it reads the environment once in a process
+    monkeypatch.setenv("WANDB_CONSOLE", "bogus")
+    with pytest.raises(ConfigError, match="W&B refuses WANDB_CONSOLE of the environment: Input should be 'auto'"):
+        run_in(tmp_path / "a", 1)
+
+
+def test_a_file_of_before_has_another_word_for_the_name() -> None:
+    plain = config_of("logger.wandb.name=mine").plain()
+    plain["logger"]["wandb"]["run_name"] = plain["logger"]["wandb"].pop("name")
+    assert parse_file(plain).logger["wandb"].name == "mine"
+
+
 def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Path, offline_runs: OfflineRuns) -> None:
     """Step 4 was done after the checkpoint, and is done again. Another part ends at step 3, with its test."""
     folder = tmp_path / "a"
@@ -179,7 +223,7 @@ def test_a_missing_key_is_an_error_in_one_line(
     monkeypatch.delenv("WANDB_API_KEY")
     with pytest.raises(wandb.errors.Error) as error:
         build_loggers(config_of("logger.wandb.mode=online"), tmp_path, [])
-    assert "run `wandb login` once, or leave logger.wandb.mode=offline" in str(explain(error.value, "train"))
+    assert "wandb login" in str(explain(error.value, "train"))
     assert wandb.run is None
 
 

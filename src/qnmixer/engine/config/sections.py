@@ -3,7 +3,7 @@
 import math
 import re
 from os.path import expanduser
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from annotated_types import Ge, Gt, Le, Len
 from pydantic import (
@@ -24,8 +24,8 @@ Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 Accelerator = Literal["auto", "cpu", "gpu", "cuda"]
 Precision = Literal["32", "16-mixed", "bf16-mixed"]
 CheckpointName = Literal["best", "last"]
-Tag = Annotated[str, Len(1, LONGEST_TAG)]
-Name = Annotated[str, Len(1, LONGEST_NAME)]
+Tag = Annotated[str, Len(0, LONGEST_TAG)]
+Name = Annotated[str, Len(0, LONGEST_NAME)]
 RunID = Annotated[str, StringConstraints(pattern=rf"^[\w.-]{{1,{LONGEST_NAME}}}$")]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """One text, or several."""
@@ -157,8 +157,9 @@ Strategy = Annotated[SingleConfig | DDPConfig | FSDPConfig | PipelineConfig, Fie
 
 Share = Annotated[float, Gt(0), Le(1)] | Count
 """A share, or a number."""
+_Unit = Annotated[str, StringConstraints(pattern="^(days|hours|minutes|seconds)$")]
 _Clock = Annotated[str, StringConstraints(strict=True, pattern=r"^\d+:\d\d:\d\d:\d\d$")]
-Time = _Clock | dict[Literal["days", "hours", "minutes", "seconds"], Annotated[int, Ge(0)]]
+Time = _Clock | dict[_Unit, Annotated[int, Ge(0)]]
 """DAYS:HOURS:MINUTES:SECONDS, or a mapping, as Lightning takes it."""
 _GROUP = "is a group of its own: give {0}=, as in {1}"
 _OF_THE_RUN = "is set by the run itself, for "
@@ -241,7 +242,7 @@ class TrainerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _taken(cls, values: Any) -> Any:
-        """Text for devices is a number or a list, as in Lightning. Older files have arguments under `extra`, or null."""
+        """Text for devices is a number or a list. Older files have arguments under `extra`, or null."""
         if not isinstance(values, dict):
             return values
         values = {key: value for key, value in values.items() if key != "extra"} | (values.get("extra") or {})
@@ -264,7 +265,7 @@ class TrainerConfig(Section):
                 raise ValueError(f"check_val_every_n_epoch={self.check_val_every_n_epoch} {_WITHOUT_OURS}")
         if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
             raise ValueError(
-                f"check_val_every_n_epoch=null needs a number of batches, but val_check_interval={self.val_check_interval}"
+                f"check_val_every_n_epoch=null needs batches, not val_check_interval={self.val_check_interval}"
             )
         if self.fast_dev_run:
             self.accumulate_grad_batches, self.max_steps, self.max_epochs = 1, int(self.fast_dev_run), None
@@ -273,13 +274,9 @@ class TrainerConfig(Section):
     @property
     def per_node(self) -> int | None:
         """The number of devices of a node. None: the machine says it."""
-        return (
-            len(self.devices)
-            if isinstance(self.devices, list)
-            else None
-            if self.devices in ("auto", -1)
-            else self.devices
-        )
+        if isinstance(self.devices, list):
+            return len(self.devices)
+        return self.devices if isinstance(self.devices, int) and self.devices > 0 else None
 
     @property
     def n_devices(self) -> int:
@@ -292,14 +289,19 @@ _WITHOUT_OURS = "and val_every_n_steps both say when to validate: set trainer.va
 
 
 def _words(value: Any) -> Any:
+    """Words of a list, or of a text with commas, as W&B reads WANDB_TAGS."""
     return [word.strip() for word in value.split(",")] if isinstance(value, str) and value else value or []
+
+
+Mode = Literal["offline", "online", "disabled"]
+Resume = Literal["allow", "must", "never", "auto"]
 
 
 class WandbConfig(Section):
     """The settings of Weights & Biases, under the names of WandbLogger and wandb.init."""
 
     target: str = Field(alias="_target_")
-    mode: Literal["offline", "online", "disabled"]
+    mode: Mode
     offline: bool | None = None  # as in WandbLogger; None: `mode` says it
     project: str
     entity: str | None
@@ -310,7 +312,7 @@ class WandbConfig(Section):
     tags: Annotated[list[Tag], BeforeValidator(_words)] = Field(default_factory=list)
     id: RunID | None = None  # None: drawn; a resumed run keeps its own
     version: RunID | None = None  # as id
-    resume: Literal["allow", "must", "never", "auto"] = "allow"
+    resume: Resume = "allow"
     save_dir: File | None = None  # None: the run folder
     dir: File | None = None  # as save_dir
     log_model: bool = False
@@ -321,10 +323,15 @@ class WandbConfig(Section):
         """Files of before have `run_name`."""
         if isinstance(values, dict) and "run_name" in values:
             values = {key: value for key, value in values.items() if key != "run_name"} | {"name": values["run_name"]}
+        for key, kind in {"mode": Mode, "resume": Resume}.items():
+            if isinstance(values, dict) and key in values and values[key] not in get_args(kind):
+                raise ValueError(f"{key}={values[key]} (or WANDB_{key.upper()}) is none of {', '.join(get_args(kind))}")
         return _refuse("logger.wandb", values)
 
     @model_validator(mode="after")
-    def _project_of_wandb(self) -> Self:
+    def _taken_by_wandb(self) -> Self:
+        if "" in self.tags:
+            raise ValueError("tags (or WANDB_TAGS) has an empty one, which W&B refuses: take out a comma")
         entity, _, name = self.project.rpartition("/")
         better = re.sub(r"[/\\#?%:]", "-", name or entity)[:128]
         if self.project != better:

@@ -24,7 +24,7 @@ def resolve_devices(config: Config) -> Config:
     on_cuda = device.type == "cuda"
     if config.compile:
         check_compiler()
-    devices = trainer.devices
+    devices: int | list[int] | str | None = trainer.devices
     if not on_cuda and (devices == -1 or isinstance(devices, list)):  # as in Lightning
         raise ConfigError(f"trainer.devices={devices} on a CPU is no number of processes: give trainer.devices=4, say")
     if trainer.per_node is None:
@@ -33,7 +33,7 @@ def resolve_devices(config: Config) -> Config:
                 f"strategy={config.strategy.name} on a CPU needs a number of processes: give trainer.devices=4, say"
             )
         devices = 1 if config.strategy.name == "single" and devices != -1 else torch.cuda.device_count()
-    used = devices if isinstance(devices, list) else [*range(devices)]
+    used = devices if isinstance(devices, list) else [*range(int(devices or 1))]
     if on_cuda and max(used) >= torch.cuda.device_count():
         raise ConfigError(
             f"trainer.devices={devices}, but torch sees {torch.cuda.device_count()} here: lower it, or try "

@@ -213,7 +213,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
     allow_tf32(t.tf32)
     trainer = L.Trainer(
         accelerator=t.accelerator,
-        devices=t.devices if t.per_node else 1,
+        devices=t.devices if isinstance(t.devices, list) else t.per_node or 1,
         num_nodes=t.num_nodes,
         strategy=build_strategy(config.strategy, t, config.data.batch_size),
         # Not precision=: Lightning turns fp16 into bf16 on a CPU, and refuses it with FSDP2.
