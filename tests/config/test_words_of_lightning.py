@@ -15,6 +15,13 @@ from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.config.sections import REFUSED, TrainerConfig, WandbConfig
 from qnmixer.errors import ConfigError
 
+# Unknown keys of logger.wandb, because a run sets them, or has one W&B run for each folder and the same names in all.
+NOT_OF_WANDB = {
+    "settings", "save_code", "anonymous", "force", "reinit", "resume_from", "fork_from", "experiment",
+    "allow_val_change", "config", "config_exclude_keys", "config_include_keys", "prefix", "sync_tensorboard",
+    "tensorboard", "monitor_gym", "checkpoint_name", "add_file_policy",
+}  # fmt: skip
+
 pytestmark = pytest.mark.usefixtures("no_wandb")
 
 
@@ -47,16 +54,14 @@ def test_every_argument_of_the_trainer() -> None:
 
 def test_every_argument_of_wandb() -> None:
     arguments = {*signature(WandbLogger.__init__).parameters, *signature(wandb.init).parameters} - {"self", "kwargs"}
-    taken = {name for name in arguments if f"logger.wandb.{name}" not in REFUSED} | {"log_model"}  # false only
-    assert {*WandbConfig.model_fields} - {"target"} == taken
+    assert {*WandbConfig.model_fields} - {"target"} == arguments - NOT_OF_WANDB
     assert {*compose("train", []).logger.wandb} == {*WandbConfig.model_fields} - {"target"} | {"_target_"}
 
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_no_run_takes_is_one_line_that_says_why(key: str) -> None:
     line = f"{key} {REFUSED[key]}"
-    assert line in (refusal(f"{key}=true"), refusal(f"++{key}=true"))
-    assert refusal(f"++{key}=true") == line
+    assert refusal(f"{key}=true") == refusal(f"++{key}=true") == line
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,6 @@ def test_when_to_validate_is_said_once(words: str) -> None:
         "trainer.devices=[]",
         "trainer.val_check_interval=1.5",
         "trainer.val_check_interval=3h",
-        "trainer.check_val_every_n_epoch=null trainer.val_check_interval=0.5",
         "trainer.val_check_interval=3 trainer.accumulate_grad_batches=2",
         "trainer.val_check_interval=00:00:30:00 trainer.accumulate_grad_batches=2",
         "trainer.val_check_interval=00:00:30:00 strategy=ddp trainer.devices=2",

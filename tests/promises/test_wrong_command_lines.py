@@ -45,12 +45,11 @@ TRAIN = {
     "data=/path/to/ct": "data=/path/to/ct does not exist: choose custom, deeplesion, dicom",
     "~model": "the config has no model",
     # arguments of Lightning's Trainer
-    "trainer.benchmark=true": "An argument that is not in conf/ takes a plus: +trainer.benchmark=…",
-    "trainer.fast_dev_run=true": "use debug=few_batches",
+    "trainer.plugins=x": "trainer.plugins is set by the run itself",
     # habits from elsewhere
     "trainer=ddp": "trainer=ddp is not known here: use strategy=ddp",
-    "ckpt_path=last.ckpt": "ckpt_path is not known here: resume=RUN_FOLDER continues a run, finetune=",
-    "trainer.strategy=ddp": "trainer.strategy is not known here: use strategy=ddp",
+    "ckpt_path=last.ckpt": "ckpt_path=last.ckpt is no checkpoints/last.ckpt of a run, from which a run resumes",
+    "trainer.strategy=ddp": "trainer.strategy is a group of its own: give strategy=, as in strategy=ddp",
     "logger=many_loggers": "logger=many_loggers is not known here: use logger=[wandb,tensorboard]",
     "optimizer.learning_rate=1": "optimizer.learning_rate is not known here: use optimizer.lr=…",
     "logger=custom logger._target_=nowhere.Mine": "logger._target_=nowhere.Mine, but there is no module nowhere",

@@ -3,16 +3,10 @@
 import math
 import re
 from os.path import expanduser
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Len
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from qnmixer.engine.config.checking import Section
 
@@ -174,28 +168,8 @@ REFUSED = {
     "trainer.default_root_dir": "is the folder of the run: give hydra.run.dir=FOLDER",
     "trainer.model_registry": "would send checkpoints away: qnmixer.export writes weights for others",
     "trainer.limit_predict_batches": "has nothing to limit: qnmixer.reconstruct takes the files that you give",
-    **{
-        f"logger.wandb.{name}": _OF_THE_RUN + reason
-        for reason, names in {
-            "what W&B may know of this machine": "settings save_code",
-            "a run that asks nothing": "anonymous force",
-            "one W&B run for each run folder": "reinit resume_from fork_from experiment allow_val_change",
-            "the table of settings in W&B": "config config_exclude_keys config_include_keys",
-            "the same names in every logger": "prefix sync_tensorboard tensorboard monitor_gym",
-            "checkpoints, which stay in the run folder": "log_model checkpoint_name add_file_policy",
-        }.items()
-        for name in names.split()
-    },
 }
-"""Arguments of Lightning and W&B that no run takes, by key, and why."""
-
-
-def _refuse(section: str, values: Any) -> Any:
-    """Raise ValueError for the first of the values that no run takes."""
-    for name in values if isinstance(values, dict) else ():
-        if values[name] not in (None, False) and (reason := REFUSED.get(f"{section}.{name}")):
-            raise ValueError(f"{name} {reason}")
-    return values
+"""Arguments of Lightning that no run takes, by key, and why."""
 
 
 class TrainerConfig(Section):
@@ -242,31 +216,23 @@ class TrainerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _taken(cls, values: Any) -> Any:
-        """Text for devices is a number or a list. Older files have arguments under `extra`, or null."""
+        """Text for devices is a number or a list. Older files have arguments under `extra`."""
         if not isinstance(values, dict):
             return values
         values = {key: value for key, value in values.items() if key != "extra"} | (values.get("extra") or {})
         if isinstance(text := values.get("devices"), str) and re.fullmatch(r"-?\d+(,\d*)*", text):
             values["devices"] = [int(n) for n in text.split(",") if n] if "," in text else int(text)
-        of_files = {
-            name: cls.model_fields[name].default for name in ("inference_mode", "sync_batchnorm") if name in values
-        }
-        values |= {name: default for name, default in of_files.items() if values[name] is None}
-        return _refuse("trainer", values)
+        if refused := next((name for name in values if f"trainer.{name}" in REFUSED), None):
+            raise ValueError(f"{refused} {REFUSED[f'trainer.{refused}']}")
+        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if isinstance(self.devices, list) and len({*self.devices}) < max(1, len(self.devices)):
             raise ValueError(f"devices={self.devices} is no list of different devices: give for example [0,1]")
-        if self.val_every_n_steps is not None:
-            if self.val_check_interval is not None:
-                raise ValueError(f"val_check_interval={self.val_check_interval} {_WITHOUT_OURS}")
-            if self.check_val_every_n_epoch not in (None, 1):
-                raise ValueError(f"check_val_every_n_epoch={self.check_val_every_n_epoch} {_WITHOUT_OURS}")
-        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
-            raise ValueError(
-                f"check_val_every_n_epoch=null needs batches, not val_check_interval={self.val_check_interval}"
-            )
+        for key, default in {"val_check_interval": None, "check_val_every_n_epoch": 1}.items():
+            if self.val_every_n_steps is not None and (value := getattr(self, key)) not in (None, default):
+                raise ValueError(f"{key}={value} beside val_every_n_steps: set trainer.val_every_n_steps=null")
         if self.fast_dev_run:
             self.accumulate_grad_batches, self.max_steps, self.max_epochs = 1, int(self.fast_dev_run), None
         return self
@@ -285,7 +251,6 @@ class TrainerConfig(Section):
 
 
 _PRECISIONS = {"32": "32", "32-true": "32", "16": "16-mixed", "bf16": "bf16-mixed"}
-_WITHOUT_OURS = "and val_every_n_steps both say when to validate: set trainer.val_every_n_steps=null"
 
 
 def _words(value: Any) -> Any:
@@ -293,15 +258,11 @@ def _words(value: Any) -> Any:
     return [word.strip() for word in value.split(",")] if isinstance(value, str) and value else value or []
 
 
-Mode = Literal["offline", "online", "disabled"]
-Resume = Literal["allow", "must", "never", "auto"]
-
-
 class WandbConfig(Section):
     """The settings of Weights & Biases, under the names of WandbLogger and wandb.init."""
 
     target: str = Field(alias="_target_")
-    mode: Mode
+    mode: Literal["offline", "online", "disabled"]
     offline: bool | None = None  # as in WandbLogger; None: `mode` says it
     project: str
     entity: str | None
@@ -312,10 +273,10 @@ class WandbConfig(Section):
     tags: Annotated[list[Tag], BeforeValidator(_words)] = Field(default_factory=list)
     id: RunID | None = None  # None: drawn; a resumed run keeps its own
     version: RunID | None = None  # as id
-    resume: Resume = "allow"
+    resume: Literal["allow", "must", "never", "auto"] = "allow"
     save_dir: File | None = None  # None: the run folder
     dir: File | None = None  # as save_dir
-    log_model: bool = False
+    log_model: Literal[False] = False  # checkpoints stay in the run folder
 
     @model_validator(mode="before")
     @classmethod
@@ -323,10 +284,7 @@ class WandbConfig(Section):
         """Files of before have `run_name`."""
         if isinstance(values, dict) and "run_name" in values:
             values = {key: value for key, value in values.items() if key != "run_name"} | {"name": values["run_name"]}
-        for key, kind in {"mode": Mode, "resume": Resume}.items():
-            if isinstance(values, dict) and key in values and values[key] not in get_args(kind):
-                raise ValueError(f"{key}={values[key]} (or WANDB_{key.upper()}) is none of {', '.join(get_args(kind))}")
-        return _refuse("logger.wandb", values)
+        return values
 
     @model_validator(mode="after")
     def _taken_by_wandb(self) -> Self:
