@@ -37,8 +37,8 @@ class Trained:
 
     folder: Path
     """The run folder: `qnmixer.load_pretrained(folder)` loads the network of its best checkpoint."""
-    checkpoint: Path
-    """The best checkpoint; the last one if the run has no validation."""
+    checkpoint: Path | None
+    """The best checkpoint; None with trainer.fast_dev_run."""
     monitor: str
     """The metric that decides which checkpoint is best, such as val/psnr."""
     best: float
@@ -88,7 +88,8 @@ def run(config: Config) -> Trained:
             with loading():  # its callbacks take more seconds; the process that only watches ranks does not load them
                 fit = function_that_trains(config)
             best = fit(config, record)
-    return Trained(record.folder, find_checkpoint(record.folder), config.monitor, best)
+    checkpoint = None if config.trainer.fast_dev_run else find_checkpoint(record.folder)
+    return Trained(record.folder, checkpoint, config.monitor, best)
 
 
 def job(cfg: DictConfig) -> float | None:

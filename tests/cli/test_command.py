@@ -30,7 +30,7 @@ LINES = {
         "unknown key optimizer.betas: optimizer=custom has _target_, lr, weight_decay, step_size_lr_factor; "
         "+optimizer.betas=… names another argument of its class"
     ),
-    "train trainer={a:1}": "unknown key trainer.a: trainer=default has accelerator, ",
+    "train trainer={a:1}": "unknown key trainer.a: trainer=default has ",
     "train hydra.run.dirr=a": "unknown key hydra.run.dirr: did you mean hydra.run.dir?",
     "evaluate lr=3": "unknown key lr: evaluate has ",
     "train seed=${nope}": "Interpolation key 'nope' not found full_key: seed",

@@ -37,7 +37,7 @@ def test_what_a_key_means_and_what_an_option_trades_is_said_beside_it() -> None:
     lines = help_of("train", "data=dicom", "data.root=/ct", "trainer.devices=1", "memory=recompute")
     for start, words in {
         "  data.split=random ": "by patient",
-        "  trainer.devices=1 ": "null: all GPUs",
+        "  trainer.devices=1 ": "auto is all GPUs",
         "  memory=recompute *": "memory hardly grows with T",
         "  memory=keep  ": "",
         "  model=fbpconvnet ": "(Jin et al. 2017): a residual U-Net on FBP",

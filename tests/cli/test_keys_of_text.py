@@ -70,7 +70,9 @@ def test_other_words_stay() -> None:
     assert with_texts(words, Config) == words
 
 
-@pytest.mark.parametrize("word", ["data.root=1.1", "data.val_patients=[1.1]", "tags=[1.1]", "monitor=1.5"])
+@pytest.mark.parametrize(
+    "word", ["data.root=1.1", "data.val_patients=[1.1]", "tags=[1.1]", "logger.wandb.name=1.1", "monitor=1.5"]
+)
 def test_a_number_in_place_of_text_is_refused(word: str) -> None:
     """As from a file of the user's, in which quotes are missing."""
     with pytest.raises(
@@ -180,7 +182,7 @@ def test_every_key_of_text_gets_what_was_typed(typed: Typed) -> None:
 @pytest.mark.parametrize("token", SPELLINGS)
 def test_every_spelling(token: str, typed: Typed) -> None:
     assert_as_typed(typed, [], "tags", token, True)
-    assert_as_typed(typed, [], "logger.wandb.run_name", token, False)
+    assert_as_typed(typed, [], "logger.wandb.name", token, False)
 
 
 def test_numbers_that_are_spelled_as_the_text_are_taken(typed: Typed) -> None:
@@ -216,7 +218,7 @@ def test_in_a_config_file_of_ones_own(spelling: str, typed: Typed, tmp_path: Pat
     assert _at(typed("train", *words, check=parse).config.plain(), "data.val_patients") == [spelling]
 
 
-@pytest.mark.parametrize("words", ["seed=1,2 tags=[1.10]", "logger.wandb.run_name=1,2.10", "tags=[1_0],[2]"])
+@pytest.mark.parametrize("words", ["seed=1,2 tags=[1.10]", "logger.wandb.name=1,2.10", "tags=[1_0],[2]"])
 def test_in_a_sweep(words: str, typed: Typed) -> None:
     """A sweep without its launcher writes no sweep.json: it got that far."""
     outcome = typed("train", "-m", *words.split(), check=parse)

@@ -56,14 +56,14 @@ def refusal(*overrides: str) -> str:
 
 def test_values_are_typed_and_the_plain_form_is_read_back() -> None:
     config = train(
-        "seed=7", "trainer.precision=32", "trainer.gradient_clip_val=1", "+trainer.max_time=00:00:01:00",
-        "+trainer.limit_train_batches=3",
+        "seed=7", "trainer.precision=32", "trainer.gradient_clip_val=1", "trainer.max_time=00:00:01:00",
+        "trainer.limit_train_batches=3",
     )  # fmt: skip
     assert type(config.data) is PhantomData
     assert (config.seed, config.data.seed, config.trainer.precision) == (7, 7, "32")
     assert type(config.optimizer.lr) is type(config.trainer.gradient_clip_val) is float
     assert config.optimizer.betas == [0.9, 0.999]
-    assert config.trainer.passed_on == {"max_time": "00:00:01:00", "limit_train_batches": 3}
+    assert (config.trainer.max_time, config.trainer.limit_train_batches) == ("00:00:01:00", 3)
     files = train("data=dicom", "data.root=/ct", "data.split=explicit", 'data.val_patients=[P1,"2"]', "noise=physical")
     assert (type(files.data), files.data.val_patients) == (FolderData, ["P1", "2"])
     for it in (config, files):
@@ -89,7 +89,7 @@ BOUNDS = {
     "optimizer=muon": "adamw_lr=0",
     "schedule=step": "warmup=1.1 at=0 factor=0",
     "evaluation=default": "n_pictures=0 tv_weight=1e-30 tv_noise_weight=-1",
-    "trainer=default": "devices=0 num_nodes=0 accumulate_grad_batches=0 max_steps=-2 max_epochs=0 gradient_clip_val=0",
+    "trainer=default": "devices=0 num_nodes=0 accumulate_grad_batches=0 max_steps=-2 max_epochs=0 gradient_clip_val=-1",
     "strategy=pipeline": "microbatch_size=0 devices_per_pipeline=1",
     "debug=profile": "warm_up=0 steps=0",
 }

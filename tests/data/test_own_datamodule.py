@@ -1,6 +1,7 @@
 """Any LightningDataModule of a user: the example of docs/other_loops.md, and what of a batch is added."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 from lightning import LightningDataModule
 
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.data.own import OwnDataModule
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.engine.tracking.records import read_metrics
+from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import DataError
+from qnmixer.fit import fit
 
 from ..conftest import TINY, environment
 from ..warm import FORK_RANKS, Done, Warm
@@ -85,6 +88,18 @@ def test_two_processes_share_its_slices(here: Path, warm: Warm, target: str) -> 
 def own() -> OwnDataModule:
     config = parse(compose("train", TINY))
     return OwnDataModule(LightningDataModule(), "my_file.Mine", config.data, build_geometry(config))
+
+
+def test_limits_of_batches(
+    here: Path, monkeypatch: pytest.MonkeyPatch, tiny_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """They were ignored: a run had all four batches of an epoch."""
+    monkeypatch.chdir(here)
+    monkeypatch.syspath_prepend(here)
+    words = [*OWN, "trainer.max_steps=-1", "trainer.max_epochs=2", "callbacks=none", "trainer.val_every_n_steps=null"]
+    for limit in ("limit_train_batches", "overfit_batches"):
+        fit(tiny_config(*words, f"trainer.{limit}=1"), Run(tmp_path / limit))
+        assert steps_of(tmp_path / limit) == [1, 2]
 
 
 def test_a_batch_is_completed(own: OwnDataModule) -> None:

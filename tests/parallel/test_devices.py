@@ -112,7 +112,7 @@ def test_a_gpu_without_kernels_in_this_torch_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert choose_device("auto").type == "cuda"
     assert gpu_problem() is None  # the second GPU is not used
-    problem = gpu_problem(2)
+    problem = gpu_problem([1])
     assert problem is not None
     assert "has no kernels for a GPU of compute capability 7.0 (sm_75, sm_80, compute_120): make install " in problem
     capabilities.reverse()

@@ -32,6 +32,8 @@ TRAIN = {
     "data=dicm": "data=dicm does not exist: did you mean dicom?",
     "-m data=phantoms,dicm": "data=dicm does not exist",
     "data=/path/to/ct": "data=/path/to/ct does not exist: choose custom, deeplesion, dicom",
+    "trainer.plugins=x": "trainer.plugins is set by the run itself",
+    "ckpt_path=last.ckpt": "ckpt_path=last.ckpt is no checkpoints/last.ckpt of a run, from which a run resumes",
     "~model": "model has no value: give one with model=…",
     "+callbacks.mine.every=5": "callbacks.mine._target_ has no value",
     "logger=custom logger._target_=nowhere.Mine": "logger._target_=nowhere.Mine, but there is no module nowhere",

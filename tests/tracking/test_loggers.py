@@ -21,6 +21,7 @@ from qnmixer.engine.tracking.loggers import (
     without_folders,
 )
 from qnmixer.engine.tracking.records import SWEEP, read_metrics
+from qnmixer.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("no_wandb")
 OfflineRuns = Callable[[Path], list[Any]]
@@ -87,7 +88,7 @@ def test_jobs_of_a_sweep_are_runs_of_one_group(
 def test_names_that_are_asked_for(tmp_path: Path, offline_runs: OfflineRuns) -> None:
     """A run by itself has its time as its name."""
     run_in(tmp_path / "2026-01-31" / "12-00-00", 1)
-    asked = ["logger.wandb.run_name=mine", "logger.wandb.group=ours"]
+    asked = ["logger.wandb.name=mine", "logger.wandb.group=ours"]
     run_in(tmp_path / "anna" / "time2", 1, config=config_of(*asked))
     first, second = offline_runs(tmp_path)
     assert (first.name, first.group) == ("qn_mixer-phantoms-32views-seed42-2026-01-31/12-00-00", None)
@@ -102,7 +103,7 @@ def test_the_users_environment_is_under_the_command_line(
     for name, value in mine.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     run_in(places[0] / "a", 1, config=config_of(), exit_code=INTERRUPTION)
-    given = ["logger.wandb.project=theirs", "logger.wandb.run_name=typed", "tags=[b]", "+logger.wandb.notes=why"]
+    given = ["logger.wandb.project=theirs", "logger.wandb.name=typed", "tags=[b]", "logger.wandb.notes=why"]
     run_in(places[0] / "b", 1, config=config_of(*given))
     assert not [*places[0].rglob("*.wandb")]
     one, other = offline_runs(tmp_path)
@@ -110,10 +111,53 @@ def test_the_users_environment_is_under_the_command_line(
     assert [it["run"]["project"] for it in own] == ["mine", "theirs"]
     assert [it["run"].get("notes") for it in own] == [None, "why"]
     assert (one.name, one.tags[:2]) == ("by hand", ["paper", "noise"])
-    assert (other.name, other.tags[:2]) == ("typed", ["b", "qn_mixer"])
+    assert (other.name, other.tags[:4]) == ("typed", ["b", "paper", "noise", "qn_mixer"])
     monkeypatch.setenv("WANDB_MODE", "disabled")
     modes = [config_of(*given).logger["wandb"].mode for given in ([], ["logger.wandb.mode=online"])]
     assert modes == ["disabled", "online"]
+
+
+def test_words_of_wandb(tmp_path: Path, offline_runs: OfflineRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of WandbLogger and wandb.init, in the file that W&B writes; and variables that were read nowhere."""
+    words = "name=mine group=ours job_type=check notes=why tags=[one,two] id=abc offline=true mode=online"
+    given = [f"logger.wandb.{word}" for word in words.split()]
+    run_in(tmp_path / "a", 1, config=config_of(*given, f"logger.wandb.save_dir={tmp_path / 'there'}"))
+    assert (tmp_path / "there" / "wandb").is_dir()
+    monkeypatch.setenv("WANDB_RUN_GROUP", "theirs")
+    monkeypatch.setenv("WANDB_NOTES", "because")
+    run_in(tmp_path / "b", 1, config=config_of())
+    runs = {run.name: run for run in offline_runs(tmp_path)}
+    mine = runs.pop("mine")
+    ((_, other),) = runs.items()
+    records = [next(record["run"] for record in run.records if "run" in record) for run in (mine, other)]
+    expected = ("abc", "ours", "check", "why", ["one", "two"])
+    kept = [records[0][key] for key in ("run_id", "run_group", "job_type", "notes")]
+    assert (*kept, mine.tags[:2]) == expected
+    assert (other.group, records[1]["notes"]) == ("theirs", "because")
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    assert [type(logger) for logger in build_loggers(config_of(*given), tmp_path / "c", [])] == [MetricsFile]
+
+
+@pytest.mark.parametrize("value", ["TAGS=paper,", "TAGS=a,,b", "RESUME=bogus", "MODE=bogus", f"NAME={'n' * 129}"])
+def test_a_variable_that_wandb_refuses_is_one_line_before_the_run(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _, text = value.partition("=")
+    monkeypatch.setenv(f"WANDB_{name}", text)
+    with pytest.raises(ConfigError) as error:
+        config_of()
+    assert str(error.value).startswith(f"logger.wandb.{name.lower()}")
+
+
+def test_a_variable_that_only_wandb_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb.teardown()  # it reads the environment once in a process
+    monkeypatch.setenv("WANDB_CONSOLE", "bogus")
+    with pytest.raises(ConfigError, match="W&B refuses WANDB_CONSOLE of the environment: Input should be 'auto'"):
+        run_in(tmp_path / "a", 1)
+
+
+def test_a_file_of_before_has_another_word_for_the_name() -> None:
+    plain = config_of("logger.wandb.name=mine").plain()
+    plain["logger"]["wandb"]["run_name"] = plain["logger"]["wandb"].pop("name")
+    assert parse_file(plain).logger["wandb"].name == "mine"
 
 
 def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Path, offline_runs: OfflineRuns) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.tracking.records import signed
-from qnmixer.engine.tracking.run import Run, latest, resume_hint, resume_overrides, run_lock
+from qnmixer.engine.tracking.run import Run, into_new_folder, latest, resume_hint, resume_overrides, run_lock
 from qnmixer.errors import CheckpointError, ConfigError
 
 Make = Callable[..., Path]
@@ -81,6 +81,19 @@ def test_finetune_is_not_read_again_but_still_recorded(make: Make) -> None:
     assert record("runs/a", now) == ["finetune=runs/base", "seed=1"]
     make("b", "finetune=runs/base", "seed=1", checkpoint=False)  # it begins again
     assert resume_overrides(["resume=runs/b"]) == ["finetune=runs/base", "seed=1", "hydra.run.dir=runs/b"]
+
+
+def test_lightnings_word_for_it(make: Make) -> None:
+    make("a")
+    expected = resume_overrides(["resume=runs/a", "seed=1"])
+    for path in ("runs/a", "runs/a/checkpoints/last.ckpt", "last"):
+        assert resume_overrides([f"ckpt_path={path}", "seed=1"]) == resume_overrides(["seed=1", "resume=runs/a"])
+    assert {*expected} == {*resume_overrides(["ckpt_path=runs/a", "seed=1"])}
+    assert into_new_folder("evaluate", ["ckpt_path=runs/a/best.ckpt"]) == ["run=runs/a/best.ckpt"]
+    assert resume_overrides(["ckpt_path=null", "seed=1"]) == ["seed=1"]
+    for words in (["ckpt_path=runs/a/checkpoints/best.ckpt"], ["ckpt_path=runs/a", "resume=runs/a"]):
+        with pytest.raises(ConfigError, match="ckpt_path="):
+            resume_overrides(words)
 
 
 def test_the_same_command_resumes_the_run_in_its_folder(make: Make, tmp_path: Path) -> None:

@@ -117,11 +117,17 @@ class RunModule(L.LightningModule):
         if not self.settings:
             return int(self.trainer.estimated_stepping_batches)
         trainer = self.config.trainer
-        if trainer.max_epochs is None:
+        if trainer.max_epochs in (None, -1):
             return trainer.max_steps
-        n_per_epoch = n_batches(self.trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]  # Lightning's, untyped
+        n_per_epoch = self._batches_of_epoch()
         by_epochs = trainer.max_epochs * n_per_epoch // trainer.accumulate_grad_batches
         return by_epochs if trainer.max_steps == -1 else min(trainer.max_steps, by_epochs)
+
+    def _batches_of_epoch(self) -> int:
+        """The batches of this process. Lightning's limits are those of loaders of the user's own: ours has them."""
+        loader, limit = self.trainer.datamodule.train_dataloader(), self.trainer.limit_train_batches  # type: ignore[attr-defined]  # Lightning's, untyped
+        n = n_batches(loader)
+        return min(n, limit) if isinstance(limit, int) else int(n * limit)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the config as plain data, so that a checkpoint is complete by itself.
@@ -139,7 +145,7 @@ class RunModule(L.LightningModule):
         data: Any = getattr(self._trainer, "datamodule", None)
         if not hasattr(data, "start_at"):  # without a trainer, or with loaders of one's own, there is no place to set
             return
-        per_epoch, accumulate = n_batches(data.train_dataloader()), self.trainer.accumulate_grad_batches
+        per_epoch, accumulate = self._batches_of_epoch(), self.trainer.accumulate_grad_batches
         epoch, step = divmod(checkpoint["global_step"], per_epoch // accumulate)
         data.start_at(epoch, step * accumulate)
         validating = bool(checkpoint.get(RUN_KEY, {}).get("validating"))

@@ -316,12 +316,12 @@ def _gpus() -> list[str]:
 def _n_gpus(config: Config, n_gpus: int) -> int:
     if config.trainer.accelerator == "cpu" or not n_gpus:
         return 0
-    return 1 if config.strategy.name == "single" else config.trainer.devices or n_gpus
+    return 1 if config.strategy.name == "single" else config.trainer.per_node or n_gpus
 
 
 def _threads(config: Config, limit: int, n_gpus: int) -> int:
     """Threads for each process of a job. Jobs that run side by side share the cores, so no job waits for another."""
-    n_processes = _n_gpus(config, n_gpus) or config.trainer.devices or 1
+    n_processes = _n_gpus(config, n_gpus) or config.trainer.per_node or 1
     return threads_each(max(n_gpus, limit * n_processes if limit > n_gpus else 0))
 
 

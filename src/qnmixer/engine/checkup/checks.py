@@ -93,7 +93,7 @@ def _machine(config: Config, folder: Path) -> Iterator[Check]:
     except UserError as error:
         yield Check(name, "FAIL", *_split(str(error)))
         return
-    n = resolved.trainer.devices or 1
+    n = resolved.trainer.per_node or 1
     hardware = f"{n} × {gpu}" if gpu else f"{n} on {n_cores()} CPU cores"
     yield Check(name, "PASS", f"strategy={config.strategy.name}, {hardware} of this node")
     backend = "nccl" if gpu else "gloo"
@@ -122,7 +122,7 @@ def shared_memory_needed(config: Config) -> int:
     data, geometry = config.data, config.geometry
     # A slice, perhaps on a finer grid, and its sinogram.
     values = (data.simulation_factor * data.image_size) ** 2 + geometry.n_views * geometry.n_detectors
-    workers = (config.trainer.devices or 1) * data.num_workers
+    workers = (config.trainer.per_node or 1) * data.num_workers
     return workers * data.prefetch_factor * (batch_of_replica(config) + data.batch_size) * 4 * values
 
 
@@ -133,7 +133,7 @@ def checkpoint_bytes(config: Config) -> int:
 
 def check_run(config: Config) -> Iterator[Check]:
     """Run some real steps over all devices, and check their results. `config` must come from `resolve_devices`."""
-    n, start, failure, reference = config.trainer.devices or 1, time.monotonic(), None, Report()
+    n, start, failure, reference = config.trainer.per_node or 1, time.monotonic(), None, Report()
     fix = "python -m qnmixer.train with these settings prints where it fails"
     if n > 1:
         fix += "; if this checkup passes with strategy=single, the fault is between the processes"

@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qnmixer.engine.config.checking import unknown_key
 from qnmixer.engine.config.compose import SEARCH_PATH, compose, folders_in, key_of, with_search_path
 from qnmixer.engine.config.files import OF_A_RUN, TARGET, flat_keys, is_group, option_files
+from qnmixer.engine.config.sections import REFUSED
 from qnmixer.errors import ConfigError, UserError, first_line, in_a_line, suggest
 
 
@@ -72,6 +73,8 @@ def _explain_composition(error: Exception, config_name: str, words: list[str]) -
         if names := sorted(option_files(group, config_name, folders_in(words))):
             return f"{group}={name} does not exist: {suggest(name, names, limit=99)}"
     if match := re.search(r"Could not override '([^']+)'", text):
+        if (key := key_of(match[1])) in REFUSED:
+            return f"{key} {REFUSED[key]}"
         missing = getattr(error.__cause__, "full_key", None) or ""
         return _unknown_key(max(key_of(match[1]), str(missing), key=len), config_name, words)
     return text.partition(" Config search path")[0] or first_line(error.__cause__ or "")

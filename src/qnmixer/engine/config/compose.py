@@ -164,15 +164,24 @@ def _files_in(folder: Path) -> Iterator[Path]:
         yield from (path for path in paths if path.is_file())  # a pipe would never end
 
 
-def with_one_limit(words: list[str]) -> list[str]:
-    """max_epochs alone is the only limit of a run: max_steps of a file must not end it. Nothing is added twice.
+_ONLY = {
+    "trainer.max_epochs": "trainer.max_steps=-1",
+    "trainer.val_check_interval": "trainer.val_every_n_steps=null",
+    "trainer.check_val_every_n_epoch": "trainer.val_every_n_steps=null",
+}
+"""Keys of Lightning, and what then is off unless it is given too."""
 
-    If a sweep has jobs without max_epochs, its launcher does this for each job.
+
+def with_one_limit(words: list[str]) -> list[str]:
+    """max_epochs alone is the only limit of a run: max_steps of a file must not end it. So it is with validations.
+
+    Nothing is added twice. If a sweep has jobs without max_epochs, its launcher does this for each job.
     """
-    values = values_of(filter(is_override, words))
-    epochs = values.get("trainer.max_epochs", "null").split(",")
-    has_epochs_only = not {"null", ""} & {*epochs} and "trainer.max_steps" not in values
-    return [*words, "trainer.max_steps=-1"] if has_epochs_only else words
+    for key, off in _ONLY.items():
+        values = values_of(filter(is_override, words))
+        if not {"null", "", "-1"} & {*values.get(key, "null").split(",")} and key_of(off) not in values:
+            words = [*words, off]
+    return words
 
 
 @contextmanager

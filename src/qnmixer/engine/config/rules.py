@@ -60,13 +60,20 @@ def one_start(finetune: str | None, resume: str | None) -> None:
 
 def an_end(trainer: TrainerConfig, debug: DebugConfig | FewBatchesConfig | ProfileConfig) -> None:
     """Schedules need the length of a run. The last step of an epoch must not be smaller than the others."""
-    if trainer.max_steps == -1 and trainer.max_epochs is None:
+    if trainer.max_steps == -1 and trainer.max_epochs in (None, -1):
         raise ConfigError("training would never end: give trainer.max_steps=… or trainer.max_epochs=…")
     if isinstance(debug, ProfileConfig) and -1 < trainer.max_steps < debug.warm_up + debug.steps:
         raise ConfigError(f"trainer.max_steps={trainer.max_steps} ends before debug=profile has its steps")
-    limit, window = trainer.limit_train_batches, trainer.accumulate_grad_batches
-    if isinstance(limit, int) and limit % window:
-        raise ConfigError(f"trainer.limit_train_batches={limit} is no multiple of accumulate_grad_batches={window}")
+    if trainer.profiler is not None and isinstance(debug, ProfileConfig):
+        raise ConfigError(f"trainer.profiler={trainer.profiler} does not work with debug=profile: give one of them")
+    window = trainer.accumulate_grad_batches
+    for key in ("limit_train_batches", "overfit_batches", "val_check_interval"):
+        if isinstance(batches := getattr(trainer, key), int) and batches % window:
+            raise ConfigError(f"trainer.{key}={batches} is no multiple of trainer.accumulate_grad_batches={window}")
+    if isinstance(trainer.val_check_interval, str | dict) and (window > 1 or trainer.n_devices > 1):
+        raise ConfigError(  # Lightning asks each rank's own clock, after each batch
+            "trainer.val_check_interval as a time needs one device, and trainer.accumulate_grad_batches=1"
+        )
 
 
 def fitting_strategy(
@@ -96,13 +103,13 @@ def fitting_pipeline(strategy: StrategyConfig, trainer: TrainerConfig, model: Mo
     T = model.T
     if not model.is_unrolled:
         raise ConfigError(f"strategy=pipeline cuts iterations into stages, but model={model.name} has {T}")
-    if trainer.devices is None:  # the rest is checked when the devices are counted
+    if trainer.per_node is None:  # the rest is checked when the devices are counted
         return
     devices, size = strategy.devices_per_replica(trainer), strategy.microbatch_size
     n, remainder = divmod(data.batch_size * devices, size)
     if devices == 1:
         raise ConfigError("strategy=pipeline needs at least two devices: give trainer.devices=…, or strategy=single")
-    if trainer.devices % devices:
+    if trainer.per_node % devices:
         raise ConfigError(f"strategy.devices_per_pipeline={devices} does not divide trainer.devices={trainer.devices}")
     if devices > T:
         key = "strategy.devices_per_pipeline" if strategy.devices_per_pipeline else "trainer.devices"

@@ -37,6 +37,8 @@ class SliceDataModule(LightningDataModule):
         first: number of slices to use of each part; None: all.
         overfit: train on this number of slices again and again, and validate on the same slices.
         batches: of each process in an epoch of training, or the share of them; None: all.
+        same_batches: each epoch has the same ones, in the order of the data.
+        test: the number of test slices to use, or the share of them; None: all.
         split: the patients of each split; None: it is drawn.
         measure: simulates the sinogram of a sample in the loader's workers; None: samples have no sinogram. Measured
             sinograms are taken as they are.
@@ -50,12 +52,15 @@ class SliceDataModule(LightningDataModule):
         first: int | None = None,
         overfit: int | None = None,
         batches: int | float | None = None,
+        same_batches: bool = False,
+        test: int | float | None = None,
         split: RunSplit | None = None,
         measure: Callable[[str, Sample], Tensor] | None = None,
         geometry: FanBeamGeometry | None = None,
     ) -> None:
         super().__init__()
         self.config, self.first, self.overfit, self.batches = config, first, overfit, batches
+        self.same_batches, self.test = same_batches, test
         self.split = split or RunSplit()
         self.measure, self.geometry = measure, geometry
         self.parts: dict[str, Part] = {}
@@ -75,8 +80,16 @@ class SliceDataModule(LightningDataModule):
             n = min(limit, length)
             # Evenly spaced: the first n would come from a few patients.
             self.parts["train"] = self.parts["train"].only([k * length // n for k in range(n)])
-        if self.first is not None:
-            self.parts = {name: part.only(range(len(part.source))[: self.first]) for name, part in self.parts.items()}
+        self.parts = {
+            name: part.only(range(self._first_of(name, len(part.source)))) for name, part in self.parts.items()
+        }
+
+    def _first_of(self, part: str, length: int) -> int:
+        """How many of the slices of a part are used."""
+        n = length if self.first is None else min(self.first, length)
+        if part == "test" and self.test is not None:
+            n = min(n, self.test) if isinstance(self.test, int) else max(1, int(n * self.test))
+        return n
 
     @property
     def measured(self) -> bool:
@@ -90,7 +103,7 @@ class SliceDataModule(LightningDataModule):
         section = None
         if part != "train" and isinstance(self.config, MixedData):
             section = f"data.sources.{self.config.evaluate_on}"
-        return self.split.trained(part, record, section, self.first)
+        return self.split.trained(part, record, section, len(self.parts[part].source))
 
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test. Raises DataError if there are none."""
@@ -120,6 +133,8 @@ class SliceDataModule(LightningDataModule):
         The strategy decides how processes share training batches. Validation and test are shared by all processes.
         """
         train, overfit = part == "train", self.overfit if part != "test" else None
+        if train and self.same_batches:
+            overfit = len(self.dataset("train"))
         dataset = self.dataset("train" if overfit else part)
         length = min(len(dataset), overfit) if overfit and not train else len(dataset)
         share: dict[str, Any] = {"batch_size": self.config.batch_size}

@@ -98,7 +98,7 @@ def with_assumed_devices(config: Config) -> Config:
 
     Raises ConfigError for a config that cannot run on these.
     """
-    if config.strategy.name == "single" or config.trainer.devices is not None:
+    if config.strategy.name == "single" or config.trainer.per_node is not None:
         return config
     config = config.changed(trainer=config.trainer.changed(devices=ASSUMED_DEVICES))
     validate(config)
@@ -337,7 +337,7 @@ def changes(config: Config) -> list[str]:
 
 def _one_in_flight(config: Config) -> str:
     """Overrides for a pipeline with one micro-batch at a time, if there are enough devices."""
-    if (config.trainer.devices or 1) == 1:
+    if (config.trainer.per_node or 1) == 1:
         return ""
     group = "" if config.strategy.name == "pipeline" else "strategy=pipeline "
     return f"{group}strategy.schedule=sequential"

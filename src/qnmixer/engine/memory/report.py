@@ -90,7 +90,7 @@ def _setting(config: Config, assumed: str = "") -> str:
     if config.strategy.name != "single":
         nodes = f" × {config.trainer.num_nodes} nodes" if config.trainer.num_nodes > 1 else ""
         spread = (
-            f", strategy={config.strategy.name} on {config.trainer.devices} devices{nodes}{assumed} "
+            f", strategy={config.strategy.name} on {config.trainer.per_node} devices{nodes}{assumed} "
             f"({effective_batch(config)} slices an optimizer step)"
         )
     model, size = config.model, config.data.image_size

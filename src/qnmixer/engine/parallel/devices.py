@@ -24,19 +24,22 @@ def resolve_devices(config: Config) -> Config:
     on_cuda = device.type == "cuda"
     if config.compile:
         check_compiler()
-    devices = trainer.devices
-    if devices is None:
+    devices: int | list[int] | str | None = trainer.devices
+    if not on_cuda and (devices == -1 or isinstance(devices, list)):  # as in Lightning
+        raise ConfigError(f"trainer.devices={devices} on a CPU is no number of processes: give trainer.devices=4, say")
+    if trainer.per_node is None:
         if config.strategy.name != "single" and not on_cuda:
             raise ConfigError(
                 f"strategy={config.strategy.name} on a CPU needs a number of processes: give trainer.devices=4, say"
             )
-        devices = 1 if config.strategy.name == "single" else torch.cuda.device_count()
-    if on_cuda and devices > torch.cuda.device_count():
+        devices = 1 if config.strategy.name == "single" and devices != -1 else torch.cuda.device_count()
+    used = devices if isinstance(devices, list) else [*range(int(devices or 1))]
+    if on_cuda and max(used) >= torch.cuda.device_count():
         raise ConfigError(
             f"trainer.devices={devices}, but torch sees {torch.cuda.device_count()} here: lower it, or try "
             "trainer.accelerator=cpu"
         )
-    if on_cuda and (problem := gpu_problem(devices)) is not None:
+    if on_cuda and (problem := gpu_problem(used)) is not None:
         raise _unusable(trainer.accelerator, "trainer.accelerator", problem)
     check_precision(device, trainer.precision)
     resolved = config.changed(trainer=trainer.changed(devices=devices, accelerator="cuda" if on_cuda else "cpu"))
@@ -69,13 +72,13 @@ def _unusable(accelerator: str, key: str, problem: str) -> ConfigError:
     return ConfigError(f"{key}={accelerator}, but {problem}, or use {key}=cpu")
 
 
-def gpu_problem(n_devices: int = 1) -> str | None:
-    """Why torch cannot use the first GPUs of this machine, and how to fix it. None: no problem, or no GPU."""
+def gpu_problem(devices: Sequence[int] = (0,)) -> str | None:
+    """Why torch cannot use some GPUs of this machine, and how to fix it. None: no problem, or no GPU."""
     version = f"torch {torch.__version__}"
     if torch.cuda.is_available():
         if torch.version.cuda is None:  # ROCm names its architectures differently
             return None
-        gpus = [GPU(torch.cuda.get_device_capability(n)) for n in range(min(n_devices, torch.cuda.device_count()))]
+        gpus = [GPU(torch.cuda.get_device_capability(n)) for n in devices]
         built = torch.cuda.get_arch_list()
         foreign = [gpu for gpu in gpus if not runs_on(gpu.capability, built)]
         return (

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
+from pydantic import ValidationError
 
 from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.files import with_names
 from qnmixer.engine.config.run import Config, effective_batch, without_places
-from qnmixer.engine.config.sections import LONGEST_TAG, WandbConfig
+from qnmixer.engine.config.sections import LONGEST_NAME, LONGEST_TAG, WandbConfig
 from qnmixer.engine.config.targets import METRICS_FILE, LoggerConfig
 from qnmixer.engine.processes.process import rank
 from qnmixer.engine.reconstructor import method_name
@@ -36,7 +37,7 @@ from qnmixer.engine.tracking.records import (
     versions,
 )
 from qnmixer.engine.tracking.run import name_of_run
-from qnmixer.errors import first_line
+from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_in_errors, write_text
 
 # The loggers of a run
@@ -46,7 +47,7 @@ SUCCESS, FAILURE, INTERRUPTION = 0, 1, 255
 
 
 def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at: int | None = None) -> list[Logger]:
-    """Build the loggers of a run, metrics.csv first. Only rank 0 builds those of the config.
+    """Build the loggers of a run, metrics.csv first; none for fast_dev_run. Only rank 0 builds those of the config.
 
     W&B starts a new run, or resumes the run of this folder.
 
@@ -58,13 +59,15 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
 
     Raises wandb's error if W&B refuses the API key. If W&B cannot be reached, it warns and continues offline.
     """
+    if config.trainer.fast_dev_run:
+        return []
     file = MetricsFile(folder, resumed_at)
     loggers: list[Logger] = [file]
     for options in config.logger.values() if rank() == 0 else ():
         if isinstance(options, LoggerConfig):
             if options.target != METRICS_FILE:
                 loggers.append(_build_logger(config, options, folder))
-        elif options.mode != "disabled":
+        elif _mode(options) != "disabled":
             loggers.append(_wandb_run(config, options, folder, overrides, file))
     return loggers
 
@@ -231,6 +234,15 @@ class WandbRun(WandbLogger):
             self.experiment.log({**metrics, _STEP_KEY: step}, step=max(step, self.next_step))
 
 
+def _mode(options: WandbConfig) -> str:
+    """The mode of a W&B run. WANDB_DISABLED switches it off, as W&B once had it and its users still write it."""
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on"):
+        return "disabled"
+    if options.offline is None or options.mode == "disabled":
+        return options.mode
+    return "offline" if options.offline else "online"
+
+
 def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: list[str], file: MetricsFile) -> WandbRun:
     """Start the W&B run of a folder. If it resumes, W&B goes on where it was."""
     resumes = file.resumed_at is not None and (folder / RUN_ID).is_file()
@@ -254,28 +266,37 @@ def _known_steps(path: Path) -> int:
 
 
 def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: list[str], resumes: bool) -> Any:
-    """Start a W&B run, or resume the one that wandb/run_id names. Raises DataError if W&B has no such ids."""
+    """Start a W&B run, or resume the one that wandb/run_id names.
+
+    Raises DataError if W&B has no such ids. Raises ConfigError for a variable of the environment that W&B refuses.
+    """
     import wandb
 
     group, name = _group_and_name(config, folder, overrides)
-    place, id_file = os.environ.get("WANDB_DIR") or folder, folder / RUN_ID
+    place, id_file = options.save_dir or options.dir or folder, folder / RUN_ID
     if not resumes:
         # `wandb agent` chooses the id of each run that it starts.
         agent_id = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
-        write_text(id_file, agent_id or uuid.uuid4().hex[:8])
+        write_text(id_file, agent_id or options.id or options.version or uuid.uuid4().hex[:8])
     if not re.fullmatch(r"[\w.-]{1,128}", run_id := read_text(id_file)):
         raise damaged(id_file, "it is no id of a W&B run", f"remove {id_file.parent}, and W&B starts a new run")
     quiet = wandb.Settings(silent=True)  # silent also stops wandb from asking for a key: nobody may sit at the terminal
-    wandb.setup(settings=quiet)
+    try:
+        wandb.setup(settings=quiet)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        variable = f"WANDB_{fault['loc'][0]}".upper().replace("WANDB_RUN_TAGS", "WANDB_TAGS")
+        raise ConfigError(f"W&B refuses {variable} of the environment: {fault['msg']}") from error
     arguments: dict[str, Any] = {
-        "mode": options.mode,
+        "mode": _mode(options),
         "id": run_id,
-        "resume": "allow",  # "must" would fail for a run that was offline before
+        "resume": options.resume,  # "must" would fail for a run that was offline before
         "project": options.project,
         "entity": options.entity,
-        "group": options.group or group,
-        "name": options.run_name or name,
-        "tags": _tags(config, overrides),
+        "group": options.group or (group and group[:LONGEST_NAME]),
+        "name": options.name or name[:LONGEST_NAME],
+        "job_type": options.job_type,
+        "tags": _tags(config, overrides, options.tags),
         "notes": options.notes,
         "config": _described(config),
         "dir": place,
@@ -292,7 +313,7 @@ def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: 
     }
     try:
         run = wandb.init(**arguments)
-        if options.mode == "online":
+        if _mode(options) == "online":
             print(f"W&B: {run.url}", flush=True)
     except wandb.errors.AuthenticationError:  # a CommError too
         raise
@@ -323,13 +344,19 @@ def _group_and_name(config: Config, folder: Path, overrides: list[str]) -> tuple
     return sweep_folder.name, without_folders(name_of_job(sweep, overrides)) or run_name
 
 
-def _tags(config: Config, overrides: list[str]) -> list[str]:
-    """The user's tags, then the experiment, model, data and strategy of the run."""
+def _tags(config: Config, overrides: list[str], tags: list[str]) -> list[str]:
+    """The user's tags, those of the logger, then the experiment, model, data and strategy of the run."""
     values, settings = values_of(overrides), with_names(config.plain())
     chosen = [value for key, value in values.items() if key.partition("/")[0] == "experiment" and value != "null"]
     experiments = [word for words in chosen for word in re.split(r"[\s,]+", words.strip("[] "))]
-    user_tags = config.tags or [*filter(None, map(str.strip, os.environ.get("WANDB_TAGS", "").split(",")))]
-    words = [*user_tags, *experiments, settings["model"]["name"], settings["data"]["name"], config.strategy.name]
+    words = [
+        *config.tags,
+        *tags,
+        *experiments,
+        settings["model"]["name"],
+        settings["data"]["name"],
+        config.strategy.name,
+    ]
     return [*dict.fromkeys(word[:LONGEST_TAG] for word in words)]
 
 

@@ -88,7 +88,8 @@ def overrides_of(run: Path) -> list[str]:
     Hydra's own are left out, because they could make Hydra run code. Only its search path stays.
     """
     overrides: list[str] = read_results(run).get("overrides", [])
-    return [override for override in overrides if _defines_run(override)]
+    named = [override.replace("logger.wandb.run_name=", "logger.wandb.name=", 1) for override in overrides]  # of before
+    return [override for override in named if _defines_run(override)]
 
 
 def _defines_run(override: str) -> bool:
@@ -243,6 +244,22 @@ def run_lock(folder: Path) -> Iterator[None]:
 # Resuming: the overrides of a command with resume=
 
 
+def _without_ckpt_path(overrides: list[str], key: str) -> list[str]:
+    """Lightning's `ckpt_path=` as `resume=` or `run=`. Raises ConfigError if it does not say what to resume."""
+    values, others = values_of(overrides), _without_keys(overrides, "ckpt_path")
+    asked = values.get("ckpt_path", "null")
+    if asked == "null":
+        return others
+    if key in values:
+        raise ConfigError(f"ckpt_path={asked} and {key}={values[key]} say the same: give one of them")
+    if key == "resume" and asked != "last":
+        path = path_of(asked)
+        if path.suffix == ".ckpt" and (path.name != "last.ckpt" or path.parent.name != "checkpoints"):
+            raise ConfigError(f"ckpt_path={asked} is no checkpoints/last.ckpt of a run, from which a run resumes")
+        asked = str(path.parent.parent if path.suffix == ".ckpt" else path)
+    return [*others, f"{key}={'latest' if key == 'resume' and asked == 'last' else quoted(asked)}"]
+
+
 def resume_overrides(overrides: list[str]) -> list[str]:
     """Replace `resume` of a training command by the overrides of the run that it names.
 
@@ -257,6 +274,7 @@ def resume_overrides(overrides: list[str]) -> list[str]:
         ConfigError: another process writes to the run; the folder of a new run has another run; or the command does not
             repeat the overrides of somebody else's run.
     """
+    overrides = _without_ckpt_path(overrides, "resume")
     if any(override.startswith("-") for override in overrides):  # --help, or a sweep, whose jobs get here alone
         return overrides
     asked, folder = values_of(overrides).get("resume", "null"), folder_of(overrides)
@@ -387,7 +405,8 @@ def folder_of(overrides: list[str], command: str = "train") -> Path | None:
 
 
 def into_new_folder(command: str, overrides: list[str]) -> list[str]:
-    """Return the overrides unchanged. Raises ConfigError if `hydra.run.dir=` names a folder that contains files."""
+    """The overrides, with `run=` for `ckpt_path=`. Raises ConfigError if `hydra.run.dir=` names a folder with files."""
+    overrides = _without_ckpt_path(overrides, "run")
     if not any(override.startswith("-") for override in overrides):
         folder = folder_of(overrides, command)
         if folder is not None:

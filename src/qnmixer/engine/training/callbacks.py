@@ -163,7 +163,8 @@ class StepMetrics(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock again: the time of a validation is not that of training."""
-        self.on_train_start(trainer, pl_module)
+        if not trainer.sanity_checking:
+            self.on_train_start(trainer, pl_module)
 
     def _raise_if_not_finite(self) -> None:
         if self._asked is None:
@@ -383,6 +384,8 @@ class IteratePictures(Callback):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Run the slices again, one by one, and draw them. All processes do the same, as fsdp requires."""
+        if trainer.sanity_checking:
+            return
         assert isinstance(pl_module, RunModule)
         loader: Any = trainer.val_dataloaders
         config, rows = pl_module.config, []

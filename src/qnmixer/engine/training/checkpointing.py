@@ -74,6 +74,12 @@ class Checkpointing(Checkpoint):
         self._first_step = trainer.global_step
         self._restore_random(trainer)
 
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let a share of an epoch between validations be whole optimizer steps: a checkpoint has no gradients."""
+        n, batches = trainer.accumulate_grad_batches, trainer.val_check_batch
+        if isinstance(batches, int):
+            trainer.val_check_batch = max(n, batches // n * n)
+
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -90,6 +96,8 @@ class Checkpointing(Checkpoint):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Store the random states. An interrupted validation starts again with them."""
+        if trainer.sanity_checking:
+            return
         self._restore_random(trainer)  # a resumed run that only lacks its last validation
         self._random = random_state(trainer.strategy.root_device)
 

@@ -13,9 +13,15 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.callbacks import Callback, ProgressBar, RichModelSummary
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler, PyTorchProfiler
+from lightning.pytorch.profilers import (
+    AdvancedProfiler,
+    PassThroughProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
 from torch.profiler import schedule
 
 from qnmixer.engine.build import build_data_module, build_module
@@ -35,6 +41,7 @@ from qnmixer.engine.memory.usage import MIB, is_out_of_memory, memory_of
 from qnmixer.engine.metrics import try_metrics
 from qnmixer.engine.parallel.buffers import buffer_means
 from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks
+from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.parallel.strategies import build_precision, build_strategy
 from qnmixer.engine.plugins import untrusted_modules
 from qnmixer.engine.processes.process import rank, stop_signals, world_size
@@ -153,7 +160,8 @@ def all_callbacks(config: Config, run: Run) -> list[Callback]:
     return [
         Checkpointing(run.folder, config.monitor, config.trainer.save_every_n_steps, mode),
         MemoryMonitor(run.console),
-        TrainingProgress(run.console),
+        *([TrainingProgress(run.console)] if config.trainer.enable_progress_bar else []),
+        *([RichModelSummary()] if config.trainer.enable_model_summary else []),  # Lightning's default goes to its log
         *build_callbacks(config.callbacks, config.metrics),
     ]
 
@@ -168,7 +176,8 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> RunData:
             run.record_resume(steps_of(checkpoint))
         run.record["sinograms"] = f"of {config.datamodule.target}, or simulated"
         return build_data_module(config)
-    batch, debug = effective_batch(config), config.debug
+    t, batch, debug = config.trainer, effective_batch(config), config.debug
+    test = int(t.fast_dev_run) or t.limit_test_batches
     if checkpoint is not None:
         split = RunSplit(split_of(checkpoint))
     else:  # it is still to be drawn, and knows the slices that the weights of `finetune` were trained on
@@ -178,7 +187,9 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> RunData:
         config,
         first=debug.batches * batch if isinstance(debug, FewBatchesConfig) else None,
         overfit=batch if debug.name == "overfit" else None,
-        batches=config.trainer.limit_train_batches,
+        batches=t.overfit_batches or t.limit_train_batches,
+        same_batches=t.overfit_batches > 0,
+        test=test * config.data.batch_size * t.n_devices if isinstance(test, int) else test,
         split=split,
     )
     assert isinstance(data, SliceDataModule)
@@ -194,12 +205,15 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> RunData:
 
 def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> L.Trainer:
     """Build Lightning's Trainer for a run folder; the config must come from `resolve_devices`. Sets trainer.tf32."""
-    t, interval = config.trainer, config.trainer.val_every_n_steps
+    t, of_slices = config.trainer, config.datamodule.is_of_slices
+    interval, every_n_epochs = t.val_check_interval, t.check_val_every_n_epoch
+    if t.val_every_n_steps is not None:  # Lightning counts batches between validations, not optimizer steps
+        interval, every_n_epochs = t.val_every_n_steps * t.accumulate_grad_batches, None
     disable_signal_handling()
     allow_tf32(t.tf32)
     trainer = L.Trainer(
         accelerator=t.accelerator,
-        devices=t.devices or 1,
+        devices=t.devices if isinstance(t.devices, list) else t.per_node or 1,
         num_nodes=t.num_nodes,
         strategy=build_strategy(config.strategy, t, config.data.batch_size),
         # Not precision=: Lightning turns fp16 into bf16 on a CPU, and refuses it with FSDP2.
@@ -208,34 +222,48 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         max_epochs=-1 if t.max_epochs is None else t.max_epochs,
         accumulate_grad_batches=t.accumulate_grad_batches,
         gradient_clip_val=t.gradient_clip_val,
-        # Lightning counts batches between validations, not optimizer steps.
-        val_check_interval=None if interval is None else interval * t.accumulate_grad_batches,
-        check_val_every_n_epoch=1 if interval is None else None,
-        limit_val_batches=t.limit_val_batches,
-        num_sanity_val_steps=0,  # callbacks would count it as a validation
+        gradient_clip_algorithm=t.gradient_clip_algorithm,
+        min_steps=t.min_steps,
+        min_epochs=t.min_epochs,
+        max_time=t.max_time,
+        val_check_interval=interval,
+        check_val_every_n_epoch=every_n_epochs,
+        # Our own loader has the batches of these two: Lightning would replace its sampler.
+        limit_train_batches=None if of_slices else t.limit_train_batches,
+        overfit_batches=0 if of_slices else t.overfit_batches,
+        limit_val_batches=t.overfit_batches or t.limit_val_batches,
+        num_sanity_val_steps=t.num_sanity_val_steps,
+        fast_dev_run=t.fast_dev_run,
+        reload_dataloaders_every_n_epochs=t.reload_dataloaders_every_n_epochs,
         log_every_n_steps=t.log_every_n_steps,
         deterministic=t.deterministic,
-        detect_anomaly=config.debug.name == "anomaly",
+        benchmark=t.benchmark,
+        inference_mode=t.inference_mode,
+        sync_batchnorm=t.sync_batchnorm,
+        detect_anomaly=t.detect_anomaly,
         use_distributed_sampler=False,  # Lightning's pads with slices that count twice, and shuffles always
         logger=list(loggers),
         callbacks=[*buffer_means(config.strategy, t), StepMetrics(), *callbacks],
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
-        enable_model_summary=False,
+        enable_model_summary=t.enable_model_summary,
+        enable_autolog_hparams=t.enable_autolog_hparams,
         default_root_dir=folder,
         profiler=_profiler(config, folder / "profile"),
-        # The loader itself has no more batches than limit_train_batches.
-        **{name: value for name, value in t.passed_on.items() if name != "limit_train_batches"},
     )
     count_training_steps(trainer)
     return trainer
 
 
 def _profiler(config: Config, folder: Path) -> Profiler | None:
-    """torch's profiler for debug=profile. It writes its results into a folder."""
-    debug = config.debug
+    """The profiler of `trainer.profiler`, or torch's for debug=profile. It writes its results into a folder."""
+    debug, name = config.debug, config.trainer.profiler
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's writes to the terminal
+    if name is not None:
+        kinds = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+        profiler: Profiler = kinds[name](folder, name)
+        return profiler
     if not isinstance(debug, ProfileConfig):
         return None
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to the terminal
     steps_to_record = schedule(skip_first=debug.warm_up - 1, wait=0, warmup=1, active=debug.steps, repeat=1)
     return PyTorchProfiler(folder, "operators", schedule=steps_to_record, record_shapes=True, acc_events=True)
 
@@ -253,7 +281,7 @@ def train(
 ) -> None:
     """Train from a checkpoint, or from the start. Does nothing for a network without parameters."""
     print_start(config, module, data, trainer, run.console)
-    debugging = naming_nan_gradients() if config.debug.name == "anomaly" else nullcontext()
+    debugging = naming_nan_gradients() if config.trainer.detect_anomaly else nullcontext()
     with recording_training(run, trainer), out_of_memory_advice(config, module, trainer), debugging:
         if any(p.requires_grad for p in module.parameters()):
             with interrupts_as_raised():
@@ -270,6 +298,8 @@ def recording_training(run: Run, trainer: L.Trainer) -> Iterator[None]:
     finally:
         earlier_peak = run.record.get("memory", {}).get("measured_step")  # a resumed run may train no further step
         run.record["memory"] = {"measured_step": callback_of(trainer, MemoryMonitor).measured_mib or earlier_peak}
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning's, untyped
+            run.record["fast_dev_run"] = int(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if trainer.global_step or run.resumed_at is None:  # else it failed before Lightning read its checkpoint
             run.record |= {"steps": trainer.global_step, "seconds": callback_of(trainer, Checkpointing).seconds}
 
@@ -315,6 +345,10 @@ def interrupts_as_raised() -> Iterator[None]:
         yield
     except SystemExit as end:
         raise end.__context__ or end from None
+    except ValueError as error:  # Lightning counts the batches when it starts
+        if "val_check_interval" not in str(error):
+            raise
+        raise ConfigError(" ".join(str(error).replace("`", "").split())) from error
     except Exception as error:  # its loops are half set up while the data workers start
         original_error = error.__context__
         if original_error is not None and (
@@ -356,6 +390,11 @@ def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModul
         return
     allow_tf32(False)  # the figures are those of `evaluate`
     trained = Reconstructor(config, module.projector)
+    if config.trainer.fast_dev_run:  # there is no checkpoint
+        weights = module.network.state_dict()
+        trained.network.load_state_dict({name: gather(tensor).detach() for name, tensor in weights.items()})
+        evaluate(trained, data, "test", config.evaluation, trainer.strategy.root_device)
+        return
     load_weights(trained, run.folder)
     device = trainer.strategy.root_device
     run.console.print(f"evaluating best.ckpt on {len(data.dataset('test'))} slices of the test split", highlight=False)

@@ -45,13 +45,16 @@ def print_start(
         limits = []
         if t.max_steps > -1:  # -1: no limit, as in Lightning
             limits.append(f"{t.max_steps:,} step{'' if t.max_steps == 1 else 's'}")
-        if t.max_epochs:
+        if t.max_epochs not in (None, -1):
             limits.append(f"{t.max_epochs:,} epoch{'' if t.max_epochs == 1 else 's'}")
         lines += [
             f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = "
             f"{effective_batch(config)} slices an optimizer step",
             f"training ends after {' or '.join(limits)}",
         ]
+        if t.fast_dev_run:
+            n = "one batch" if t.fast_dev_run == 1 else f"{t.fast_dev_run} batches"
+            lines.append(f"fast_dev_run: {n} of training, validation and test; no checkpoint, no metrics.csv, no table")
         if config.compile:
             lines.append("compiling in the first step: that takes minutes on a CPU, and compile=false takes none")
         if getattr(config.optimizer.load(), "takes_hidden_weights", False) and not module.network.hidden_weights():
@@ -116,6 +119,8 @@ class TrainingProgress(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the line of a validation, as "step 20/400 · val PSNR 30.12 dB · SSIM 88.10 · 0:01:20 left"."""
+        if trainer.sanity_checking:
+            return
         assert isinstance(pl_module, RunModule)
         self._step = trainer.global_step
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}

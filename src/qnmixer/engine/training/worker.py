@@ -60,7 +60,7 @@ def check_processes(config: Config) -> None:
             )
     elif config.strategy.name == "single" and n > 1:
         raise ConfigError(f"strategy=single, but {n} processes were started: choose strategy=ddp, fsdp or pipeline")
-    elif trainer.devices is not None and trainer.devices * trainer.num_nodes != n:
+    elif trainer.per_node is not None and trainer.n_devices != n:
         raise ConfigError(
             f"trainer.devices={trainer.devices} × trainer.num_nodes={trainer.num_nodes} is not the number of processes "
             f"that were started, {n}: change them, or the command that started this one"
@@ -76,7 +76,7 @@ def fit_in_processes(config: Config, run: Run) -> float:
     """
     from qnmixer.engine.processes.launch import launch
 
-    n_devices = config.trainer.devices
+    n_devices = config.trainer.per_node
     assert n_devices is not None
     try:
         _check_inputs(config, run)

@@ -1,0 +1,164 @@
+"""What the arguments of Lightning's Trainer do in a run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from qnmixer import steps
+from qnmixer.engine.config.run import Config
+from qnmixer.engine.tracking.records import read_metrics, read_results
+from qnmixer.engine.tracking.run import Run
+from qnmixer.errors import ConfigError
+from qnmixer.fit import fit
+
+TinyConfig = Callable[..., Config]
+# Eight slices in batches of two: four steps an epoch. Three validation slices in two batches.
+EPOCHS = ["trainer.max_steps=-1", "trainer.max_epochs=2", "callbacks=none", "noise=field"]
+UNTESTED = "test_after_training=false"
+
+
+class Seen(Callback):
+    """The samples of the batches of training and of validation, and of the sanity check."""
+
+    def __init__(self) -> None:
+        self.train: list[list[int]] = []
+        self.val: list[list[int]] = []
+        self.sanity: list[list[int]] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, *_: Any) -> None:
+        self.train.append(batch["sample"].tolist())
+
+    def on_validation_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, *_: Any) -> None:
+        (self.sanity if trainer.sanity_checking else self.val).append(batch["sample"].tolist())
+
+
+def watched(config: Config, folder: Path) -> Seen:
+    """The batches of a run."""
+    seen = Seen()
+
+    def watching_fit(config: Config, run: Run) -> None:
+        with steps.session(config, run):
+            L.seed_everything(config.seed, workers=True, verbose=False)
+            module, callbacks = steps.prepared_module(config), steps.all_callbacks(config, run)
+            data = steps.build_data(config, run, None)
+            loggers = steps.build_loggers(config, folder, [])
+            trainer = steps.build_trainer(config, folder, [*callbacks, seen], loggers)
+            steps.train(config, run, trainer, module, data, None)
+            steps.validate_last_steps(config, run, trainer, module, data)
+
+    watching_fit(config, Run(folder))
+    return seen
+
+
+def validated(folder: Path) -> list[int]:
+    return [int(row["step"]) for row in read_metrics(folder / "metrics.csv") if row.get("val/psnr")]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def test_fast_dev_run(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two batches of each, though a step has four elsewhere; no checkpoint, no metrics, no table, and a word of it."""
+    words = ["trainer.fast_dev_run=2", "trainer.accumulate_grad_batches=4", "logger=[wandb,csv]"]
+    fit(tiny_config(*EPOCHS, *words), Run(tmp_path))
+    results = read_results(tmp_path)
+    assert (results["status"], results["steps"], results["fast_dev_run"]) == ("done", 2, 2)
+    assert not {"test", "evaluated"} & {*results}
+    assert {path.name for path in tmp_path.iterdir()} <= {"results.json", "code.diff", "pictures"}
+    out = capsys.readouterr().out
+    assert "fast_dev_run: 2 batches of training, validation and test; no checkpoint" in out
+    assert "step 2/2" in out
+    seen = watched(tiny_config(*EPOCHS, "trainer.fast_dev_run=1"), tmp_path / "one")
+    assert (len(seen.train), len(seen.val)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trainer.val_check_interval=0.5"], [2, 4, 6, 8]),
+        (["trainer.val_check_interval=3"], [3, 7, 8]),  # Lightning counts anew in each epoch; the last is ours
+        (["trainer.val_check_interval=3", "trainer.check_val_every_n_epoch=null"], [3, 6, 8]),
+        (["trainer.val_check_interval=00:00:00:00"], [1, 2, 3, 4, 5, 6, 7, 8]),
+        (["trainer.check_val_every_n_epoch=2"], [8]),
+        (["trainer.val_check_interval=0.3", "trainer.accumulate_grad_batches=2"], [1, 2, 3, 4]),  # no half step
+    ],
+    ids=str,
+)
+def test_when_a_run_validates(tiny_config: TinyConfig, tmp_path: Path, words: list[str], expected: list[int]) -> None:
+    config = tiny_config(*EPOCHS, *words, UNTESTED, "trainer.val_every_n_steps=null")
+    fit(config, Run(tmp_path))
+    assert validated(tmp_path) == expected
+
+
+def test_more_batches_between_validations_than_there_are(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    config = tiny_config(*EPOCHS, "trainer.val_check_interval=5", "trainer.val_every_n_steps=null")
+    with pytest.raises(ConfigError, match=r"val_check_interval \(5\) must be less than or equal"):
+        fit(config, Run(tmp_path))
+
+
+def test_a_validation_before_training_changes_nothing(
+    tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["trainer.num_sanity_val_steps=1", "trainer.reload_dataloaders_every_n_epochs=1"]
+    plain = watched(tiny_config(*EPOCHS, "callbacks=default"), tmp_path / "plain")
+    lines = capsys.readouterr().out.count("\n")
+    seen = watched(tiny_config(*EPOCHS, "callbacks=default", *words), tmp_path / "sanity")
+    assert (len(plain.sanity), len(seen.sanity)) == (0, 1)
+    assert capsys.readouterr().out.count("\n") == lines
+    assert (plain.train, plain.val) == (seen.train, seen.val)
+    for name, value in weights(tmp_path / "plain").items():
+        assert torch.equal(weights(tmp_path / "sanity")[name], value)
+    pictures = [sorted(path.name for path in (tmp_path / name / "pictures").iterdir()) for name in ("plain", "sanity")]
+    assert pictures[0] == pictures[1]
+
+
+def test_overfit_batches(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    """The same two batches in each epoch, in the order of the data, and as many of validation."""
+    words = ["trainer.overfit_batches=2", "trainer.val_every_n_steps=null", "data.n_val=8"]
+    seen = watched(tiny_config(*EPOCHS, *words), tmp_path)
+    assert seen.train == [[0, 1], [2, 3]] * 2
+    assert seen.val == [[0, 1], [2, 3]] * 2
+    assert read_results(tmp_path)["steps"] == 4
+
+
+def test_a_resumed_run_of_few_batches_has_the_weights_of_one_run(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    words = ["trainer.overfit_batches=0.75", "trainer.val_check_interval=2", UNTESTED, *EPOCHS]
+    words += ["trainer.val_every_n_steps=null", "trainer.max_epochs=3", "schedule=constant"]
+    fit(tiny_config(*words), Run(tmp_path / "one"))
+    folder = tmp_path / "two"
+    fit(tiny_config(*words, "trainer.max_steps=5"), Run(folder))
+    fit(tiny_config(*words, f"resume={folder}"), Run(folder, resume=str(folder)))
+    assert read_results(folder)["steps"] == 9
+    for name, value in weights(tmp_path / "one").items():
+        assert torch.equal(weights(folder)[name], value)
+
+
+def test_limits_of_validation_and_test(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    words = ["trainer.limit_val_batches=0.5", "trainer.limit_test_batches=1", "trainer.val_every_n_steps=null"]
+    seen = watched(tiny_config(*EPOCHS, *words), tmp_path / "val")
+    assert seen.val == [[0, 1]] * 2
+    fit(tiny_config(*EPOCHS, *words), Run(tmp_path / "test"))
+    images = (tmp_path / "test" / "evaluation" / "images.csv").read_text()
+    assert {line.split(",")[0] for line in images.splitlines()[1:]} == {"0", "1"}
+
+
+@pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])
+def test_profilers(tiny_config: TinyConfig, tmp_path: Path, name: str) -> None:
+    words = [f"trainer.profiler={name}", "trainer.max_steps=2", UNTESTED, "callbacks=none"]
+    fit(tiny_config(*words), Run(tmp_path))
+    (report,) = (tmp_path / "profile").glob(f"*{name}*.txt")
+    assert "step" in report.read_text()
+
+
+def test_what_a_run_prints(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trainer.enable_progress_bar=false", "trainer.enable_model_summary=true", "trainer.max_steps=2"]
+    fit(tiny_config(*words, UNTESTED, "callbacks=none"), Run(tmp_path))
+    out = capsys.readouterr().out
+    assert "Trainable params" in out
+    assert "step 2/2" not in out
