@@ -146,8 +146,11 @@ def test_recomputing_takes_the_iterations_out_of_the_peak() -> None:
     """The paper's size, by torch's tracker: at T = 14 at most 130 MiB, where keeping needs more for 3 iterations."""
     projector = FanBeamProjector(FanBeamGeometry.paper(32))
     projector.safe_step_size()
-    seven, fourteen = (peak_of_a_step(projector, "memory=recompute", f"model.n_iterations={T}") for T in (7, 14))
+    seven, thirteen, fourteen = (
+        peak_of_a_step(projector, "memory=recompute", f"model.n_iterations={T}") for T in (7, 13, 14)
+    )
     assert fourteen < 130 < peak_of_a_step(projector, "model.n_iterations=3")
-    # What an iteration leaves: x, r, s and z, 0.25 MiB each; in backward, the gradients of s and z too. H adds
-    # copies of all s and z for a moment.
-    assert fourteen - seven < 7 * 1.8
+    # What an iteration leaves: x, r, s and z, 0.25 MiB each; in backward, the gradients of s and z too.
+    assert thirteen - seven < 6 * 1.6
+    # With the 14th the peak is elsewhere: where H copies all s and z for a moment, 1.4 MiB higher.
+    assert fourteen - thirteen < 1.6 + 1.4

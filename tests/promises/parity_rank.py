@@ -1,4 +1,4 @@
-"""One rank of `test_gradients_of_one_process`: train configs by their strategies, write what must be equal."""
+"""One rank of the tests of gradients: train configs by their strategies, write what must be equal."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from torch import Tensor
 
 from qnmixer.engine.build import build_module
@@ -98,10 +98,11 @@ def train(
     scale: float | None = None,
     measure: bool = False,
     save: bool = True,
+    exact: bool = False,
 ) -> dict[str, Any]:
     """Train a config in this process, as one rank of its strategy; what was recorded.
 
-    `measure`: with the checkpoints of a run, then validate and test. `save`: write last.ckpt.
+    `measure`: with the checkpoints of a run, then validate and test. `save`: write last.ckpt. `exact`: in float64.
     """
     L.seed_everything(1, verbose=False)
     module = build_module(config)
@@ -115,8 +116,10 @@ def train(
     trainer = build_trainer(
         config, folder, [*callbacks, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
     )
+    if exact:
+        trainer.strategy.precision_plugin = DoublePrecision()
     data = SliceDataModule(config.data)
-    terms = {} if world_size() > 1 or scale or measure or resume else magnitudes(module, config)
+    terms = {} if world_size() > 1 or scale or measure or resume or exact else magnitudes(module, config)
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     if save:
         trainer.save_checkpoint(folder / "last.ckpt")
@@ -136,7 +139,8 @@ def main(job: Path) -> None:
     for k, task in enumerate(json.loads(job.read_text())):
         folder = Path(task["folder"])
         resume = Path(task["resume"]) if task["resume"] else None
-        found = train(parse(task["config"]), folder, resume, task["scale"], task["measure"], task["save"])
+        options = {key: task[key] for key in ("scale", "measure", "save", "exact")}
+        found = train(parse(task["config"]), folder, resume, **options)
         torch.save(found, folder / f"rank_{rank()}.pt")
         print(k, task["folder"], flush=True)
 

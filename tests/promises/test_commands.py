@@ -186,7 +186,6 @@ def test_accumulation_makes_fewer_steps_of_more_slices_and_the_last_are_scored(t
     assert record(tmp_path)["best"]["val/psnr"] == pytest.approx(max(values["val/psnr"]))
 
 
-@pytest.mark.long
 def test_the_largest_gradient_is_logged_whatever_the_interval(tmp_path: Path) -> None:
     every, some = tmp_path / "every", tmp_path / "some"
     steps = ["trainer.max_steps=6", "trainer.val_every_n_steps=6", UNTESTED]

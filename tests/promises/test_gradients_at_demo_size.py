@@ -25,11 +25,7 @@ FEW = (
     "data.n_test=1 data.num_workers=0 logger=csv test_after_training=false"
 )
 # A single slice, as the pipeline takes, has no tensor so large that it is offloaded.
-MODES = [
-    pytest.param("strategy=ddp memory=offload", marks=pytest.mark.long),
-    pytest.param("strategy=fsdp memory=recompute", marks=pytest.mark.long),
-    pytest.param("strategy=pipeline", marks=pytest.mark.long),
-]
+MODES = ["strategy=ddp memory=offload", "strategy=fsdp memory=recompute", "strategy=pipeline"]
 TOLERANCE = {"16-mixed": 5e-3, "bf16-mixed": 4e-2}
 """How far losses and mean gradients may be from those of another rounding."""
 
@@ -78,7 +74,6 @@ def test_four_devices_are_as_one(train: Train, overrides: str) -> None:
     assert moments < 5e-5
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_half_precision_is_near_full_precision(train: Train, precision: str) -> None:
     """Of one process with the demo's batch of 4, because fp16 takes a CPU ten times as long."""
@@ -89,7 +84,6 @@ def test_half_precision_is_near_full_precision(train: Train, precision: str) -> 
     assert 1e-5 < moments < TOLERANCE[precision]  # and it is not full precision
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 def test_a_memory_mode_changes_no_bit(train: Train, mode: str) -> None:
     found, expected = train(f"{ONE} memory={mode}"), train(ONE)

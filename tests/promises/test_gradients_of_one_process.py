@@ -107,6 +107,7 @@ def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[s
                 "scale": task.scale,
                 "measure": task.measure,
                 "save": task.measure or task.name in WRITERS,
+                "exact": False,
             }
         )
     path = folder / f"job_{n_processes}.json"

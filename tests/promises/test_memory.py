@@ -41,7 +41,6 @@ def test_the_command_prints_one_object(command: Command, tmp_path: Path) -> None
     assert "idle_share" not in told
 
 
-@pytest.mark.long
 def test_the_command_prints_tables_and_leaves_nothing(command: Command, tmp_path: Path) -> None:
     done = command(tmp_path, "plan", *SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2")
     assert (done.code, done.stderr) == (0, "")
@@ -89,7 +88,6 @@ def save(module: ReconstructionModule, path: Path) -> None:
     torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
 
 
-@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is read from /proc")
 def test_a_batch_that_does_not_fit_is_halved(tiny_module: Build, tmp_path: Path) -> None:
     """Real allocations that the system refuses, 150 MiB above what is there."""
@@ -121,7 +119,6 @@ finally:
 """
 
 
-@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_a_long_series_needs_the_memory_of_a_short_one(tiny_module: Build, tmp_path: Path) -> None:
     """All its slices together have 100 MiB."""

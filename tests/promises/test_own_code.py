@@ -149,7 +149,6 @@ def test_a_sweep_of_its_arguments(sweep: Path) -> None:
     assert much["train/loss"] - without["train/loss"] == pytest.approx(100 * without["train/roughness"], rel=1e-4)
 
 
-@pytest.mark.long
 def test_a_sweep_is_compared_where_its_code_is_trusted(sweep: Path, command: Command, tmp_path: Path) -> None:
     stranger = {"XDG_CONFIG_HOME": str(tmp_path)}
     assert "add trust=own" in command(sweep.parent, "compare", "sweep=sweep", **stranger).error
@@ -202,7 +201,6 @@ def test_a_loss_on_the_iterates_is_that_of_every_memory_mode(here: Path, command
     assert abs(recomputed["train/grad_norm"] / without["train/grad_norm"] - 1) > 0.1
 
 
-@pytest.mark.long
 def test_a_pipeline_trains_and_logs_what_one_process_does(here: Path, command: Command) -> None:
     """A term on x_T and the values that the training step logs: means over the micro-batches, on every rank."""
     weights = {}

@@ -38,7 +38,7 @@ def here(tmp_path: Path) -> Path:
     [
         (["strategy=single"], 1),
         *(
-            pytest.param([f"strategy={name}", "trainer.devices=2"], 2, marks=pytest.mark.long)
+            pytest.param([f"strategy={name}", "trainer.devices=2"], 2, marks=[pytest.mark.long] * (name != "ddp"))
             for name in ("ddp", "fsdp", "pipeline")
         ),
     ],

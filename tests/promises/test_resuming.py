@@ -1,4 +1,4 @@
-"""Promise 2: 34 of 34 kills resume bit for bit; a dead rank is named within seconds, no orphan; two writers never share
+"""Promise 2: kills resume bit for bit; a dead rank is named within seconds, no orphan; two writers never share
 a folder.
 
 Runs that are killed and resumed, from end to end: the results are those of an undisturbed run.
@@ -21,7 +21,8 @@ import torch
 from qnmixer.engine.checkpoints import read_checkpoint
 
 from ..conftest import PHANTOMS, TINY, environment
-from ..warm import Warm
+from ..warm import FORK_RANKS, Warm
+from .commands import training
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resuming")]
 
@@ -52,32 +53,36 @@ import sys
 class WhenTrainingIsLoaded:
     def find_spec(name, path=None, target=None):
         if name == "qnmixer.fit":
+            sys.meta_path.remove(WhenTrainingIsLoaded)  # who asks whether it exists comes before who imports it
             exec({DRAWING!r}, {{}})
-sys.meta_path.insert(0, WhenTrainingIsLoaded)
-"""
-TRAIN = """
-import runpy
-runpy.run_module("qnmixer.train", run_name="__main__", alter_sys=True)
+if "qnmixer.fit" in sys.modules:
+    exec({DRAWING!r}, {{}})
+else:
+    sys.meta_path.insert(0, WhenTrainingIsLoaded)
 """
 
 
 class Runs:
-    """Starts `python -m qnmixer.train` in a folder; what is not to be killed, by a Python that has loaded it."""
+    """Starts `python -m qnmixer.train` in a folder, by a Python that has loaded it.
 
-    def __init__(self, folder: Path, warm: Warm, *, drawing: bool) -> None:
+    `cold`: what is to be killed is started by a new Python.
+    """
+
+    def __init__(self, folder: Path, warm: Warm, *, drawing: bool, cold: bool = False) -> None:
         self.folder, self.warm = folder, warm
-        self.warm_start = DRAWING * drawing + TRAIN
+        self.python = (sys.executable,) if cold else warm.under
         (folder / "sitecustomize.py").write_text(AT_START * drawing)
         self.environment = environment(PYTHONPATH=f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
     def start(self, *overrides: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "qnmixer.train", *overrides], cwd=self.folder, env=self.environment,
+            [*self.python, "-m", "qnmixer.train", *overrides], cwd=self.folder, env=self.environment,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 
     def run(self, *overrides: str) -> None:
-        done = self.warm.run("-c", self.warm_start, *overrides, cwd=self.folder, env=self.environment, timeout=500)
+        variables = self.environment | FORK_RANKS
+        done = self.warm.run("-m", "qnmixer.train", *overrides, cwd=self.folder, env=variables, timeout=500)
         assert done.returncode == 0, done.stderr
 
 
@@ -171,7 +176,6 @@ def mix(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["mix", "muon"])
 def test_every_kind_of_data_and_optimizer_is_the_same_after_a_kill(
     warm: Warm, tmp_path: Path, mix: list[str], kind: str
@@ -186,28 +190,46 @@ def test_every_kind_of_data_and_optimizer_is_the_same_after_a_kill(
     kill_and_go_on(Runs(tmp_path, warm, drawing=False), [("training", 0.1)], *overrides, slices=slices)
 
 
-@pytest.mark.long
+def test_numbers_that_were_drawn_before_change_nothing(trained: Path, tmp_path: Path) -> None:
+    """As in a notebook: the process has trained, and drawn from every generator."""
+    random.random(), np.random.rand(), torch.rand(3)  # noqa: NPY002
+    assert training(tmp_path / "again", "noise=field", "callbacks=default").code == 0
+    assert rows(tmp_path / "again") == rows(trained)
+
+
+def moments(seed: int, start: int, training: int, writing: int, pace: float = 1) -> list[tuple[str, float]]:
+    """So many random moments of the start, of training and validation, and of the writing of checkpoints."""
+    rng = random.Random(seed)
+    drawn = [("start", pace * rng.uniform(0, 8)) for _ in range(start)]
+    drawn += [("training", pace * rng.uniform(0, 1.5)) for _ in range(training)]
+    drawn += [("writing", pace * rng.uniform(0, 1)) for _ in range(writing)]
+    rng.shuffle(drawn)
+    return drawn
+
+
+def test_a_run_that_is_killed_again_and_again_comes_to_the_same(warm: Warm, tmp_path: Path) -> None:
+    overrides = ["trainer.max_steps=100", "trainer.save_every_n_steps=1", "data.num_workers=1"]
+    kill_and_go_on(Runs(tmp_path, warm, drawing=True), moments(0, 1, 2, 2, pace=0.25), *overrides)
+
+
+@pytest.mark.long  # the same, with twenty kills of Pythons that load their libraries
 def test_a_run_that_is_killed_twenty_times_comes_to_the_same(warm: Warm, tmp_path: Path) -> None:
-    """At random moments: of the start, of training and validation, of the writing of checkpoints."""
-    rng = random.Random(0)
-    moments = [("start", rng.uniform(0, 8)) for _ in range(4)]
-    moments += [("training", rng.uniform(0, 1.5)) for _ in range(8)]
-    moments += [("writing", rng.uniform(0, 1)) for _ in range(8)]
-    rng.shuffle(moments)
     overrides = ["trainer.max_steps=500", "trainer.save_every_n_steps=1", "data.num_workers=1"]
-    kill_and_go_on(Runs(tmp_path, warm, drawing=True), moments, *overrides)
+    kill_and_go_on(Runs(tmp_path, warm, drawing=True, cold=True), moments(0, 4, 8, 8), *overrides)
 
 
-@pytest.mark.long
-def test_two_processes_that_are_killed_come_to_the_same(warm: Warm, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "training", "writing"), [(60, 1, 0), pytest.param(200, 3, 2, marks=pytest.mark.long)]
+)
+def test_two_processes_that_are_killed_come_to_the_same(
+    warm: Warm, tmp_path: Path, steps: int, training: int, writing: int
+) -> None:
     """Their launcher is killed, which ends them."""
-    rng = random.Random(1)
-    moments = [("training", rng.uniform(0, 2)) for _ in range(3)] + [("writing", rng.uniform(0, 1)) for _ in range(2)]
-    overrides = ["trainer.max_steps=200", "trainer.save_every_n_steps=2", "strategy=ddp", "trainer.devices=2"]
-    kill_and_go_on(Runs(tmp_path, warm, drawing=True), moments, *overrides, "data.batch_size=1")
+    overrides = [f"trainer.max_steps={steps}", "trainer.save_every_n_steps=2", "strategy=ddp", "trainer.devices=2"]
+    kills = moments(1, 0, training, writing)
+    kill_and_go_on(Runs(tmp_path, warm, drawing=True), kills, *overrides, "data.batch_size=1")
 
 
-@pytest.mark.long  # make test has it in test_gradients_of_one_process
 def test_shards_go_on_in_the_middle_of_an_epoch_too(warm: Warm, tmp_path: Path) -> None:
     """Lightning restores fsdp later than all others, when data for a run by epochs might be open already."""
     runs, weights = Runs(tmp_path, warm, drawing=False), []

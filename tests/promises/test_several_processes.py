@@ -99,7 +99,6 @@ def test_a_run_can_be_stopped(start: Start, number: signal.Signals, code: int) -
     assert len(command.losses()) == step
 
 
-@pytest.mark.long
 def test_nothing_stays_when_the_launcher_is_killed(start: Start) -> None:
     command = in_training(start, "strategy=ddp", "trainer.devices=2")
     assert len(command.family()) == 1 + 2 * (1 + 2)
@@ -146,24 +145,24 @@ def srun(process: int, port: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-@pytest.mark.long
-def test_two_nodes_train_as_one_process_does(start: Start, tmp_path: Path) -> None:
-    """Under torchrun, and in the environment of srun: one folder, and the losses of one process on the same samples."""
-    single = start("data.n_train=7", folder=tmp_path / "single")
+@pytest.mark.parametrize("trainer", ["slurm", pytest.param("torchrun", marks=pytest.mark.long)])
+def test_two_nodes_train_as_one_process_does(start: Start, warm: Warm, tmp_path: Path, trainer: str) -> None:
+    """Under torchrun, or in the environment of srun: one folder, and the losses of one process on the same samples."""
+    single = start("data.n_train=7", folder=tmp_path / "single", under=warm.under)
     assert single.end()[:2] == (0, "")
-    for trainer in ("torchrun", "slurm"):
-        port, nodes = free_port(), []
-        for node in (0, 1):
-            by: dict[str, Any] = {"under": torchrun(node, port)} if trainer == "torchrun" else {"env": srun(node, port)}
-            words = ["data.n_train=7", "data.batch_size=1", "strategy=ddp", f"trainer={trainer}", "trainer.devices=1"]
-            nodes.append(start(*words, folder=tmp_path / trainer, **by))
-        assert [node.end()[:2] for node in nodes] == [(0, ""), (0, "")]
-        assert nodes[0].losses() == pytest.approx(single.losses(), rel=1e-5)
-        assert len(single.losses()) == 4
-        files = [{path.name for path in (tmp_path / run).rglob("*")} for run in ("single", trainer)]
-        assert files[0] == files[1]
-        assert nodes[0].record()["status"] == "done"
-        assert "hydra.output_subdir=null" not in (tmp_path / trainer / ".hydra" / "hydra.yaml").read_text()
+    port, nodes = free_port(), []
+    for node in (0, 1):
+        srun_of = {"under": warm.under, "env": srun(node, port)}
+        by: dict[str, Any] = {"under": torchrun(node, port)} if trainer == "torchrun" else srun_of
+        words = ["data.n_train=7", "data.batch_size=1", "strategy=ddp", f"trainer={trainer}", "trainer.devices=1"]
+        nodes.append(start(*words, folder=tmp_path / trainer, **by))
+    assert [node.end()[:2] for node in nodes] == [(0, ""), (0, "")]
+    assert nodes[0].losses() == pytest.approx(single.losses(), rel=1e-5)
+    assert len(single.losses()) == 4
+    files = [{path.name for path in (tmp_path / run).rglob("*")} for run in ("single", trainer)]
+    assert files[0] == files[1]
+    assert nodes[0].record()["status"] == "done"
+    assert "hydra.output_subdir=null" not in (tmp_path / trainer / ".hydra" / "hydra.yaml").read_text()
 
 
 DDP = ["hydra.run.dir={}", "strategy=ddp", "trainer.devices=2"]

@@ -39,8 +39,7 @@ def table(sweep: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("devices", ["21", "212"])
+@pytest.mark.parametrize("devices", [pytest.param("21", marks=pytest.mark.long), "212"])
 def test_jobs_of_several_processes_follow_each_other(
     start: Start, warm: Warm, tmp_path: Path, offline_runs: Callable[[Path], list[Any]], devices: str
 ) -> None:
@@ -71,12 +70,11 @@ def test_jobs_of_several_processes_follow_each_other(
     assert len([*folder.rglob("offline-run-*/*.wandb")]) == len(devices)
 
 
-@pytest.mark.long
-def test_a_search_over_jobs_of_two_processes(start: Start, tmp_path: Path) -> None:
+def test_a_search_over_jobs_of_two_processes(start: Start, warm: Warm, tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     search = ["-m", "hydra/sweeper=search", "strategy=ddp", "trainer.devices=2", "hydra.sweep.dir=search"]
     search += ["hydra.sweeper.n_trials=2", "optimizer.lr=tag(log, interval(1e-4, 1e-2))"]
-    code, _, stderr = start(*search, folder=None).outcome()
+    code, _, stderr = start(*search, folder=None, under=warm.under, env=FORK_RANKS).outcome()
     assert (code, stderr) == (0, "")
     done, rates = jobs(tmp_path / "search"), []
     for number, job in enumerate(done):
@@ -117,8 +115,7 @@ UNSAVED = ["trainer.max_steps=100", "trainer.val_every_n_steps=1000", "trainer.s
 SAVED = ["trainer.max_steps=300", "trainer.val_every_n_steps=50"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_a_stopped_sweep_leaves_no_process_and_continues(
     start: Start, warm: Warm, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -183,7 +180,6 @@ def test_the_local_mode_of_a_launcher(
     assert [line["status"] for line in table(tmp_path / "sweep")] == ["done", "failed"]
 
 
-@pytest.mark.long
 def test_jobs_that_an_experiment_is_fitted_to_are_done_once(command: Command, tmp_path: Path) -> None:
     """`experiment=demo model=fbp` deletes keys of demo's, in the job's record too."""
     tiny = [*(word for word in TINY if not word.startswith("model.")), *PHANTOMS]

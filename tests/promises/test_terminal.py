@@ -14,7 +14,7 @@ import pytest
 
 from ..conftest import TINY, Command
 from ..terminal import in_terminal
-from ..warm import Warm
+from ..warm import FORK_RANKS, Warm
 
 NOISY = """
 import sys, warnings
@@ -30,7 +30,6 @@ class Noisy(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     tmp_path: Path, offline_runs: Callable[[Path], list[Any]], warm: Warm
 ) -> None:
@@ -81,10 +80,9 @@ def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_of_several_processes_one_speaks(start: Callable[..., Command]) -> None:
+def test_of_several_processes_one_speaks(start: Callable[..., Command], warm: Warm) -> None:
     options = ["strategy=ddp", "trainer.devices=2", "trainer.val_every_n_steps=4", "data.n_train=6"]
-    code, stdout, stderr = start(*options).outcome()
+    code, stdout, stderr = start(*options, under=warm.under, env=FORK_RANKS).outcome()
     assert (code, stderr) == (0, "")
     lines = stdout.splitlines()
     assert lines[0].startswith("starting a run in ")

@@ -127,10 +127,9 @@ def test_page_picture_and_a_table_of_numbers_are_files_of_the_run(runs: dict[str
 
 
 @pytest.mark.usefixtures("no_wandb")
-@pytest.mark.long
 def test_training_continues_without_the_network(tmp_path: Path, wandb_server: Any) -> None:
-    """A real run, whose server goes after the first validation: all its steps, one warning, a moment's wait."""
-    words = [*SMALLEST, *PHANTOMS, "trainer.max_steps=300", "trainer.val_every_n_steps=20", "logger.wandb.mode=online"]
+    """A real run, whose server goes after the first validation: all its steps, and one warning."""
+    words = [*SMALLEST, *PHANTOMS, "trainer.max_steps=100", "trainer.val_every_n_steps=20", "logger.wandb.mode=online"]
     train = [sys.executable, "-m", "qnmixer.train", *words, f"hydra.run.dir={tmp_path}"]
     with subprocess.Popen(train, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 120
@@ -139,16 +138,14 @@ def test_training_continues_without_the_network(tmp_path: Path, wandb_server: An
             assert process.poll() is None
             time.sleep(0.02)
         wandb_server.leave()
-        start = time.monotonic()
         stdout, stderr = process.communicate(timeout=200)
     assert process.returncode == 0, stderr
-    assert time.monotonic() - start < 120
-    assert "step 300/300" in stdout
+    assert "step 100/100" in stdout
     assert f"W&B: {wandb_server.url}" in stdout
     assert [line for line in stderr.splitlines() if "W&B" in line and "wandb sync" in line] == [
         line for line in stderr.splitlines() if not line.startswith(" ")
     ]
-    assert sorted({int(row["step"]) for row in read_metrics(tmp_path / "metrics.csv")}) == list(range(1, 301))
+    assert sorted({int(row["step"]) for row in read_metrics(tmp_path / "metrics.csv")}) == list(range(1, 101))
     assert list(tmp_path.glob("wandb/run-*/*.wandb"))
 
 
@@ -164,7 +161,6 @@ def command_line(command: list[str], python: Path, program: str, values: dict[st
     return built
 
 
-@pytest.mark.long
 def test_an_agent_runs_two_jobs_of_the_ready_sweep(warm: Warm, tmp_path: Path, wandb_server: Any) -> None:
     """The command line as W&B's own code builds it: that of our sweep, and W&B's default."""
     from wandb.sdk.launch.sweeps.utils import DEFAULT_SWEEP_COMMAND

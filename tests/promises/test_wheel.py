@@ -117,7 +117,7 @@ print(qnmixer.__file__, {'lightning', 'hydra'} & {*sys.modules})
 
 def test_ten_lines_of_plain_pytorch(run: Run, tmp_path: Path) -> None:
     ten_lines, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
-    assert len([line for line in ten_lines.splitlines() if line]) <= 10
+    assert len([line for line in ten_lines.splitlines() if line]) <= 10  # fewer do as much
     last = run("python", "-c", ten_lines + MORE, cwd=tmp_path).splitlines()[-1]
     assert re.fullmatch(r"\S+/site-packages/qnmixer/__init__.py set\(\)", last)
 

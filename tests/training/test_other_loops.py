@@ -119,6 +119,29 @@ def checkpoint_at_start(here: Path, warm: Warm, words: list[str], name: str) -> 
     return checkpoint(here / name)["state_dict"]
 
 
+WRONG = """
+import os
+from my_gan import Gan
+
+class Wrong(Gan):
+    def surprise(self, image, is_true, weight):
+        return super().surprise(image, is_true, weight) * (1.001 if os.environ.get("RANK") == "1" else 1)
+"""
+
+
+def test_doctor_tells_right_gradients_from_wrong_ones(here: Path, warm: Warm) -> None:
+    """In float64. In float32 rounding alone comes to 1e-4: Adam makes a full step of every gradient, however small."""
+    (here / "my_wrong_gan.py").write_text(WRONG)
+    words = [*GAN, "strategy=ddp", *TWO, "+module.adversarial=0.1"]
+    right, wrong = (
+        train(warm, here, "", *words, *more, command="doctor") for more in ([], ["module._target_=my_wrong_gan.Wrong"])
+    )
+    assert (right.returncode, right.stderr) == (0, ""), right.stdout
+    assert re.search("PASS  gradients .*1e-06 allowed", right.stdout)
+    assert wrong.returncode == 1
+    assert [line.split()[1] for line in wrong.stdout.splitlines() if line.startswith("FAIL")] == ["gradients"]
+
+
 def test_what_pipeline_cannot_is_one_line(here: Path, warm: Warm) -> None:
     done = train(warm, here, "piped", *GAN, "strategy=pipeline", *TWO)
     (line,) = done.stderr.splitlines()

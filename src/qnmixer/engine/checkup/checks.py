@@ -30,8 +30,8 @@ from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import RankFailed, UserError
 from qnmixer.machine import n_cores
 
-TOLERANCE = {"32": 1e-4, "16-mixed": 3e-2, "bf16-mixed": 1e-1}
-"""Relative error of a gradient, compared with one process."""
+TOLERANCE = {"64": 1e-6, "32": 1e-4, "16-mixed": 3e-2, "bf16-mixed": 1e-1}
+"""Relative error of a gradient, compared with one process. In float64 a part that a user keeps in float32 rounds."""
 
 # A gradient this much smaller than that of the whole network is mostly rounding. It is compared with this share of the
 # whole gradient.
@@ -134,6 +134,7 @@ def checkpoint_bytes(config: Config) -> int:
 def check_run(config: Config) -> Iterator[Check]:
     """Run some real steps over all devices, and check their results. `config` must come from `resolve_devices`."""
     n, start, failure, reference = config.trainer.per_node or 1, time.monotonic(), None, Report()
+    exact = False
     fix = "python -m qnmixer.train with these settings prints where it fails"
     if n > 1:
         fix += "; if this checkup passes with strategy=single, the fault is between the processes"
@@ -143,7 +144,9 @@ def check_run(config: Config) -> Iterator[Check]:
                 examine(config, Run(folder))
             else:
                 run_ranks(config, folder, n)
-            train_a_little(reference, single_process(config, read_report(folder, 0).manual), folder, n_steps=1)
+            reports = [read_report(folder, rank) for rank in range(n)]
+            exact = all(report.in_float64 for report in reports)
+            train_a_little(reference, single_process(config, reports[0].manual), folder, n_steps=1, in_float64=exact)
         except Exception as error:
             failure = explain(error, "doctor") or f"{type(error).__name__}: {' '.join(str(error).split())}"
             if isinstance(error, UserError) and not isinstance(error, RankFailed):
@@ -167,6 +170,8 @@ def check_run(config: Config) -> Iterator[Check]:
     if not config.datamodule.is_of_slices:
         finding = f"several devices share the slices of {config.datamodule.target} in another order"
         yield Check("gradients", "SKIP", finding)
+    elif reference.gradients and exact:
+        yield compare_gradients([report.in_float64 for report in reports], reference.gradients, TOLERANCE["64"])
     elif reference.gradients and all(report.gradients for report in reports):
         rounded_to_10_bits = config.trainer.tf32 and config.trainer.accelerator == "cuda"
         precision = "16-mixed" if rounded_to_10_bits and config.trainer.precision == "32" else config.trainer.precision

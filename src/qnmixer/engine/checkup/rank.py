@@ -13,6 +13,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor, nn
 
 from qnmixer.engine.build import build_data_module, build_module
@@ -49,6 +50,7 @@ class Report:
     shares: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # samples of train and val, with weights
     lengths: dict[str, int] = field(default_factory=dict)  # slices of train and val
     gradients: dict[str, Tensor] = field(default_factory=dict)  # before clipping, of the first step, if it is finite
+    in_float64: dict[str, Tensor] = field(default_factory=dict)  # the same, where the device and the network can
     not_finite: str | None = None  # a gradient or loss that is not finite
     manual: bool = False  # the module optimizes by itself
     held: list[tuple[int, int]] = field(default_factory=list)  # after each step: tensors with a graph, and bytes
@@ -112,6 +114,8 @@ def examine(config: Config, run: Run) -> float:
             report.talks = True
             report.write(run.folder)  # a rank may be killed later
         train_a_little(report, config, run.folder, STEPS)
+        if config.trainer.precision == "32" and _has_room_for_float64(config.trainer.accelerator):
+            report.in_float64 = gradients_in_float64(config, run.folder)
         if dist.is_initialized():
             note("leaving")
             dist.destroy_process_group()
@@ -156,7 +160,28 @@ def communicate(accelerator: str) -> None:
         raise RankFailed("weights differ from rank 0 after three steps of ddp")
 
 
-def train_a_little(report: Report, config: Config, folder: Path, n_steps: int) -> None:
+def _has_room_for_float64(accelerator: str) -> bool:
+    """Whether every rank's device has twice the memory that its steps took."""
+    if accelerator != "cuda":
+        return True
+    has_room = 2 * torch.cuda.max_memory_allocated() < torch.cuda.mem_get_info()[1]
+    answer = torch.tensor(has_room, dtype=torch.int32, device="cuda")
+    if dist.is_initialized():
+        dist.all_reduce(answer, dist.ReduceOp.MIN)
+    return bool(answer)
+
+
+def gradients_in_float64(config: Config, folder: Path) -> dict[str, Tensor]:
+    """The gradients of the first step, where rounding hides nothing; none if code of a user needs float32."""
+    report = Report()
+    try:
+        train_a_little(report, config, folder, n_steps=1, in_float64=True)
+    except Exception:  # in float32 the same step has passed
+        return {}
+    return report.gradients
+
+
+def train_a_little(report: Report, config: Config, folder: Path, n_steps: int, in_float64: bool = False) -> None:
     """Run a few steps of a config as training runs them. Raises its errors."""
     trainer_config = config.trainer.model_copy(
         update={
@@ -171,6 +196,8 @@ def train_a_little(report: Report, config: Config, folder: Path, n_steps: int) -
     note("building the network")
     module, callbacks = untrained(run), [Probe(report), *build_callbacks(run.callbacks, run.metrics)]
     trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))
+    if in_float64:
+        trainer.strategy.precision_plugin = DoublePrecision()
     data = build_data_module(run)
     report.manual = not module.automatic_optimization
     note("starting to train")
