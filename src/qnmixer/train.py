@@ -109,7 +109,9 @@ def print_begin(run: Run, config: Config) -> None:
     """Print the first line of a run, before Lightning is loaded: its folder and its settings."""
     action = "starting a run" if run.resume is None else "resuming the run"
     experiment = HydraConfig.get().runtime.choices.get("experiment")
-    choices = f"experiment={experiment}, " * bool(experiment) + f"model={config.model.name}, data={config.data.name}"
+    own = config.datamodule.name  # "default" is not imported here: that would load Lightning first
+    source = f"data={config.data.name}" if own == "default" or config.datamodule.is_of_slices else f"datamodule={own}"
+    choices = f"experiment={experiment}, " * bool(experiment) + f"model={config.model.name}, {source}"
     run.console.print(f"{action} in {run.folder}: {choices} (loading Lightning …)", highlight=False, soft_wrap=True)
 
 

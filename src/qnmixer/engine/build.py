@@ -54,15 +54,23 @@ def build_data_module(config: Config, **options: Any) -> SliceDataModule | OwnDa
 
     options: further arguments of `SliceDataModule`.
     """
-    geometry = build_geometry(config)
     if not config.datamodule.is_of_slices:
-        data_module = config.datamodule.build(
-            supplied={key: getattr(config.data, key) for key in config.datamodule.supplied},
-        )
-        return OwnDataModule(data_module, config.datamodule.target, config.data, geometry)
-    measure = sample_measurement(config)
+        return build_own_data(config)
+    measure, geometry = sample_measurement(config), build_geometry(config)
     data: SliceDataModule = config.datamodule.build(config.data, measure=measure, geometry=geometry, **options)
     return data
+
+
+def build_own_data(config: Config, part: str = "test") -> OwnDataModule:
+    """Build the LightningDataModule that `datamodule` names, if it is no SliceDataModule. `part`: to be evaluated.
+
+    Raises ConfigError for a pipeline, whose devices need batches of one size.
+    """
+    datamodule = config.datamodule
+    if isinstance(config.strategy, PipelineConfig):
+        raise ConfigError(f"strategy=pipeline does not take {datamodule.as_typed}: choose strategy=single, ddp or fsdp")
+    data_module = datamodule.build(supplied={key: getattr(config.data, key) for key in datamodule.supplied})
+    return OwnDataModule(data_module, datamodule.target, config.data, build_geometry(config), part)
 
 
 def build_loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
