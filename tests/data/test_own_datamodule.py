@@ -33,11 +33,16 @@ FEW_CONDITIONS = [
     "source_distance=[]",
 ]
 IMAGES_ONLY = """
+import torch
+from torch.utils.data import DataLoader
 from my_slices import MySlices
 
 class Images(MySlices):
     def on_before_batch_transfer(self, batch, dataloader_idx):
-        return {"image": batch[0]}
+        return batch if isinstance(batch, dict) else {"image": batch[0]}
+
+    def predict_dataloader(self):
+        return DataLoader([{"image": torch.rand(1, 16, 16), "name": "/a/../b"}])
 """
 
 
@@ -84,6 +89,11 @@ def test_it_trains_and_resumes_and_comes_back(here: Path, warm: Warm) -> None:
     assert after["evaluated"]["data"] == "my_slices.MySlices"
     assert (here / "table" / "picture.png").is_file()
     assert images_of(here / "alone/evaluation") == ["test_0", "test_1", "test_2"]
+    words = ["run=alone", "input=predict_dataloader", "output=out", "formats=[npy]"]
+    done = warm.run("-m", "qnmixer.reconstruct", *words, cwd=here, env=environment())
+    assert done.returncode == 0, done.stderr
+    names = [f"predict_{k}{end}.npy" for k in range(3) for end in ("", "_fbp")]
+    assert sorted(path.name for path in (here / "out").iterdir()) == names
 
 
 def images_of(folder: Path) -> list[str]:
@@ -110,6 +120,9 @@ def test_two_processes_share_its_slices(here: Path, warm: Warm, target: str) -> 
         done = warm.run("-m", "qnmixer.robustness", *words, cwd=here, env=environment())
         assert done.returncode == 0, done.stderr
         assert "Slices of my_images.Images: 2." in " ".join(done.stdout.split())
+        words = [f"run={run}", "input=predict_dataloader", "output=inside", "formats=[npy]"]
+        done = warm.run("-m", "qnmixer.reconstruct", *words, cwd=here, env=environment())
+        assert (done.returncode, (here / "inside/a/b.npy").is_file()) == (0, True), done.stderr
 
 
 @pytest.fixture
