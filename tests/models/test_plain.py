@@ -39,6 +39,33 @@ class OfSinogram(UNet):
     def forward(self, y):
         return super().forward(self.projector.fbp(y))
 """
+MISNAMED = """
+import torch
+from torch import nn
+from qnmixer.models import UnrolledNetwork
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LazyConv2d(1, 3)
+
+class Named(UnrolledNetwork):
+    def __init__(self, projector, kind: str = "module"):
+        super().__init__(1)
+        self.projector = projector
+        if kind == "module":
+            self.image = nn.Conv2d(1, 1, 1)
+        elif kind == "weight":
+            self.step = nn.Parameter(torch.zeros(1))
+        else:
+            self.register_buffer("run", torch.zeros(1))
+
+    def start(self, y):
+        return self.projector.fbp(y)
+
+    def step(self, t, y, state):
+        return self.image(state)
+"""
 WORDS = [word for word in TINY if not word.startswith("model.")] + [
     *PHANTOMS, "model=custom", "~model.n_iterations", "~model.channels", "model._target_=my_plain.UNet",
 ]  # fmt: skip
@@ -81,6 +108,23 @@ def test_of_qnmixer_only_networks_are_taken() -> None:
     """A file of somebody else may name what is in qnmixer."""
     with pytest.raises(PluginError, match=r"is not a subclass of qnmixer\.models\.UnrolledNetwork"):
         parse(compose("train", [*WORDS, "model._target_=qnmixer.physics.FanBeamProjector"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("Lazy", r"^model\._target_=misnamed\.Lazy has module\.layer\.weight without a shape"),
+        ("Named", r"^Named\.image is a method"),
+        ("Named +model.kind=weight", r"^Named\.step is a method"),
+        ("Named +model.kind=buffer", r"^model\._target_=misnamed\.Named refuses .*attribute 'run' already exists"),
+    ],
+)
+def test_names_of_methods_and_lazy_modules_are_one_line(here: Path, words: str, line: str) -> None:
+    """torch takes a module named like a method, and then calls the method."""
+    (here / "misnamed.py").write_text(MISNAMED)
+    config = parse(compose("train", [*WORDS, *f"model._target_=misnamed.{words}".split()]))
+    with pytest.raises(ConfigError, match=line):
+        build_network(config, build_projector(config))
 
 
 @pytest.mark.parametrize("module", [nn.Flatten(0, 1), nn.Conv2d(1, 2, 1), nn.AvgPool2d(2)])

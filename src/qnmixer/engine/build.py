@@ -15,7 +15,13 @@ from qnmixer.engine.config.targets import LossConfig, OptimizerConfig, ScheduleC
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.own import OwnDataModule
 from qnmixer.engine.metrics import build_metrics, one_for_each, try_loss
-from qnmixer.engine.reconstructor import build_geometry, build_measurement, build_network, sample_measurement
+from qnmixer.engine.reconstructor import (
+    build_geometry,
+    build_measurement,
+    build_network,
+    require_shapes,
+    sample_measurement,
+)
 from qnmixer.engine.run_module import RunModule
 from qnmixer.errors import ConfigError, PluginError, first_line
 from qnmixer.models.unrolled import UnrolledNetwork
@@ -43,6 +49,7 @@ def build_module(config: Config, projector: FanBeamProjector | None = None) -> R
             f"strategy=pipeline passes one loss back through its stages, but {type(module).__name__} optimizes by "
             "itself (automatic_optimization=False): choose strategy=single, ddp or fsdp"
         )
+    require_shapes(module, config.module.as_typed)
     module.attach(config, config.plain(), measurement)
     return module
 

@@ -6,10 +6,12 @@ Plain torch: training, evaluation, inference and the plan are built on it.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.config.run import Config
@@ -218,9 +220,17 @@ def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwor
     else:
         module = model.build(supplied={"variance": variance, "projector": projector})
         network = PlainNetwork(projector, module, of_sinogram=model.takes_projector)
+    require_shapes(network, model.as_typed)
     if model.has_weights and not any(p.requires_grad for p in network.parameters()):
         raise PluginError(f"model._target_={model.target} has no weights to train: give it an nn.Parameter")
     return network
+
+
+def require_shapes(module: nn.Module, name: str) -> None:
+    """Raise PluginError for lazy modules, whose weights have no shape before a first batch."""
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    if lazy := next((place for place, tensor in tensors if is_lazy(tensor)), None):
+        raise PluginError(f"{name} has {lazy} without a shape: give its sizes, and take no lazy module")
 
 
 def _variance(config: Config, y: Tensor) -> Tensor:
