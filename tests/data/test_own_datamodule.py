@@ -1,7 +1,9 @@
 """Any LightningDataModule of a user: the example of docs/other_loops.md, and what of a batch is added."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,8 @@ import pytest
 import torch
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
+from torch import distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
 
 from qnmixer.engine.batch import SHAPES
 from qnmixer.engine.config.compose import compose
@@ -34,7 +37,8 @@ FEW_CONDITIONS = [
 ]
 IMAGES_ONLY = """
 import torch
-from torch.utils.data import DataLoader
+from torch import distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
 from my_slices import MySlices
 
 class Images(MySlices):
@@ -172,6 +176,29 @@ def test_another_batch_is_refused_in_one_line(own: OwnDataModule, batch: object,
 def test_the_page_has_the_shapes_that_are_checked() -> None:
     rows = re.findall(r"^\| (`.+`) \| (\[.+?\])", PAGE.read_text(), re.MULTILINE)
     assert {key: shape for keys, shape in rows for key in re.findall(r"`(\w+)`", keys)} == SHAPES
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"image": torch.zeros(1, 16, 16)}] * 3)
+
+
+def test_a_stream_is_refused_if_all_devices_get_the_same_and_is_evaluated_by_one_process(own: OwnDataModule) -> None:
+    own.data_module.train_dataloader = own.data_module.test_dataloader = lambda: DataLoader(Stream(), 2)
+    numbers = [batch["number"].tolist() for batch in own.loader("test")]
+    assert (numbers, own.count("test")) == ([[0, 1], [2]], None)
+    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 0})
+    trainer: Any = SimpleNamespace(world_size=2, global_rank=0, strategy=strategy, training=True, current_epoch=0)
+    own.trainer, trainer.train_dataloader = trainer, None
+    with pytest.raises(DataError, match="test_dataloader shares itself, so one process evaluates it"):
+        own.loader("test")
+    (batch, *_) = own.train_dataloader()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(DataError, match="train_dataloader gives all devices the same batch"):
+            own.on_before_batch_transfer(batch, 0)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("method", ["train_dataloader", "val_dataloader", "test_dataloader"])

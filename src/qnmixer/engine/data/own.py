@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from qnmixer.engine.batch import SHAPES
 from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.data.shares import drawn_alike, share_of, shared, shares_itself
+from qnmixer.engine.data.shares import drawn_alike, has_distributed_sampler, share_of, shared, shares_itself
 from qnmixer.engine.data.splits import Overlap
 from qnmixer.errors import DataError
 from qnmixer.physics import FanBeamGeometry
@@ -160,7 +160,7 @@ class OwnDataModule(LightningDataModule):
 
     def count(self, part: str) -> int | None:
         """The slices of a part, if a sampler knows them before they are loaded."""
-        loader = self._own_loader(part)
+        loader = self.loader(part).loader
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return None
         batches: Any = loader.batch_sampler
@@ -168,8 +168,14 @@ class OwnDataModule(LightningDataModule):
         return n if self.first is None or n is None else min(n, self.first)
 
     def loader(self, part: str) -> "Numbered":
-        """Complete batches of a part with the `number` of each slice; of several processes each gets its share."""
-        return Numbered(self, part, self._own_loader(part))
+        """Complete batches of a part with the `number` of each slice; of several processes each gets its share.
+
+        Raises DataError in several processes for a loader that shares its slices itself: nobody could number them.
+        """
+        loader = self._own_loader(part)
+        if self.trainer and self.trainer.world_size > 1 and shares_itself(loader):
+            raise DataError(f"{self.name}.{part}_dataloader shares itself, so one process evaluates it: evaluate run=…")
+        return Numbered(self, part, loader)
 
     # Batches
 
@@ -248,7 +254,9 @@ class OwnDataModule(LightningDataModule):
         if num_replicas == 1:
             return loader
         own = shared(loader, partial(self._seed, part), num_replicas, rank)
-        self._to_compare = self._to_compare or (part == "train" and own is loader and not shares_itself(loader))
+        self._to_compare = self._to_compare or (
+            part == "train" and own is loader and not has_distributed_sampler(loader)
+        )
         return own
 
     def _seed(self, part: str) -> list[int]:

@@ -49,11 +49,8 @@ class Share(Sampler[Any]):
 
 
 def shared(loader: Any, seed: Callable[[], Sequence[int]], num_replicas: int, rank: int) -> Any:
-    """A loader with the share of this process. The same loader, if its batches come from no sampler of a DataLoader.
-
-    It is also the same with a DistributedSampler of the user's, which shares already.
-    """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or shares_itself(loader):
+    """A loader with the share of this process; the same loader, if it shares itself."""
+    if shares_itself(loader):
         return loader
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     loader_of_share = copy.copy(loader)
@@ -63,6 +60,13 @@ def shared(loader: Any, seed: Callable[[], Sequence[int]], num_replicas: int, ra
 
 
 def shares_itself(loader: Any) -> bool:
+    """Whether a loader has a DistributedSampler, also inside of its batch_sampler, or no sampler that we know."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return True
+    return has_distributed_sampler(loader)
+
+
+def has_distributed_sampler(loader: Any) -> bool:
     """Whether a loader has a DistributedSampler, also inside of its batch_sampler."""
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
@@ -81,14 +85,14 @@ def drawn_alike(items: Iterable[T], seed: Sequence[int]) -> Iterator[T]:
     torch.default_generator.manual_seed(number)  # not torch.manual_seed, which seeds the GPUs too
     np.random.seed(number)  # noqa: NPY002  # samplers of users may draw from it
     random.seed(number)
-    iterator = None
+    iterator: Iterator[T] | None = None
     own = _random_states()
     _set_random_states(outside)
     while True:
         outside = _random_states()
         _set_random_states(own)
         try:
-            iterator = iterator or iter(items)
+            iterator = iter(items) if iterator is None else iterator
             item = next(iterator)
         except StopIteration:
             return
