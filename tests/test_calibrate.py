@@ -88,7 +88,8 @@ def test_an_air_scan_shows_the_counts_and_says_what_it_does_not_show(
 ) -> None:
     air = np.random.default_rng(0).poisson(2e3, (200, SCAN.n_detectors)) * 5.0
     np.save(tmp_path / "air.npy", air + 5 * 30 * np.random.default_rng(1).standard_normal(air.shape))
-    words = [f"input={tmp_path}/air.npy", "unit=counts", f"output={tmp_path}"]
+    (tmp_path / "air.npy").rename(tmp_path / "air.NPY")
+    words = [f"input={tmp_path}/air.NPY", "unit=counts", f"output={tmp_path}"]
     dose = calibration(*words[:2], f"{words[2]}/a")
     assert dose.photons == pytest.approx(2e3 / (1 + 900 / 2e3), rel=0.05)  # all noise taken for that of counts
     assert "give electronic_sigma=" in capsys.readouterr().out

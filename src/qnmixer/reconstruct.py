@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qnmixer.engine.cli import command
-from qnmixer.engine.inference.config import ReconstructConfig
+from qnmixer.engine.inference.config import OF_DATAMODULE, ReconstructConfig
 from qnmixer.errors import ConfigError, say, visible
 from qnmixer.files import check_no_nifti, check_there, check_unused
 from qnmixer.weights import check_weights
@@ -28,8 +28,9 @@ def check(cfg: DictConfig) -> ReconstructConfig:
     """Parse and check the config. Raises UserError also if the run or input is missing, or if the output is in use."""
     config = ReconstructConfig.parse(cfg)
     check_weights("run", config.run)
-    check_there("input", config.input, "a file or folder of DICOM, .npy or 16-bit PNG")
-    check_no_nifti("input", config.input)
+    if config.input != OF_DATAMODULE:
+        check_there("input", config.input, "a file or folder of DICOM, .npy or 16-bit PNG")
+        check_no_nifti("input", config.input)
     input_, output = (Path(path).resolve() for path in (config.input, config.output))
     if input_.is_dir() and output.is_relative_to(input_):  # the next call would read these results as input slices
         raise ConfigError(f"output={config.output} lies in input={config.input}: give a folder outside of it")

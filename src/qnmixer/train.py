@@ -22,7 +22,7 @@ from qnmixer.engine.cli.project import with_options_of
 from qnmixer.engine.config.compose import search_path_in
 from qnmixer.engine.config.data import check_data
 from qnmixer.engine.config.run import Config, parse
-from qnmixer.engine.processes.process import is_rank, loading
+from qnmixer.engine.processes.process import is_rank, loading, stop_signals
 from qnmixer.engine.sweeps import Job, run_jobs, sweep
 from qnmixer.engine.tracking.run import Run, resume_overrides
 from qnmixer.engine.training.worker import check_processes, fit_as_rank, fit_in_processes, function_that_trains
@@ -72,7 +72,7 @@ def train(*overrides: str) -> Trained:
 def run(config: Config) -> Trained:
     """Train one run: the task that Hydra calls."""
     record = Run(*_place(), config.resume)
-    with record.lock():
+    with record.lock(), stop_signals():
         print_begin(record, config)
         with loading():  # Lightning takes seconds
             from qnmixer.engine.checkpoints import find_checkpoint
@@ -110,7 +110,9 @@ def print_begin(run: Run, config: Config) -> None:
     """Print the first line of a run, before Lightning is loaded: its folder and its settings."""
     action = "starting a run" if run.resume is None else "resuming the run"
     experiment = HydraConfig.get().runtime.choices.get("experiment")
-    choices = f"experiment={experiment}, " * bool(experiment) + f"model={config.model.name}, data={config.data.name}"
+    own = config.datamodule.name  # "default" is not imported here: that would load Lightning first
+    source = f"data={config.data.name}" if own == "default" or config.datamodule.is_of_slices else f"datamodule={own}"
+    choices = f"experiment={experiment}, " * bool(experiment) + f"model={config.model.name}, {source}"
     run.console.print(f"{action} in {run.folder}: {choices} (loading Lightning …)", highlight=False, soft_wrap=True)
 
 

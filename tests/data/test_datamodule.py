@@ -1,5 +1,6 @@
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -189,11 +190,44 @@ def test_what_a_user_should_know_of_a_folder(
 ) -> None:
     for k in range(4):
         np.save(
-            tmp_path / f"p01_{k}.npy", np.stack([np.clip(body_hu(), 0 if n_frames == 2 else -1000, None)] * n_frames)
+            tmp_path / f"p01_{k}.npy",
+            np.stack([np.clip(body_hu(seed=k), 0 if n_frames == 2 else -1000, None)] * n_frames),
         )
     folder("numpy", tmp_path).setup()
     (line,) = [str(it.message) for it in recwarn.list]
     assert re.search(says, line)
+
+
+def test_copies_of_a_dicom_file_count_once(
+    make_ct: Any, body_hu: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A file is known by its SOPInstanceUID and its pixels, and a frame of a file also by its number."""
+    root = tmp_path / "ct"
+    for k in range(3):
+        make_ct(root / f"P{k}/a.dcm", body_hu(seed=k), PatientID=f"P{k}")
+        make_ct(root / f"P{k}/frames.dcm", np.stack([body_hu(seed=20), body_hu(seed=20 + k)]), PatientID=f"P{k}")
+        for name in ("a.dcm", "frames.dcm"):
+            (root / f"Q{k}").mkdir(exist_ok=True)
+            shutil.copy(root / f"P{k}" / name, root / f"Q{k}" / name.upper())
+    module = folder("dicom", root)
+    module.setup()
+    assert sum(len(part.source) for part in module.parts.values()) == 9
+    lines = [str(it.message) for it in recwarn.list]
+    assert "skipped 9 of its files or frames (9 a copy of another file (SOPInstanceUID)): Q0/A.DCM" in lines[0]
+
+
+def test_the_same_uid_with_other_pixels_and_the_same_pixels_in_another_file_are_said(
+    make_ct: Any, body_hu: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    for k in range(4):
+        uid = f"1.2.{[0, 1, 1, 2][k]}"
+        make_ct(tmp_path / "ct" / f"{k}.dcm", body_hu(seed=5 * min(k, 2)), PatientID=f"P{k}", SOPInstanceUID=uid)
+    module = folder("dicom", tmp_path / "ct")
+    module.setup()
+    assert sum(len(part.source) for part in module.parts.values()) == 4
+    of_uid, of_pixels = (str(it.message) for it in recwarn.list)
+    assert of_uid.endswith("1 slices have the SOPInstanceUID of another slice, but other pixels: each counts (2.dcm)")
+    assert of_pixels.endswith("1 slices have the pixels of one in another file: both count (3.dcm)")
 
 
 @pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="this system sends its signals to the run alone")

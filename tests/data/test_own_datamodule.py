@@ -1,18 +1,25 @@
 """Any LightningDataModule of a user: the example of docs/other_loops.md, and what of a batch is added."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning import LightningDataModule
+from lightning.pytorch.utilities import CombinedLoader
+from torch import distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
 
+from qnmixer.engine.batch import SHAPES
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.data.own import OwnDataModule
 from qnmixer.engine.reconstructor import build_geometry
-from qnmixer.engine.tracking.records import read_metrics
+from qnmixer.engine.tracking.records import read_metrics, read_results
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import DataError
 from qnmixer.fit import fit
@@ -22,12 +29,26 @@ from ..warm import FORK_RANKS, Done, Warm
 
 PAGE = Path(__file__).parents[2] / "docs" / "other_loops.md"
 OWN = ["datamodule._target_=my_slices.MySlices", "+datamodule.folder=pairs"]
+FEW_CONDITIONS = [
+    "photons=[1e5]",
+    "noises=[]",
+    "views=[]",
+    "field_of_view=[]",
+    "detector_offset=[]",
+    "source_distance=[]",
+]
 IMAGES_ONLY = """
+import torch
+from torch import distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
 from my_slices import MySlices
 
 class Images(MySlices):
     def on_before_batch_transfer(self, batch, dataloader_idx):
-        return {"image": batch[0]}
+        return batch if isinstance(batch, dict) else {"image": batch[0]}
+
+    def predict_dataloader(self):
+        return DataLoader([{"image": torch.rand(1, 16, 16), "name": "/a/../b"}])
 """
 
 
@@ -40,7 +61,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_images.py").write_text(IMAGES_ONLY)
     (folder / "pairs").mkdir()
     generator = torch.Generator().manual_seed(0)
-    for part, n in (("train", 8), ("val", 4)):
+    for part, n in (("train", 8), ("val", 4), ("test", 3)):
         pairs = torch.rand(n, 1, 16, 16, generator=generator), torch.rand(n, 1, 8, 24, generator=generator)
         torch.save(pairs, folder / "pairs" / f"{part}.pt")
     return folder
@@ -55,33 +76,59 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_it_trains_and_resumes_and_says_what_is_not_promised(here: Path, warm: Warm) -> None:
+def test_it_trains_and_resumes_and_comes_back(here: Path, warm: Warm) -> None:
     words = [*TINY, *OWN, "test_after_training=true", "schedule=constant", "trainer.max_steps=3"]
     done = train(warm, here, *words, "hydra.run.dir=alone")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("not promised") == 1
-    assert "-m qnmixer.evaluate run=" in done.stdout
+    assert "datamodule=my_slices.MySlices (loading" in done.stdout
+    assert "data=" not in done.stdout
     done = train(warm, here, "resume=alone", "trainer.max_steps=7")
     assert (done.returncode, done.stderr) == (0, "")
     assert "resumed at step 3 of 7" in done.stdout
     assert steps_of(here / "alone") == [1, 2, 3, 4, 5, 6, 7]
-    refused = warm.run(
-        "-m", "qnmixer.evaluate", "run=alone", "hydra.run.dir=table", cwd=here, env=environment()
-    )  # fmt: skip
-    (line,) = refused.stderr.splitlines()
-    assert line.endswith("give others, as data=dicom data.root=FOLDER")
+    done = warm.run("-m", "qnmixer.evaluate", "run=alone", "hydra.run.dir=table", cwd=here, env=environment())
+    assert (done.returncode, done.stderr) == (0, "")
+    after, again = (read_results(here / name) for name in ("alone", "table"))
+    assert after["test"] == again["test"]
+    assert after["evaluated"] == again["evaluated"]
+    assert after["evaluated"]["data"] == "my_slices.MySlices"
+    assert (here / "table" / "picture.png").is_file()
+    assert images_of(here / "alone/evaluation") == ["test_0", "test_1", "test_2"]
+    words = ["run=alone", "input=predict_dataloader", "output=out", "formats=[npy]"]
+    done = warm.run("-m", "qnmixer.reconstruct", *words, cwd=here, env=environment())
+    assert done.returncode == 0, done.stderr
+    names = [f"predict_{k}{end}.npy" for k in range(3) for end in ("", "_fbp")]
+    assert sorted(path.name for path in (here / "out").iterdir()) == names
+
+
+def images_of(folder: Path) -> list[str]:
+    """The slices of a table, each by FBP and the network."""
+    lines = (folder / "images.csv").read_text().splitlines()[1:]
+    names = [line.split(",")[1] for line in lines]
+    assert names[::2] == names[1::2]
+    return names[::2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["my_slices.MySlices", pytest.param("my_images.Images", marks=pytest.mark.long)])
+@pytest.mark.parametrize("target", ["my_images.Images", pytest.param("my_slices.MySlices", marks=pytest.mark.long)])
 def test_two_processes_share_its_slices(here: Path, warm: Warm, target: str) -> None:
     two = ["strategy=ddp", "trainer.devices=2", "data.batch_size=1", "trainer.max_epochs=1", "trainer.max_steps=-1"]
     run = f"two_{target}"
     words = [*TINY, *OWN, *two, f"datamodule._target_={target}", "schedule=constant", f"hydra.run.dir={run}"]
-    done = train(warm, here, *words)
+    done = train(warm, here, *words, "test_after_training=true")
     assert (done.returncode, done.stderr) == (0, "")
     assert steps_of(here / run) == [1, 2, 3, 4]  # eight slices, one on each of two devices
     assert float(read_metrics(here / run / "metrics.csv")[-1]["samples"]) == 8
+    assert images_of(here / run / "evaluation") == ["test_0", "test_1", "test_2"]
+    if target == "my_images.Images":
+        words = [f"run={run}", "hydra.run.dir=robust", "n_slices=2", *FEW_CONDITIONS]
+        done = warm.run("-m", "qnmixer.robustness", *words, cwd=here, env=environment())
+        assert done.returncode == 0, done.stderr
+        assert "Slices of my_images.Images: 2." in " ".join(done.stdout.split())
+        words = [f"run={run}", "input=predict_dataloader", "output=inside", "formats=[npy]"]
+        done = warm.run("-m", "qnmixer.reconstruct", *words, cwd=here, env=environment())
+        assert (done.returncode, (here / "inside/a/b.npy").is_file()) == (0, True), done.stderr
 
 
 @pytest.fixture
@@ -117,11 +164,70 @@ def test_a_batch_is_completed(own: OwnDataModule) -> None:
     ("batch", "line"),
     [
         ([torch.zeros(2, 1, 16, 16)] * 3, r"^my_file.Mine gives a list of 3: give a dict with image, or a pair "),
-        ({"x": torch.zeros(1)}, r"^my_file.Mine gives a dict: give a dict with image"),
+        ({"x": torch.zeros(1)}, r"^my_file.Mine gives a dict without image: give"),
         ((torch.zeros(2, 1, 20, 20), torch.zeros(2, 1, 8, 24)), r"image \[2, 1, 20, 20\], not .*data.image_size=20$"),
-        ((torch.zeros(2, 1, 16, 16), torch.zeros(2, 1, 9, 24)), r"sinogram \[2, 1, 9, 24\], not \[B, 1, 8, 24\]"),
+        ((torch.zeros(2, 1, 16, 16), torch.zeros(2, 1, 9, 24)), r"sinogram \[2, 1, 9, 24\], not \[2, 1, 8, 24\]"),
+        ((np.zeros((2, 1, 16, 16)), np.zeros((2, 1, 8, 24))), r"image as ndarray, not a tensor \[B, 1, 16, 16\]$"),
+        ({"sinogram": torch.zeros(3, 1, 8, 24)}, r"sinogram \[3, 1, 8, 24\], not \[2, 1, 8, 24\]"),
+        ({"fine": torch.zeros(2, 1, 32, 30)}, r"fine \[2, 1, 32, 30\], not \[2, 1, f·S, f·S\]$"),
+        ({"hu_scale": torch.ones(2, 1)}, r"hu_scale \[2, 1\], not \[2\]$"),
+        ({"hu_offset": torch.tensor(1.0)}, r"hu_offset \[\], not \[2\]$"),
+        ({"weight": torch.ones(2, 1)}, r"weight \[2, 1\], not \[2\]$"),
+        ({"weight": torch.ones(3)}, r"weight \[3\], not \[2\]$"),
+        ({"weight": [1.0, 1.0]}, r"weight as list, not a tensor \[2\]$"),
+        ({"sample": torch.tensor([-1, 0])}, r"sample \[-1, 0\], not integers from 0 on$"),
+        ({"sample": torch.tensor([0.5, 1])}, r"sample \[0.5, 1.0\], not integers from 0 on$"),
+        ({"name": ["a"]}, r"name \[1\], not \[2\]$"),
     ],
 )
 def test_another_batch_is_refused_in_one_line(own: OwnDataModule, batch: object, line: str) -> None:
+    if isinstance(batch, dict) and "x" not in batch:
+        batch = {"image": torch.zeros(2, 1, 16, 16)} | batch
     with pytest.raises(DataError, match=line):
         own.completed(batch, 0)
+
+
+def test_the_page_has_the_shapes_that_are_checked() -> None:
+    rows = re.findall(r"^\| (`.+`) \| (\[.+?\])", PAGE.read_text(), re.MULTILINE)
+    assert {key: shape for keys, shape in rows for key in re.findall(r"`(\w+)`", keys)} == SHAPES
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"image": torch.zeros(1, 16, 16)}] * 3)
+
+
+def test_a_stream_is_refused_if_all_devices_get_the_same_and_is_evaluated_by_one_process(own: OwnDataModule) -> None:
+    own.data_module.train_dataloader = own.data_module.test_dataloader = lambda: DataLoader(Stream(), 2)
+    numbers = [batch["number"].tolist() for batch in own.loader("test")]
+    assert (numbers, own.count("test")) == ([[0, 1], [2]], None)
+    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 0})
+    trainer: Any = SimpleNamespace(world_size=2, global_rank=0, strategy=strategy, training=True, current_epoch=0)
+    own.trainer, trainer.train_dataloader = trainer, None
+    with pytest.raises(DataError, match="test_dataloader shares itself, so one process evaluates it"):
+        own.loader("test")
+    (batch, *_) = own.train_dataloader()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(DataError, match="train_dataloader gives all devices the same batch"):
+            own.on_before_batch_transfer(batch, 0)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", ["train_dataloader", "val_dataloader", "test_dataloader"])
+@pytest.mark.parametrize(
+    ("loader", "line"),
+    [
+        (None, "gives None: give a DataLoader$"),
+        ([], "gives several loaders"),
+        (CombinedLoader([DataLoader([1])]), "gives several loaders"),
+        (DataLoader([]), "has no batches$"),
+    ],
+)
+def test_what_is_no_loader_is_refused(own: OwnDataModule, method: str, loader: Any, line: str) -> None:
+    with pytest.raises(DataError, match=f"my_file.Mine has no {method}"):
+        own.loader(method.removesuffix("_dataloader"))
+    setattr(own.data_module, method, lambda: loader)
+    with pytest.raises(DataError, match=rf"my_file.Mine.{method} {line}"):
+        own.loader(method.removesuffix("_dataloader"))

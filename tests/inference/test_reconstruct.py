@@ -235,6 +235,23 @@ def test_what_is_no_file_of_numbers_is_not_opened(tiny_module: Build, tmp_path: 
     assert time.perf_counter() - start < 2
 
 
+def test_endings_of_scans_may_be_in_capitals(tiny_module: Build, tmp_path: Path) -> None:
+    """Beside others they were left out, and alone they were slices."""
+    module = tiny_module()
+    x = (phantom(16, seed=0, part="test", index=0).clip(-1000, 2000) + 1000) / 3000
+    with torch.no_grad():
+        y = module.projector(torch.from_numpy(x)[None, None].float())[0, 0].numpy()
+    for name in ("a.npy", "b.NPY", "alone/c.Npy"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        with (tmp_path / name).open("wb") as stream:
+            np.save(stream, y)
+    for path in (tmp_path, tmp_path / "b.NPY", tmp_path / "alone"):
+        assert holds_sinograms(path, module.projector.geometry, settings())
+    assert holds_sinograms(tmp_path / "scan.MAT", module.projector.geometry, settings())
+    scans = [scan.name for scan in measured(tmp_path, module, settings(unit="value"))]
+    assert scans == ["a", "alone/c", "b"]
+
+
 def test_a_scan_of_no_use_in_a_stack_is_named(
     tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -161,6 +161,18 @@ def test_wrong_shapes_get_one_line() -> None:
             apply(z)
 
 
+def test_what_no_product_takes_gets_one_line() -> None:
+    operator = FanBeamProjector(TINY)
+    x, y = random_pair(TINY)
+    for apply, z, kind in ((operator, x, "image"), (operator.adjoint, y, "sinogram"), (operator.fbp, y, "sinogram")):
+        with pytest.raises(GeometryError, match=rf"^{kind} is a ndarray: give a torch\.Tensor$"):
+            apply(z.numpy())
+    operator.half()
+    for apply, z in ((operator, x), (operator.adjoint, y), (operator.fbp, y)):
+        with pytest.raises(GeometryError, match=r"^there are no sparse products in float16: call \.float\(\)"):
+            apply(z.half())
+
+
 def test_operator_norm_is_the_largest_singular_value() -> None:
     operator = FanBeamProjector(TINY)
     dense = operator(torch.eye(36).view(36, 1, 6, 6)).view(36, -1)

@@ -1,3 +1,4 @@
+import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,6 +25,17 @@ def test_the_exit_code_names_the_signal(number: signal.Signals, code: int) -> No
     with pytest.raises(Stopped) as stop, stop_signals():
         signal.raise_signal(number)
     assert stop.value.code == code
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
+def test_one_that_comes_while_libraries_load_ends_the_process_with_the_same_code(number: int, code: int) -> None:
+    """SIGTERM had killed it, which a parent sees as −15."""
+    if (child := os.fork()) == 0:
+        with loading():
+            signal.raise_signal(number)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
 
 
 def test_what_comes_later_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,17 +4,29 @@ from typing import NotRequired, TypedDict
 
 from torch import Tensor
 
+SHAPES = {
+    "image": "[B, 1, S, S]",
+    "fine": "[B, 1, f·S, f·S]",
+    "sinogram": "[B, 1, V, D]",
+    "hu_offset": "[B]",
+    "hu_scale": "[B]",
+    "sample": "[B]",
+    "weight": "[B]",
+    "name": "[B]",
+}
+"""The shapes of a batch of B slices: S = data.image_size, V views of D detector bins, any f above 1."""
+
 
 class Batch(TypedDict):
-    """Collated samples of `SliceDataset`; HU = hu_offset + hu_scale · image."""
+    """Collated samples of `SliceDataset`, of the shapes in `SHAPES`; HU = hu_offset + hu_scale · image."""
 
-    image: Tensor  # [B, 1, S, S]
-    fine: NotRequired[Tensor]  # [B, 1, f·S, f·S], to simulate from; with data.simulation_factor = f above 1
-    sinogram: NotRequired[Tensor]  # [B, 1, V, D], value × mm; where a scanner or the loader has measured
-    hu_offset: Tensor  # [B]
-    hu_scale: Tensor  # [B]
-    sample: Tensor  # [B], int64: epoch · length + index; on the host in training and evaluation
-    weight: Tensor  # [B], weight in the loss; 0 for a sample that only fills the batch
+    image: Tensor
+    fine: NotRequired[Tensor]  # to simulate from; with data.simulation_factor = f above 1
+    sinogram: NotRequired[Tensor]  # value × mm; where a scanner or the loader has measured
+    hu_offset: Tensor
+    hu_scale: Tensor
+    sample: Tensor  # int64: epoch · length + index; on the host in training and evaluation
+    weight: Tensor  # weight in the loss; 0 for a sample that only fills the batch
     name: list[str]
 
 

@@ -15,7 +15,13 @@ from qnmixer.engine.config.targets import LossConfig, OptimizerConfig, ScheduleC
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.own import OwnDataModule
 from qnmixer.engine.metrics import build_metrics, one_for_each, try_loss
-from qnmixer.engine.reconstructor import build_geometry, build_measurement, build_network, sample_measurement
+from qnmixer.engine.reconstructor import (
+    build_geometry,
+    build_measurement,
+    build_network,
+    require_shapes,
+    sample_measurement,
+)
 from qnmixer.engine.run_module import RunModule
 from qnmixer.errors import ConfigError, PluginError, first_line
 from qnmixer.models.unrolled import UnrolledNetwork
@@ -43,6 +49,7 @@ def build_module(config: Config, projector: FanBeamProjector | None = None) -> R
             f"strategy=pipeline passes one loss back through its stages, but {type(module).__name__} optimizes by "
             "itself (automatic_optimization=False): choose strategy=single, ddp or fsdp"
         )
+    require_shapes(module, config.module.as_typed)
     module.attach(config, config.plain(), measurement)
     return module
 
@@ -54,15 +61,23 @@ def build_data_module(config: Config, **options: Any) -> SliceDataModule | OwnDa
 
     options: further arguments of `SliceDataModule`.
     """
-    geometry = build_geometry(config)
     if not config.datamodule.is_of_slices:
-        data_module = config.datamodule.build(
-            supplied={key: getattr(config.data, key) for key in config.datamodule.supplied},
-        )
-        return OwnDataModule(data_module, config.datamodule.target, config.data, geometry)
-    measure = sample_measurement(config)
+        return build_own_data(config)
+    measure, geometry = sample_measurement(config), build_geometry(config)
     data: SliceDataModule = config.datamodule.build(config.data, measure=measure, geometry=geometry, **options)
     return data
+
+
+def build_own_data(config: Config, part: str = "test") -> OwnDataModule:
+    """Build the LightningDataModule that `datamodule` names, if it is no SliceDataModule. `part`: to be evaluated.
+
+    Raises ConfigError for a pipeline, whose devices need batches of one size.
+    """
+    datamodule = config.datamodule
+    if isinstance(config.strategy, PipelineConfig):
+        raise ConfigError(f"strategy=pipeline does not take {datamodule.as_typed}: choose strategy=single, ddp or fsdp")
+    data_module = datamodule.build(supplied={key: getattr(config.data, key) for key in datamodule.supplied})
+    return OwnDataModule(data_module, datamodule.target, config.data, build_geometry(config), part)
 
 
 def build_loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:

@@ -6,15 +6,18 @@ Plain torch: training, evaluation, inference and the plan are built on it.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import GeometryConfig
 from qnmixer.errors import GeometryError, PluginError
+from qnmixer.models.plain import PlainNetwork
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
 from qnmixer.physics.projector import system_matrix
@@ -206,13 +209,28 @@ def build_projector(config: Config) -> FanBeamProjector:
 def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwork[Any]:
     """Build the network that `model` names. Raises PluginError for one that does not fit.
 
-    A network with an argument `variance` gets a function from a sinogram to the noise variance of each ray.
+    A plain torch module becomes a `PlainNetwork`. A network with an argument `variance` gets a function from a sinogram
+    to the noise variance of each ray.
     """
     model = config.model
-    network: UnrolledNetwork[Any] = model.build(projector, supplied={"variance": partial(_variance, config)})
+    variance = partial(_variance, config)
+    network: UnrolledNetwork[Any]
+    if model.has_steps:
+        network = model.build(projector, supplied={"variance": variance})
+    else:
+        module = model.build(supplied={"variance": variance, "projector": projector})
+        network = PlainNetwork(projector, module, of_sinogram=model.takes_projector)
+    require_shapes(network, model.as_typed)
     if model.has_weights and not any(p.requires_grad for p in network.parameters()):
         raise PluginError(f"model._target_={model.target} has no weights to train: give it an nn.Parameter")
     return network
+
+
+def require_shapes(module: nn.Module, name: str) -> None:
+    """Raise PluginError for lazy modules, whose weights have no shape before a first batch."""
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    if lazy := next((place for place, tensor in tensors if is_lazy(tensor)), None):
+        raise PluginError(f"{name} has {lazy} without a shape: give its sizes, and take no lazy module")
 
 
 def _variance(config: Config, y: Tensor) -> Tensor:
@@ -222,7 +240,7 @@ def _variance(config: Config, y: Tensor) -> Tensor:
 
 def method_name(config: Config) -> str:
     """The name of the network in tables and pictures."""
-    return config.model.load().title
+    return config.model.title
 
 
 def build_noise(config: Config) -> KeyedNoise:

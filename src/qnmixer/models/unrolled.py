@@ -49,6 +49,12 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = UnrolledNetwork.run
         """Runs some iterations. `engine/memory/modes.py` puts one that recomputes or offloads in its place."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raise ConfigError for a module or weight named like a method: torch would keep it, and the method hide it."""
+        if isinstance(value, nn.Module | nn.Parameter) and hasattr(type(self), name):
+            raise ConfigError(f"{type(self).__name__}.{name} is a method, so no module or weight can have that name")
+        super().__setattr__(name, value)
+
     @classmethod
     def rules(cls, arguments: Mapping[str, Any]) -> None:
         """Check the rules between its arguments, before it is built. Raises ConfigError, which names the arguments.

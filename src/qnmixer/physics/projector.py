@@ -165,14 +165,21 @@ class FanBeamProjector(nn.Module):
     def _apply_linear(
         self, x: Tensor, kind: str, apply: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Check the shape, convert to the dtype of the matrices, apply, and convert back to float32 or float64."""
+        """Check the input, convert to the dtype of the matrices, apply, and convert back to float32 or float64."""
         self._check_shape(x, kind)
+        if self._rays.values.dtype not in (torch.float32, torch.float64):
+            half = str(self._rays.values.dtype).removeprefix("torch.")
+            raise GeometryError(
+                f"there are no sparse products in {half}: call .float(), and use torch.autocast for half"
+            )
         dtype = self._rays.values.dtype  # under autocast x may be half, which sparse products lack
         result = apply_linear(x.to(dtype), apply, transpose)
         return result if x.dtype == dtype else result.float()
 
     def _check_shape(self, x: Tensor, kind: str) -> None:
-        """Raise GeometryError for a tensor that is no image or sinogram of this scan."""
+        """Raise GeometryError for what is no tensor, and for one that is no image or sinogram of this scan."""
+        if not isinstance(x, Tensor):
+            raise GeometryError(f"{kind} is a {type(x).__name__}: give a torch.Tensor")
         size, views, bins = self.geometry.image_size, self.geometry.n_views, self.geometry.n_detectors
         expected = (1, size, size) if kind == "image" else (1, views, bins)
         if x.ndim != 4 or tuple(x.shape[1:]) != expected:

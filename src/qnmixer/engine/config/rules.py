@@ -13,12 +13,20 @@ from qnmixer.engine.config.sections import (
     FewBatchesConfig,
     FSDPConfig,
     GeometryConfig,
+    MemoryConfig,
     PipelineConfig,
     ProfileConfig,
     StrategyConfig,
     TrainerConfig,
 )
-from qnmixer.engine.config.targets import CallbackConfig, ModelConfig, NoiseConfig, OptimizerConfig, averages_weights
+from qnmixer.engine.config.targets import (
+    CallbackConfig,
+    ModelConfig,
+    ModuleConfig,
+    NoiseConfig,
+    OptimizerConfig,
+    averages_weights,
+)
 from qnmixer.errors import ConfigError
 
 
@@ -94,6 +102,18 @@ def fitting_strategy(
         raise ConfigError("optimizer=adafactor does not work with the sharded weights of strategy=fsdp")
     if averages_weights(callbacks) and strategy.planned_as != "replica":  # it copies all weights
         raise ConfigError(f"callbacks=ema does not work with strategy={strategy.name}: use strategy=single or ddp")
+
+
+def plain_network(model: ModelConfig, memory: MemoryConfig, module: ModuleConfig) -> None:
+    """A plain torch module has no steps, which could be computed again or have losses. A pipeline says so itself."""
+    if model.has_steps:
+        return
+    if memory.name == "recompute":
+        raise ConfigError(
+            f"memory=recompute runs steps again, but {model.as_typed} has none: use memory=keep or offload"
+        )
+    if module.name == "all_iterates":
+        raise ConfigError(f"module=all_iterates needs the iterates of steps, but {model.as_typed} has none")
 
 
 def fitting_pipeline(strategy: StrategyConfig, trainer: TrainerConfig, model: ModelConfig, data: DataConfig) -> None:

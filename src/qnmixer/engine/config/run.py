@@ -143,6 +143,7 @@ def validate(config: Config) -> None:
     rules.one_start(config.finetune, config.resume)
     rules.an_end(config.trainer, config.debug)
     rules.fitting_strategy(config.strategy, config.trainer, config.model, config.optimizer, config.callbacks)
+    rules.plain_network(config.model, config.memory, config.module)
     rules.fitting_pipeline(config.strategy, config.trainer, config.model, config.data)
 
 

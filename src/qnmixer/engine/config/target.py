@@ -129,7 +129,7 @@ class Target(Section):
         target = self.bound(supplied, **keywords)
         try:
             return target(*args)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, KeyError) as error:  # KeyError is torch's for a name that a module has already
             raise PluginError(f"{self.as_typed} refuses its arguments ({first_line(error)})") from error
 
     def bound(self, supplied: Mapping[str, Any] | None = None, **arguments: Any) -> Any:

@@ -13,7 +13,7 @@ from qnmixer.engine.config.checking import validated
 from qnmixer.engine.config.files import TARGET, options
 from qnmixer.engine.config.sections import WandbConfig
 from qnmixer.engine.config.target import FUNCTION_OR_MODULE, Target
-from qnmixer.engine.plugins import Kind, defaults_of, parameters_of, subclass_of
+from qnmixer.engine.plugins import Kind, defaults_of, is_trusted, load_plugin, parameters_of, subclass_of
 from qnmixer.engine.reports.names import LOSS, taken_names
 from qnmixer.errors import ConfigError
 
@@ -25,13 +25,21 @@ _CUSTOM = "custom"
 """The name of a logger that the group itself describes."""
 
 
+_UNROLLED = subclass_of("qnmixer.models.UnrolledNetwork")
+
+
 class ModelConfig(Target):
-    """A `qnmixer.models.UnrolledNetwork`, built with `(projector, **its keys)`. Its class knows all that follows."""
+    """A `qnmixer.models.UnrolledNetwork`, built with `(projector, **its keys)`. Its class knows all that follows.
+
+    Or a plain torch module, built with its keys: FBP(y) → x, or y → x if it takes an argument `projector`.
+    """
 
     group: ClassVar[str] = "model"
-    kind: ClassVar[Kind] = subclass_of("qnmixer.models.UnrolledNetwork")
-    n_positional: ClassVar[int] = 1
-    supplied: ClassVar[tuple[str, ...]] = ("variance",)
+    kind: ClassVar[Kind] = Kind(
+        "a subclass of qnmixer.models.UnrolledNetwork with start and step, nor of torch.nn.Module",
+        subclass_of("torch.nn.Module").fits,
+    )
+    supplied: ClassVar[tuple[str, ...]] = ("variance", "projector")
 
     @model_validator(mode="before")
     @classmethod
@@ -42,38 +50,65 @@ class ModelConfig(Target):
             return {**values, "regularizer": {TARGET: name, "_partial_": True}}
         return values
 
+    def load(self) -> Any:
+        """Import the target. In qnmixer it must be an UnrolledNetwork: a file may name it without being trusted."""
+        return load_plugin(self.key, self.target, _UNROLLED if is_trusted(self.target, ()) else self.kind)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether it is an UnrolledNetwork. Imports it."""
+        return _UNROLLED.fits(self.load())
+
+    @property
+    def takes_projector(self) -> bool:
+        """Whether a plain torch module has an argument projector, and so gets sinograms. Imports it."""
+        return any(parameter.name == "projector" for parameter in parameters_of(self.load()) or ())
+
+    def positional(self, function: Any) -> int:
+        """One, the projector, for an UnrolledNetwork."""
+        return int(self.has_steps)
+
     @property
     def T(self) -> int:
         """Iterations of the network: the argument n_iterations. Without it, one; none without weights."""
-        return self._count("n_iterations", int(self.has_weights))
+        if not self.has_steps:
+            return 1
+        T = self.settings().get("n_iterations", int(self.has_weights))
+        return int(validated(int, T, f"{self.group}.n_iterations"))  # a class of the user's may not declare its type
 
     @property
     def is_unrolled(self) -> bool:
         """Whether it has weights, and a T that can be chosen."""
-        return self.has_weights and "n_iterations" in self.settings()
+        return self.has_steps and self.has_weights and "n_iterations" in self.settings()
 
     @property
     def has_weights(self) -> bool:
         """Whether it can be trained."""
-        return bool(self.load().has_weights)
+        return bool(getattr(self.load(), "has_weights", True))
+
+    @property
+    def title(self) -> str:
+        """Its name in tables and pictures."""
+        return str(self.load().title) if self.has_steps else self.load().__name__
 
     @property
     def width(self) -> int:
-        """Its argument channels; 0 without it."""
-        return self._count("channels", 0)
-
-    def _count(self, name: str, default: int) -> int:
-        """An argument that qnmixer computes with, and that a network of the user's may have without a type."""
-        return int(validated(int, self.settings().get(name, default), f"{self.group}.{name}"))
+        """Its argument channels; 0 without it, or if that is no number."""
+        width = self.settings().get("channels", 0)
+        return width if isinstance(width, int) else 0
 
     def divisors(self) -> dict[str, int]:
         """Numbers that must divide the image size, by the key that sets each."""
+        if not self.has_steps:
+            return {}
         divisors: dict[str, int] = self.load().divisors(self._all_arguments())
         return divisors
 
     def checked(self) -> Self:
         """Check the rules between its arguments too."""
         section = super().checked()
+        if not section.has_steps:
+            return section
         try:
             section.load().rules(section._all_arguments())
         except ConfigError as error:  # it names its arguments as a program does

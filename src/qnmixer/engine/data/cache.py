@@ -28,6 +28,7 @@ from torch.nn import functional
 from qnmixer.engine.config.data import FolderData
 from qnmixer.engine.data.slices import (
     AIR,
+    COPY,
     NO_SPACING,
     FloatArray,
     SkipFile,
@@ -112,7 +113,7 @@ def _resampling_weights(n: int, mm: float, size: int, step: float) -> FloatArray
 
 # The cache
 
-_CACHE_FORMAT = 9
+_CACHE_FORMAT = 10
 """Raise it when caches get other slices or other values, or another layout."""
 _PIXEL = np.dtype("<f4")
 
@@ -164,6 +165,7 @@ class SliceCache:
         originals, looks: of each slice, before it was resampled, see `qnmixer.engine.data.traces`.
         skipped: (name, reason) of files that could not be used.
         signs: what each slice shows of its unit.
+        clashes: names of slices that have the UID of another one, but other pixels.
     """
 
     endless = False
@@ -178,6 +180,7 @@ class SliceCache:
         self.looks: list[list[int]] = index["looks"]
         self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
         self.signs = [UnitSigns(*sign) for sign in index["signs"]]
+        self.clashes: list[str] = index["clashes"]
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -314,6 +317,8 @@ def _decode_all(
     looks: list[list[int]] = []
     skipped: list[tuple[str, str]] = []
     signs: list[UnitSigns] = []
+    contents: dict[str, set[int]] = {}  # of each UID
+    clashes: list[str] = []
     console = Console(stderr=True)
     hidden = not console.is_terminal
     for file in track(files, f"Decoding {root.name}", console=console, transient=True, disable=hidden):
@@ -324,6 +329,12 @@ def _decode_all(
                     require_content(hu)
                     if field_of_view is not None and piece.spacing is None:
                         raise SkipFile(f"{NO_SPACING}, which data.pixel_size=header needs")
+                    if piece.uid:
+                        known, content = contents.setdefault(piece.uid, set()), digest_of_bytes(hu.tobytes())
+                        if content in known:
+                            raise SkipFile(f"{COPY} (SOPInstanceUID)")
+                        clashes += [piece.info.name] * bool(known)
+                        known.add(content)
                 except SkipFile as reason:
                     skipped.append((piece.info.name, str(reason)))
                     continue
@@ -349,4 +360,5 @@ def _decode_all(
         "rows": rows,
         "skipped": skipped,
         "signs": [signs[row] for row in rows],
+        "clashes": clashes,
     }

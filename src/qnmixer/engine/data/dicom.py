@@ -271,6 +271,11 @@ def pixel_spacing(dataset: Dataset, frame: int) -> tuple[float, float] | None:
     return None
 
 
+def _is_unique(uid: str) -> bool:
+    """Whether a UID is one: some programs write one word for everybody."""
+    return "." in uid and UID(uid).is_valid
+
+
 class DicomReader:
     """Decodes DICOM files for the cache.
 
@@ -292,9 +297,10 @@ class DicomReader:
         dataset = open_ct(root / path)
         n_frames = frame_count(dataset)
         patient = str(dataset.get("PatientID") or "").strip()
-        uids = [str(dataset.get(keyword) or "").strip() for keyword in ("StudyInstanceUID", "SeriesInstanceUID")]
-        series = uids[1] or path.rpartition("/")[0]
-        uids = [uid for uid in uids if "." in uid and UID(uid).is_valid]  # some programs write one word for everybody
+        study, series, instance = (
+            str(dataset.get(f"{level}InstanceUID") or "").strip() for level in ("Study", "Series", "SOP")
+        )
+        uids = " ".join(filter(_is_unique, (study, series)))
         skipped: list[tuple[str, str]] = []
         for frame in range(n_frames):
             try:
@@ -305,7 +311,7 @@ class DicomReader:
             except SkipFile as reason:
                 skipped.append((f"{path}#{frame}" if n_frames > 1 else path, str(reason)))
                 continue
-            info = SliceInfo(path, frame, n_frames, patient, series, position, " ".join(uids).strip())
-            yield Slice(info, hu, spacing)
+            info = SliceInfo(path, frame, n_frames, patient, series or path.rpartition("/")[0], position, uids)
+            yield Slice(info, hu, spacing, f"{instance}#{frame}" if _is_unique(instance) else "")
         if skipped:
             raise SkipFile(skipped[0][1], skipped)

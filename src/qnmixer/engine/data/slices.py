@@ -17,6 +17,7 @@ from qnmixer.errors import DataError
 FloatArray = npt.NDArray[np.float32]
 NO_SPACING = "no pixel size in the file"
 DERIVED = "a derived image"
+COPY = "a copy of another file"
 AIR = -1000.0
 _BELOW_AIR = -1024.0
 NO_AIR = -500.0
@@ -119,12 +120,14 @@ class SliceInfo:
 class Slice:
     """One decoded slice, [H, W] in HU, and its origin.
 
-    `spacing`: mm between its rows and between its columns; None if the file has none.
+    `spacing`: mm between its rows and between its columns; None if the file has none. `uid`: SOPInstanceUID, and the
+    frame, which are the same in each copy of a file; empty if the file has none.
     """
 
     info: SliceInfo
     hu: FloatArray
     spacing: tuple[float, float] | None = None
+    uid: str = ""
 
 
 class SliceSource(Protocol):

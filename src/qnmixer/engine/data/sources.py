@@ -215,6 +215,14 @@ def _doubts(config: FolderData, cache: SliceCache, patients: list[str]) -> Itera
         yield unit_warning(root, suspects, len(set(patients)), "patients")
     if stacks := [info.path for info, sign in zip(cache.infos, cache.signs, strict=True) if sign.is_turned]:
         yield turned(root, sorted(set(stacks)))
+    if cache.clashes:
+        yield (
+            f"{root}: {len(cache.clashes)} slices have the SOPInstanceUID of another slice, but other pixels: each "
+            f"counts ({shortlist(cache.clashes)})"
+        )
+    first = dict(zip(reversed(cache.digests), reversed(cache.infos), strict=True))
+    if equal := [i.name for i, number in zip(cache.infos, cache.digests, strict=True) if first[number].path != i.path]:
+        yield f"{root}: {len(equal)} slices have the pixels of one in another file: both count ({shortlist(equal)})"
     files = files_as_patients(cache.infos, patients)
     if len(files) > 1:
         yield (

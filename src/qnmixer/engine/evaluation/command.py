@@ -3,16 +3,24 @@
 from collections.abc import Collection
 from pathlib import Path
 
+from qnmixer.engine.build import build_own_data
 from qnmixer.engine.checkpoints import find_checkpoint, load_run, run_of, split_of
 from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.data import LOADING, AsTrained, DataConfig, FolderData, MixedData, PairData, PhantomData
 from qnmixer.engine.config.rules import one_scale, scan_of_set
-from qnmixer.engine.config.run import targets_of
+from qnmixer.engine.config.run import section, targets_of
 from qnmixer.engine.config.sections import EvaluationConfig, GeometryConfig
-from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.engine.evaluation.config import EvaluateConfig, ScoringConfig
-from qnmixer.engine.evaluation.evaluate import PAGE, evaluate, evaluated_source, what_was_evaluated, write_evaluation
+from qnmixer.engine.evaluation.evaluate import (
+    PAGE,
+    RunData,
+    evaluate,
+    evaluated_name,
+    evaluated_source,
+    what_was_evaluated,
+    write_evaluation,
+)
 from qnmixer.engine.evaluation.logs import log_evaluation
 from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.parallel.devices import choose_device
@@ -28,6 +36,7 @@ from qnmixer.weights import SUFFIX, located
 
 _KEYS_OF_TEST = "simulation_factor", "disc"
 """Keys that turn the run's own slices into another test."""
+_NO_PLACE = "{} does not say where its slices are: give data=NAME data.root=FOLDER, as data=dicom"
 
 
 def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> Evaluation:
@@ -57,7 +66,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 
 def on_test(
     config: ScoringConfig, run: str, overrides: list[str], seed: int | None = None
-) -> tuple[Reconstructor, SliceDataModule, SplitRecord | None]:
+) -> tuple[Reconstructor, RunData, SplitRecord | None]:
     """The trained network of a run with the noise of an evaluation, its slices, and the record of the run's split.
 
     `seed`: of phantoms and noise; None: the run's. Raises CheckpointError or ConfigError for what does not fit.
@@ -67,27 +76,34 @@ def on_test(
     trained = load_run(run, config.checkpoint, trust, "metrics.")
     split_record = split_of(checkpoint)
     test = trained.config.changed(data=with_own_cache(trained.config.data, checkpoint))
-    foreign = not is_trusted(trained.config.datamodule.target, ())
-    if isinstance(config.data, AsTrained) and foreign and split_record is None and checkpoint.suffix != SUFFIX:
-        raise CheckpointError(
-            f"{run} was trained on slices of {trained.config.datamodule.target}, which evaluate does not load: give "
-            "others, as data=dicom data.root=FOLDER"
-        )
+    datamodule = trained.config.datamodule
     if isinstance(config.data, AsTrained):
+        if not is_trusted(datamodule.target, ()) and checkpoint.suffix == SUFFIX:
+            raise CheckpointError(_NO_PLACE.format(run))
         data, from_run = as_trained(run, config.data, test.data, trust), True
+        check_trusted(run, datamodule.targets(), trust)
+        if not datamodule.is_of_slices and data != test.data:
+            raise CheckpointError(
+                f"{run} was trained with {datamodule.as_typed}, which takes no key of data: leave it out"
+            )
     else:
         data, from_run = other_slices(config.data, test.data, test.geometry, overrides)
+        test.datamodule = section("datamodule", "default")
     if seed is not None:
         data = data.changed(seed=seed) if isinstance(evaluated_source(data), PhantomData) else data
         test.seed = seed
     test.data, test.noise = data, config.noise or test.noise
     one_scale(test.data, test.noise)
     split = RunSplit(split_record if from_run else None)
-    slices = SliceDataModule(data, split=split, geometry=trained.projector.geometry)
+    slices: RunData
+    if test.datamodule.is_of_slices:
+        slices = test.datamodule.build(data, split=split, geometry=trained.projector.geometry)
+    else:
+        slices = build_own_data(test, config.split)
     if config.noise is not None and slices.measured:
         raise ConfigError(
-            f"noise={config.noise.name} has no effect on the sinograms of data={data.name}, which were measured: leave "
-            "it out"
+            f"noise={config.noise.name} has no effect on the sinograms of {evaluated_name(test)}, which were measured: "
+            "leave it out"
         )
     module = Reconstructor(test, trained.projector)
     module.load_state_dict(trained.state_dict())
@@ -103,9 +119,7 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
     """
     of_phantoms = all(isinstance(source, PhantomData) for source in data.by_section().values())
     if located(run).suffix == SUFFIX and not of_phantoms:
-        raise CheckpointError(
-            f"{run} does not say where its slices are: give data=NAME data.root=FOLDER, as data=dicom"
-        )
+        raise CheckpointError(_NO_PLACE.format(run))
     check_trusted(run, data.targets(), trust)
     if changed.root is not None and not isinstance(data, FolderData | PairData):
         why = f"is for a run on one folder, but {run} was trained with data={data.name}"

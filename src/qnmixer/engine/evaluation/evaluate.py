@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.checkpoints import digest_of_weights
 from qnmixer.engine.config.data import DataConfig, FolderData, MixedData
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import EvaluationConfig
-from qnmixer.engine.config.targets import NoiseConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.own import Numbered, OwnDataModule
 from qnmixer.engine.evaluation.scores import Conditions, Evaluation, ImageScore, titles_of, with_usual
 from qnmixer.engine.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.engine.processes.process import rank
@@ -30,6 +31,7 @@ from qnmixer.files import digest, digest_of_bytes, write_text
 from qnmixer.models.total_variation import TotalVariation
 from qnmixer.physics import NoNoise
 
+RunData = SliceDataModule | OwnDataModule
 PICTURE, PAGE = "picture.png", "page.html"
 _MOST_ITERATIONS = 50  # a page has room for the images of so many
 _N_WORST = 9
@@ -43,7 +45,7 @@ def what_was_evaluated(module: Reconstructor, evaluation: Evaluation) -> dict[st
     """
     return {
         "weights": digest_of_weights(module.state_dict()),
-        "data": evaluated_source(module.config.data).name,
+        "data": evaluated_name(module.config),
         "noise": module.config.noise.plain(),
         "test": evaluation.test and evaluation.test._asdict(),
     }
@@ -54,7 +56,12 @@ def evaluated_source(data: DataConfig) -> DataConfig:
     return data.by_section()[f"data.sources.{data.evaluate_on}"] if isinstance(data, MixedData) else data
 
 
-def conditions_of(module: Reconstructor, data: SliceDataModule, contents: Sequence[int]) -> Conditions:
+def evaluated_name(config: Config) -> str:
+    """What gives the slices of validation and test: a source of `data`, or a LightningDataModule of the user's."""
+    return evaluated_source(config.data).name if config.datamodule.is_of_slices else config.datamodule.target
+
+
+def conditions_of(module: Reconstructor, data: RunData, contents: Sequence[int]) -> Conditions:
     """What tells a test from others. `contents`: digests of its slices, in their order."""
     noise_digests: tuple[str, ...] = ()
     scan = {**asdict(module.projector.geometry), "factor": data.config.simulation_factor}
@@ -78,18 +85,20 @@ def _content(batch: Mapping[str, Any], b: int, measured: bool) -> int:
     return digest_of_bytes(b"".join(part.numpy().tobytes() for part in parts))
 
 
-def title_of(noise: NoiseConfig, n_views: int, module: SliceDataModule, split: str) -> str:
+def title_of(config: Config, n_views: int, module: RunData, split: str) -> str:
     """The title of a table."""
     data = module.config
-    slices = "all slices" if isinstance(data, FolderData) and data.split == "all" else f"{split} split"
+    slices = f"{split} split"
+    if config.datamodule.is_of_slices and isinstance(data, FolderData) and data.split == "all":
+        slices = "all slices"
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
-    sinograms = "measured" if module.measured else f"noise {noise.name}"
-    return f"{slices} of {evaluated_source(data).name}{disc}, {n_views} views{finer}, {sinograms}"
+    sinograms = "measured" if module.measured else f"noise {config.noise.name}"
+    return f"{slices} of {evaluated_name(config)}{disc}, {n_views} views{finer}, {sinograms}"
 
 
 def evaluate(
-    module: Reconstructor, data: SliceDataModule, split: str, config: EvaluationConfig, device: torch.device
+    module: Reconstructor, data: RunData, split: str, config: EvaluationConfig, device: torch.device
 ) -> Evaluation:
     """Reconstruct every slice of a split by FBP and by the network (which may be FBP), from the same noisy sinogram.
 
@@ -106,15 +115,15 @@ def evaluate(
             variance=module.measurement.noise.variance,
         )
     metrics = build_metrics(with_usual(module.config.metrics), data.config.own_range)
-    n_images = len(data.dataset(split))
-    patients = data.parts[split].patients or [None] * n_images
+    n_images, patients = data.count(split), data.patients(split)
     drawn = pictured(n_images, config.n_pictures)
     scores: dict[int, list[ImageScore]] = {}
     slices: dict[int, SliceImages] = {}
-    batches: DataLoader[Any] = data.loader(split)
+    batches: DataLoader[Any] | Numbered = data.loader(split)
     for host_batch in progress(batches, "evaluating", "batch", Console(quiet=rank() != 0)):
-        numbers, weights = host_batch["sample"].tolist(), host_batch["weight"].tolist()
-        batch: Batch = data.transfer_batch_to_device(host_batch, device, 0)
+        numbers = host_batch.get("number", host_batch["sample"]).tolist()
+        weights = host_batch["weight"].tolist()
+        batch: Batch = data.on_after_batch_transfer(data.transfer_batch_to_device(host_batch, device, 0), 0)
         with torch.no_grad():
             y = module.measure(batch, "test")
             images = {name: [method(y)] for name, method in baselines.items() if name != network.title}
@@ -125,8 +134,9 @@ def evaluate(
             if weight:  # else it only fills the batch
                 file_name = batch["name"][b]
                 content = _content(host_batch, b, data.measured)
+                patient = patients[n] if patients else None
                 scores[n] = [
-                    ImageScore(n, file_name, method, rows[b], patients[n], content) for method, rows in values.items()
+                    ImageScore(n, file_name, method, rows[b], patient, content) for method, rows in values.items()
                 ]
                 slices[n] = _slice(n, batch, b, images, scores[n])
         slices = worst_of(slices, scores, drawn)
@@ -137,10 +147,10 @@ def evaluate(
         scores = {n: slice_scores for share, _ in shares for n, slice_scores in share.items()}
         slices = worst_of({n: slice_ for _, share in shares for n, slice_ in share.items()}, scores, drawn)
     return Evaluation(
-        title=title_of(module.config.noise, module.projector.geometry.n_views, data, split),
+        title=title_of(module.config, module.projector.geometry.n_views, data, split),
         scores=[score for n in sorted(scores) for score in scores[n]],
         slices=slices,
-        pictured=sorted(drawn),
+        pictured=sorted(drawn & scores.keys()),
         baselines=[*baselines],
         own_range=data.config.own_range,
         titles=titles_of(module.config.metrics),
@@ -148,8 +158,13 @@ def evaluate(
     )
 
 
-def pictured(n_images: int, n_pictures: int) -> set[int]:
-    """The indices of the images to draw. They are spread over the split, because neighbours look alike."""
+def pictured(n_images: int | None, n_pictures: int) -> set[int]:
+    """The indices of the images to draw. They are spread over the split, because neighbours look alike.
+
+    The first ones, if the number of images is not known.
+    """
+    if n_images is None:
+        return {*range(n_pictures)}
     n = min(n_pictures, n_images)
     return {(2 * k + 1) * n_images // (2 * n) for k in range(n)}
 

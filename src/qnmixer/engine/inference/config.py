@@ -7,6 +7,9 @@ from pydantic import model_validator
 from qnmixer.engine.config.checking import Section
 from qnmixer.engine.config.sections import Accelerator, CheckpointName, Count, File, Length, Texts, check_window
 
+OF_DATAMODULE = "predict_dataloader"
+"""The input that means the slices of the run's own LightningDataModule. A file of this name needs a path: ./…"""
+
 
 class ReconstructConfig(Section):
     """The config of `qnmixer.reconstruct`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qnmixer.engine.checkpoints import load_run
 from qnmixer.engine.data.slices import FloatArray
-from qnmixer.engine.inference.config import ReconstructConfig
+from qnmixer.engine.inference.config import OF_DATAMODULE, ReconstructConfig
 from qnmixer.engine.inference.input_slices import simulated_scans, slice_files
 from qnmixer.engine.inference.scan import Scan, misfit, warn
 from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
@@ -47,15 +47,21 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     """
     console = Console()
     module = load_run(config.run, config.checkpoint, config.trust).to(choose_device(config.accelerator)).eval()
-    path = Path(config.input)
-    geometry = module.projector.geometry
-    sinograms = config.kind == "sinograms" or (config.kind == "auto" and holds_sinograms(path, geometry, config))
-    files = sinogram_files(path) if sinograms else slice_files(path)
-    scans = measured_scans(path, files, module, config) if sinograms else simulated_scans(path, files, module)
+    path, geometry, files = Path(config.input), module.projector.geometry, list[Path]()
+    if config.input == OF_DATAMODULE:
+        from qnmixer.engine.inference.own_data import scans_of_own  # it loads Lightning
+
+        scans, total = scans_of_own(module, config)
+    elif config.kind == "sinograms" or (config.kind == "auto" and holds_sinograms(path, geometry, config)):
+        files = sinogram_files(path)
+        scans, total = measured_scans(path, files, module, config), len(files)
+    else:
+        files = slice_files(path)
+        scans, total = simulated_scans(path, files, module), len(files)
     batch_size = config.batch_size or (_ON_GPU if module.device.type == "cuda" else _ON_CPU)
     writer = _Writer(module, config, [file.relative_to(path) for file in files if file != path])
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reconstructing", total=len(files))
+        task = progress.add_task("reconstructing", total=total)
         for scan, x in images_of(module, scans, batch_size):
             written = writer.write(scan, scan.hu(x))
             if written and scan.measured:
@@ -67,7 +73,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     if writer.count:
         line = f"reconstructions: {writer.count:,}, as {', '.join(config.formats)}, in {config.output}"
         console.print(line, soft_wrap=True)
-        if sinograms:
+        if writer.measured:
             console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
     if writer.failed:
         raise DataError(writer.summary())
@@ -117,6 +123,7 @@ class _Writer:
 
     def __init__(self, module: Reconstructor, config: ReconstructConfig, inputs: Sequence[Path]) -> None:
         self.module, self.config, self.count = module, config, 0
+        self.measured = False  # whether an image of a measured scan was written
         self.failed: list[str] = []  # name of the scan, and why
         self._call_uid = generate_uid()
         self._written: set[Path] = set()
@@ -158,6 +165,7 @@ class _Writer:
         window = (limits[0], limits[1]) if limits else window_of(hu) if scan.measured else _ABDOMEN
         self._write(target, scan, hu, self.module.network.title, window, files)
         if scan.measured:
+            self.measured = True
             with torch.no_grad():
                 fbp = scan.hu(self.module.projector.fbp(scan.sinogram))
             self._write(_with_end(target, _FBP), scan, fbp, FBP.title, window, files)

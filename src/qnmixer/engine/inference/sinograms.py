@@ -43,13 +43,14 @@ def holds_sinograms(path: Path, trained: FanBeamGeometry, config: ReconstructCon
 
     Raises DataError for a .npy that is neither a slice nor a sinogram of the run.
     """
-    if path.suffix in (".mat", *TIFF) or config.detector_pitch is not None or config.angle_span is not None:
+    if path.suffix.lower() in (".mat", *TIFF) or config.detector_pitch is not None or config.angle_span is not None:
         return True
     views, bins = trained.n_views, trained.n_detectors
-    for file in _scan_files(path) if path.is_dir() or path.suffix == ".npy" else ():
-        if file.suffix == ".mat":
+    for file in _scan_files(path) if path.is_dir() or path.suffix.lower() == ".npy" else ():
+        ending = file.suffix.lower()
+        if ending == ".mat":
             return True
-        if file.suffix in TIFF:
+        if ending in TIFF:
             with suppress(SkipFile, DataError):  # a picture beside slices
                 open_fan(file)
                 return True
@@ -79,7 +80,8 @@ def sinogram_files(path: Path) -> list[Path]:
 
 def _scan_files(path: Path) -> list[Path]:
     files = path.rglob("*") if path.is_dir() else [path]
-    return sorted(file for file in files if file.suffix in _SCANS and file.is_file())  # opening a pipe would not end
+    scans = (file for file in files if file.suffix.lower() in _SCANS)
+    return sorted(file for file in scans if file.is_file())  # opening a pipe would not end
 
 
 def measured_scans(
@@ -111,13 +113,14 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
     Raises DataError for an unusable file. In a stack, an unusable sinogram is left out with a warning.
     """
     geometry, (offset, scale) = module.projector.geometry, module.config.data.hu_scaling
-    if file.suffix != ".npy" and (config.angle_span is not None or config.detector_pitch is not None):
+    ending = file.suffix.lower()
+    if ending != ".npy" and (config.angle_span is not None or config.detector_pitch is not None):
         raise DataError(f"{file} has angles and bins of its own: leave out angle_span= and detector_pitch=")
     read: Callable[[int], FloatArray]
-    if file.suffix == ".mat":
+    if ending == ".mat":
         of_mat, scanner, angles = read_mat(file, geometry)
         count, read = 1, [of_mat].__getitem__
-    elif file.suffix in TIFF:
+    elif ending in TIFF:
         with usable(file, _FIX):
             fan = open_fan(file)
         start, turned = fan.nearest(geometry.angles()[0])

@@ -210,14 +210,14 @@ def defer_stop(on: bool) -> None:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """End the process at once on Ctrl-C while libraries load. torch aborts if its import raises an exception."""
+    """End the process at once on a stop signal while libraries load. torch aborts if its import raises an exception."""
 
-    def end(*_: object) -> None:
+    def end(number: int, _: FrameType | None) -> None:
         if not is_rank():
             print("interrupted", file=sys.stderr, flush=True)
-        os._exit(130)
+        os._exit(Stopped(number).code)
 
-    with handle_signals([signal.SIGINT], end):
+    with handle_signals(SIGNALS, end):
         yield
 
 

@@ -30,9 +30,8 @@ from qnmixer.engine.config.run import Config, effective_batch, targets_of
 from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig
 from qnmixer.engine.config.targets import modes_of
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.own import OwnDataModule
 from qnmixer.engine.data.splits import RunSplit, seen_by
-from qnmixer.engine.evaluation.evaluate import evaluate, what_was_evaluated, write_evaluation
+from qnmixer.engine.evaluation.evaluate import RunData, evaluate, what_was_evaluated, write_evaluation
 from qnmixer.engine.evaluation.logs import log_evaluation
 from qnmixer.engine.lightning_private import count_training_steps, disable_signal_handling
 from qnmixer.engine.memory.modes import apply_memory_mode
@@ -59,10 +58,8 @@ from qnmixer.engine.training.callbacks import (
 )
 from qnmixer.engine.training.checkpointing import AtomicCheckpointIO, Checkpointing
 from qnmixer.engine.training.terminal import TrainingProgress, print_start, quieten
-from qnmixer.errors import ConfigError, OutOfMemory, Stopped
+from qnmixer.errors import ConfigError, DataError, OutOfMemory, Stopped
 from qnmixer.files import write_text
-
-RunData = SliceDataModule | OwnDataModule
 
 # Around a run
 
@@ -381,10 +378,14 @@ def validate_last_steps(config: Config, run: Run, trainer: L.Trainer, module: Ru
 def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: RunData) -> None:
     """Evaluate best.ckpt on the test slices. Table, page and picture go into evaluation/ and to the loggers.
 
-    Slices of a LightningDataModule of the user's are not evaluated: a line says how others are.
+    A line says how others are evaluated, if a LightningDataModule of the user's has no test_dataloader.
     """
-    if isinstance(data, OwnDataModule):
-        line = f"no table, as {data.name} has the test slices. On others:"
+    try:
+        n_images = data.count("test")
+    except DataError as error:
+        if isinstance(data, SliceDataModule):
+            raise
+        line = f"no table: {error}. On others:"
         command = shlex.join(["python", "-m", "qnmixer.evaluate", f"run={run.folder}", "data=NAME", "data.root=FOLDER"])
         run.console.print(f"{line} {command}", highlight=False, soft_wrap=True)
         return
@@ -397,7 +398,8 @@ def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModul
         return
     load_weights(trained, run.folder)
     device = trainer.strategy.root_device
-    run.console.print(f"evaluating best.ckpt on {len(data.dataset('test'))} slices of the test split", highlight=False)
+    slices = "" if n_images is None else f"{n_images} slices of "
+    run.console.print(f"evaluating best.ckpt on {slices}the test split", highlight=False)
     evaluation = evaluate(trained, data, "test", config.evaluation, device)
     if not trainer.is_global_zero:
         return

@@ -28,7 +28,7 @@ class CalibrateConfig(Section):
     @property
     def of_scans(self) -> bool:
         """Whether the input is of scans. Else it is of slices."""
-        return self.input.endswith(".npy")
+        return self.input.lower().endswith(".npy")
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:

@@ -14,9 +14,8 @@ from torch import Tensor
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.checkpoints import digest_of_weights
 from qnmixer.engine.config.run import Config, section
-from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.command import on_test
-from qnmixer.engine.evaluation.evaluate import evaluate, evaluated_source
+from qnmixer.engine.evaluation.evaluate import evaluate, evaluated_name
 from qnmixer.engine.evaluation.logs import log_scores, name_in_logs
 from qnmixer.engine.evaluation.scores import Evaluation, log_prefix
 from qnmixer.engine.parallel.devices import choose_device
@@ -118,8 +117,8 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
     console = Console()
     module, slices, _ = on_test(config, config.run, overrides)
     if slices.measured:
-        name = module.config.data.name
-        raise ConfigError(f"data={name} has measured sinograms: give slices, as data=phantoms or data=dicom")
+        name = evaluated_name(module.config)
+        raise ConfigError(f"{name} has measured sinograms: give slices, as data=phantoms or data=dicom")
     device = choose_device(config.accelerator)
     planned = [*conditions(config, module.config)]  # wrong ones end the command before it works for minutes
     results: dict[Condition, Scores] = {}
@@ -137,12 +136,12 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
                 results[condition] = {}
                 continue
             geometry = scanned.projector.geometry
-            data = SliceDataModule(slices.config, first=config.n_slices, split=slices.split, geometry=geometry)
-            results[condition] = scores_of(evaluate(scanned, data, config.split, config.evaluation, device))
+            data = slices.with_scan(geometry, config.n_slices)
+            evaluation = evaluate(scanned, data, config.split, config.evaluation, device)
+            results[condition] = scores_of(evaluation)
             write_text(folder / "table.csv", csv_table(lines(results)))  # what is measured stays, if the rest fails
-        n_images = len(data.dataset(config.split))
         headings, rows = table(results)
-        slices_named = f"Slices of {evaluated_source(slices.config).name}: {n_images}"
+        slices_named = f"Slices of {evaluated_name(module.config)}: {evaluation.n_images}"
         caption = f"{slices_named}. PSNR in dB / SSIM × 100. {_KNOWN}"
         write_text(folder / "table.md", "\n\n".join([markdown_table(headings, rows), caption, *refusals]) + "\n")
         draw(folder / PLOT, results, nominal(module.config))

@@ -1,0 +1,112 @@
+"""The share of a process in the batches of a user's loader, whatever sampler that has."""
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+T = TypeVar("T")
+
+
+class Share(Sampler[Any]):
+    """Every N-th of the batches that a user's sampler yields. All processes draw the same ones.
+
+    In the last round there may be fewer batches than processes. The others repeat one, with a weight of 0.
+
+    Args:
+        batches: the sampler: it yields the indices of a batch.
+        seed: gives the seed of its random numbers, at the start of each epoch.
+        num_replicas: processes that share the batches.
+        rank: the number of this process.
+
+    Attributes:
+        weights: of the batches that were yielded and not yet used. With them the mean over all processes of the loss of
+            a batch is the mean over the slices of a round.
+    """
+
+    def __init__(self, batches: Any, seed: Callable[[], Sequence[int]], num_replicas: int, rank: int) -> None:
+        self.batches, self.seed, self.num_replicas, self.rank = batches, seed, num_replicas, rank
+        self.sampler = getattr(batches, "sampler", batches)  # Lightning looks here for one whose epoch it sets
+        self.weights: deque[float] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.weights.clear()
+        drawn = drawn_alike(self.batches, self.seed())
+        while a_round := [*islice(drawn, self.num_replicas)]:
+            sizes = [len(batch) if isinstance(batch, Sequence) else 1 for batch in a_round]
+            mine = min(self.rank, len(a_round) - 1)
+            self.weights.append(self.num_replicas * sizes[mine] / sum(sizes) if mine == self.rank else 0.0)
+            yield a_round[mine]
+
+    def __len__(self) -> int:
+        return -(-len(self.batches) // self.num_replicas)
+
+
+def shared(loader: Any, seed: Callable[[], Sequence[int]], num_replicas: int, rank: int) -> Any:
+    """A loader with the share of this process; the same loader, if it shares itself."""
+    if shares_itself(loader):
+        return loader
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    loader_of_share = copy.copy(loader)
+    # A DataLoader refuses to set them. To build another one would lose what a subclass or a later torch adds.
+    vars(loader_of_share)[name] = Share(getattr(loader, name), seed, num_replicas, rank)
+    return loader_of_share
+
+
+def shares_itself(loader: Any) -> bool:
+    """Whether a loader has a DistributedSampler, also inside of its batch_sampler, or no sampler that we know."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return True
+    return has_distributed_sampler(loader)
+
+
+def has_distributed_sampler(loader: Any) -> bool:
+    """Whether a loader has a DistributedSampler, also inside of its batch_sampler."""
+    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
+def share_of(loader: Any) -> Share | None:
+    """The share of a loader from `shared`; None if it has none."""
+    samplers = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
+    return next((sampler for sampler in samplers if isinstance(sampler, Share)), None)
+
+
+def drawn_alike(items: Iterable[T], seed: Sequence[int]) -> Iterator[T]:
+    """The items, drawn with random numbers of their own: alike in all processes, whatever else these draw."""
+    number = int(np.random.SeedSequence([*seed]).generate_state(1)[0])
+    outside = _random_states()
+    torch.default_generator.manual_seed(number)  # not torch.manual_seed, which seeds the GPUs too
+    np.random.seed(number)  # noqa: NPY002  # samplers of users may draw from it
+    random.seed(number)
+    iterator: Iterator[T] | None = None
+    own = _random_states()
+    _set_random_states(outside)
+    while True:
+        outside = _random_states()
+        _set_random_states(own)
+        try:
+            iterator = iter(items) if iterator is None else iterator
+            item = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            own = _random_states()
+            _set_random_states(outside)
+        yield item
+
+
+def _random_states() -> tuple[Any, Any, Any]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+
+
+def _set_random_states(states: tuple[Any, Any, Any]) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    random.setstate(states[2])

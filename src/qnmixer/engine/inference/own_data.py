@@ -1,0 +1,45 @@
+"""The slices of a LightningDataModule of the user's, to reconstruct."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from qnmixer.engine.batch import Batch
+from qnmixer.engine.build import build_own_data
+from qnmixer.engine.checkpoints import find_checkpoint, run_of
+from qnmixer.engine.inference.config import ReconstructConfig
+from qnmixer.engine.inference.scan import Scan
+from qnmixer.engine.plugins import check_trusted
+from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.engine.tracking.records import own_modules
+from qnmixer.errors import ConfigError
+
+
+def scans_of_own(module: Reconstructor, config: ReconstructConfig) -> tuple[Iterator[Scan], int | None]:
+    """The slices of the predict_dataloader of a run's own LightningDataModule, and their number, if it is known.
+
+    Each has its sinogram, or one that is simulated with the views and the noise of the training.
+
+    Raises:
+        PluginError: the class is in no module that the command line trusts.
+        ConfigError: the run was trained with a SliceDataModule.
+        DataError: it has no predict_dataloader, or gives batches of another form.
+    """
+    datamodule, run = module.config.datamodule, run_of(find_checkpoint(config.run, config.checkpoint))
+    check_trusted(config.run, datamodule.targets(), [*config.trust, *own_modules(run)])
+    if datamodule.is_of_slices:
+        raise ConfigError(f"input={config.input}: {config.run} has no LightningDataModule of its own, give a path")
+    data = build_own_data(module.config, "predict")
+
+    def scans() -> Iterator[Scan]:
+        for host_batch in data.loader("predict"):
+            transferred = data.transfer_batch_to_device(host_batch, module.device, 0)
+            batch: Batch = data.on_after_batch_transfer(transferred, 0)
+            for k, y in enumerate(module.measure(batch, "test").split(1)):
+                name = Path(batch["name"][k])
+                inside = Path(*(part for part in name.parts if part not in (name.anchor, "..")))
+                yield Scan(
+                    name=inside.as_posix(), sinogram=y, measured="sinogram" in batch,
+                    offset=float(batch["hu_offset"][k]), scale=float(batch["hu_scale"][k]),
+                )  # fmt: skip
+
+    return scans(), data.count("predict")

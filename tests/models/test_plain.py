@@ -1,0 +1,157 @@
+"""A plain torch module as a network: what it gets and gives, what it cannot do, and its way through every command."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qnmixer import load_pretrained
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse
+from qnmixer.engine.reconstructor import build_network, build_projector, method_name
+from qnmixer.errors import ConfigError, PluginError
+from qnmixer.models.plain import PlainNetwork
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+
+from ..conftest import PHANTOMS, TINY, environment
+from ..data.conftest import make_ct
+from ..warm import Warm
+
+__all__ = ["make_ct"]
+CODE = """
+from torch import nn
+
+class UNet(nn.Module):
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, 1, 3, padding=1))
+
+    def forward(self, image):
+        return image + self.layers(image)
+
+class OfSinogram(UNet):
+    def __init__(self, projector, width: int = 4):
+        super().__init__(width)
+        self.projector = projector
+
+    def forward(self, y):
+        return super().forward(self.projector.fbp(y))
+"""
+MISNAMED = """
+import torch
+from torch import nn
+from qnmixer.models import UnrolledNetwork
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LazyConv2d(1, 3)
+
+class Named(UnrolledNetwork):
+    def __init__(self, projector, kind: str = "module"):
+        super().__init__(1)
+        self.projector = projector
+        if kind == "module":
+            self.image = nn.Conv2d(1, 1, 1)
+        elif kind == "weight":
+            self.step = nn.Parameter(torch.zeros(1))
+        else:
+            self.register_buffer("run", torch.zeros(1))
+
+    def start(self, y):
+        return self.projector.fbp(y)
+
+    def step(self, t, y, state):
+        return self.image(state)
+"""
+WORDS = [word for word in TINY if not word.startswith("model.")] + [
+    *PHANTOMS, "model=custom", "~model.n_iterations", "~model.channels", "model._target_=my_plain.UNet",
+]  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_plain.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("target", ["UNet", "OfSinogram"])
+def test_it_gets_fbp_or_the_sinogram(here: Path, target: str) -> None:
+    config = parse(compose("train", [*WORDS, f"model._target_=my_plain.{target}", "+model.width=6"]))
+    projector = build_projector(config)
+    network: Any = build_network(config, projector)
+    y = projector(torch.rand(2, 1, 16, 16))
+    assert (type(network), method_name(config), config.model.T) == (PlainNetwork, target, 1)
+    assert network.module.layers[0].out_channels == 6
+    fbp = projector.fbp(y)
+    assert torch.equal(network(y), fbp + network.module.layers(fbp))
+    assert torch.equal(network.iterates(y)[0], fbp)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("memory=recompute", "^memory=recompute runs steps again, but model._target_=my_plain.UNet has none"),
+        ("module=all_iterates", "^module=all_iterates needs the iterates of steps, but"),
+        ("strategy=pipeline trainer.devices=2", "^strategy=pipeline cuts iterations into stages, but"),
+    ],
+)
+def test_what_needs_steps_says_so(here: Path, words: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        parse(compose("train", [*WORDS, *words.split()]))
+
+
+def test_of_qnmixer_only_networks_are_taken() -> None:
+    """A file of somebody else may name what is in qnmixer."""
+    with pytest.raises(PluginError, match=r"is not a subclass of qnmixer\.models\.UnrolledNetwork"):
+        parse(compose("train", [*WORDS, "model._target_=qnmixer.physics.FanBeamProjector"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("Lazy", r"^model\._target_=misnamed\.Lazy has module\.layer\.weight without a shape"),
+        ("Named", r"^Named\.image is a method"),
+        ("Named +model.kind=weight", r"^Named\.step is a method"),
+        ("Named +model.kind=buffer", r"^model\._target_=misnamed\.Named refuses .*attribute 'run' already exists"),
+    ],
+)
+def test_names_of_methods_and_lazy_modules_are_one_line(here: Path, words: str, line: str) -> None:
+    """torch takes a module named like a method, and then calls the method."""
+    (here / "misnamed.py").write_text(MISNAMED)
+    config = parse(compose("train", [*WORDS, *f"model._target_=misnamed.{words}".split()]))
+    with pytest.raises(ConfigError, match=line):
+        build_network(config, build_projector(config))
+
+
+@pytest.mark.parametrize("module", [nn.Flatten(0, 1), nn.Conv2d(1, 2, 1), nn.AvgPool2d(2)])
+def test_what_is_no_image_is_refused(module: nn.Module) -> None:
+    geometry = FanBeamGeometry.paper(8)
+    projector = FanBeamProjector(geometry)
+    x = torch.zeros(1, 1, geometry.image_size, geometry.image_size)
+    with pytest.raises(ConfigError, match=rf"^{type(module).__name__} gives \[.*\], not images \[1, 1, 256, 256\]$"):
+        PlainNetwork(projector, module, of_sinogram=False)(projector(x))
+
+
+@pytest.mark.slow
+def test_it_trains_evaluates_reconstructs_exports_and_loads(here: Path, make_ct: Any, warm: Warm) -> None:
+    def run(command: str, *words: str) -> str:
+        done = warm.run("-m", f"qnmixer.{command}", *words, cwd=here, env=environment())
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("train", *WORDS, "test_after_training=true", "hydra.run.dir=run")
+    table = (here / "run/evaluation/table.csv").read_text()
+    assert "\nUNet," in table
+    run("evaluate", "run=run", "hydra.run.dir=again")
+    assert (here / "again/table.csv").read_text() == table
+    make_ct(here / "ct/1.dcm")
+    run("reconstruct", "run=run", "input=ct", "output=out")
+    assert (here / "out/1.dcm").is_file()
+    run("export", "run=run", "output=unet.safetensors")
+    networks = [load_pretrained(here / name, trust=["my_plain"]) for name in ("run", "unet.safetensors")]
+    y = torch.rand(1, 1, 8, 24)
+    assert torch.equal(networks[0](y), networks[1](y))
