@@ -268,8 +268,8 @@ def recording_training(run: Run, trainer: L.Trainer) -> Iterator[None]:
     try:
         yield
     finally:
-        earlier_peak = run.record.get("memory", {}).get("measured_step")  # a resumed run may train no further step
-        run.record["memory"] = {"measured_step": callback_of(trainer, MemoryMonitor).measured_mib or earlier_peak}
+        if trainer.global_step != run.resumed_at or "memory" not in run.record:  # else it trained no further step
+            run.record["memory"] = callback_of(trainer, MemoryMonitor).as_record()
         if trainer.global_step or run.resumed_at is None:  # else it failed before Lightning read its checkpoint
             run.record |= {"steps": trainer.global_step, "seconds": callback_of(trainer, Checkpointing).seconds}
 
