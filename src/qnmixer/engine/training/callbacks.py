@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -306,7 +306,7 @@ class MemoryMonitor(Callback):
         """Keep the memory of a step, if its batches are the largest so far. All processes do the same."""
         values = torch.tensor([peak / MIB, self._slices, self._whole], device=device)
         # Of the fullest device: this is what must fit. It has the largest batch.
-        mib, slices, whole = trainer.strategy.reduce(values, reduce_op="max").tolist()  # type: ignore[union-attr]  # a tensor
+        mib, slices, whole = trainer.strategy.reduce(values, reduce_op="max").tolist()
         self._whole = int(whole)
         if slices >= whole:
             self.measured_mib, self._is_done = mib, True
