@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -18,7 +19,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.engine.cli.errors import explain
@@ -35,6 +36,7 @@ from qnmixer.engine.config.compose import (
     is_override,
     is_sweep,
     key_of,
+    quoted,
     with_one_limit,
     with_search_path,
 )
@@ -42,7 +44,7 @@ from qnmixer.engine.config.files import CONF, OF_A_RUN
 from qnmixer.engine.processes.output import lasting_output, warnings_in_one_line
 from qnmixer.engine.processes.process import rank, world_size
 from qnmixer.errors import ConfigError, Stopped, first_line, say
-from qnmixer.files import path_in_errors, private_files
+from qnmixer.files import make_free_folder, path_in_errors, private_files
 from qnmixer.machine import wait_briefly
 
 TRACEBACK = "HYDRA_FULL_ERROR"
@@ -119,6 +121,9 @@ def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -
     failures: list[Exception] = []
     with hydra_of(config_name) as app:  # as its own `run` does, which would compose again
         composed.hydra.mode = RunMode.RUN
+        if folder := _free_folder(composed, "run", overrides):
+            with read_write(composed.hydra.run):
+                composed.hydra.run.dir = folder
         callbacks = Callbacks(composed)
         callbacks.on_run_start(config=composed, config_name=config_name)
         job, context = _storing_errors(lambda _: task(config), failures), HydraContext(app.config_loader, callbacks)
@@ -200,11 +205,24 @@ def completed(arguments: list[str], schema: type[Section], complete: Complete = 
     return sorted(arguments, key=lambda word: (not is_sweep([word]), not is_override(word)))
 
 
-def _plain_sweep(_: list[str], config: DictConfig) -> AbstractContextManager[str]:
+def _plain_sweep(overrides: list[str], config: DictConfig) -> AbstractContextManager[str]:
     """The sweep of a command that returns no score. Raises ConfigError for a search, which needs one."""
     if "n_trials" in config.hydra.sweeper:
         raise ConfigError("a search needs the score of a training: leave out hydra/sweeper=, or search with train")
-    return nullcontext(SWEEP_MODE)
+    folder = _free_folder(config, "sweep", overrides)
+    return nullcontext(f"hydra.sweep.dir={quoted(folder)}" if folder else SWEEP_MODE)
+
+
+def _free_folder(config: DictConfig, kind: str, overrides: list[str]) -> str | None:
+    """Make the folder that the time names. If another command has it, as of the same second, the next free one.
+
+    None if the user has chosen the folder, or if the command has none.
+    """
+    named = dict(config.hydra[kind].items_ex(resolve=False))["dir"]
+    if "${now" not in str(named) or f"hydra.{kind}.dir" in map(key_of, overrides):
+        return None
+    HydraConfig.instance().set_config(config)  # for ${hydra:…}
+    return str(make_free_folder(Path(config.hydra[kind].dir)))
 
 
 def _further_flags(arguments: list[str]) -> set[str]:
