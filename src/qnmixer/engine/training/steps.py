@@ -7,7 +7,7 @@ import shlex
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import lightning as L
@@ -136,7 +136,7 @@ def require_memory(config: Config) -> None:
     planner = Planner(config)
     try:
         planner.estimate(config)
-    except ConfigError:  # nobody can plan a module that optimizes by itself
+    except ConfigError:  # nobody can plan it: a module that optimizes by itself, shapes that depend on data
         return
     if planner.estimate(config).peak / MIB > available:
         raise OutOfMemory(advice(planner, config, available))
@@ -285,9 +285,10 @@ def out_of_memory_advice(config: Config, module: RunModule, trainer: L.Trainer) 
             raise
         # Frames of the error own the tensors that filled the memory. The plan needs that memory.
         traceback.clear_frames(error.__traceback__)
-        if not module.automatic_optimization:
-            raise OutOfMemory(f"out of memory: lower data.batch_size={config.data.batch_size}") from error
-        raise OutOfMemory(advice(Planner(config, module.projector.cpu()), config, available)) from error
+        line = f"out of memory: lower data.batch_size={config.data.batch_size}"
+        with suppress(ConfigError):  # nobody can plan it
+            line = advice(Planner(config, module.projector.cpu()), config, available)
+        raise OutOfMemory(line) from error
 
 
 @contextmanager
