@@ -25,14 +25,14 @@ def score(number: int, psnr: float, patient: int | None = None, name: str = "") 
     return ImageScore(number, name, "QN-Mixer", values, patient, digest_of_bytes(name.encode()))
 
 
-def method(name: str, values: dict[int, list[ImageScore]], n_jobs: int) -> ComparedMethod:
+def method(name: str, values: dict[int, list[ImageScore]], n_seeds: int) -> ComparedMethod:
     config = parse(compose("train", []))
     configs = {seed: config.model_copy(update={"seed": seed, "data": config.data.changed(seed=7)}) for seed in values}
     jobs = [
         ComparedJob(Path(f"{name}{seed}"), {"steps": 4}, configs[seed], its, title="test split")
         for seed, its in values.items()
     ]
-    return ComparedMethod(name, jobs, n_jobs, 1234)
+    return ComparedMethod(name, jobs, n_seeds, 1234)
 
 
 def written(folder: Path, *methods: ComparedMethod) -> str:

@@ -90,6 +90,8 @@ class Planner:
                 raise _not_planned(f"{type(module).__name__} optimizes by itself (automatic_optimization=False)")
             module.measurement.fine_matrix = fine_matrix
             apply_memory_mode(module.network, config.memory, HOST.type)
+            for name in ("forward", "start", "step", "image"):  # not all of the training step, which may log values
+                setattr(module.network, name, values_refused()(getattr(module.network, name)))
             optimizer = build_optimizer(config.optimizer, module.network)
             make_state(optimizer)
             plan = _plan_pipeline if isinstance(config.strategy, PipelineConfig) else _plan_replica
@@ -140,12 +142,11 @@ def _plan_replica(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple[
     with tracker, norms:
         for k in range(1 + accumulates):  # all later batches need the same memory as the second
             batch = _measured_batch(module, config.data.batch_size)
-            with values_refused(), autocast(config.trainer.precision):
+            with autocast(config.trainer.precision):
                 loss = module.training_step(batch, 0)
             if k == 0:  # as in Lightning: the gradients of the step before exist until here
                 optimizer.zero_grad(set_to_none=not ddp)
-            with values_refused():  # of iterations that are recomputed
-                loss.backward()
+            loss.backward()
             del loss, batch
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
@@ -242,8 +243,7 @@ def _plan_pipeline(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple
     assert isinstance(config.strategy, PipelineConfig)
     batch = _measured_batch(module, batch_of_replica(config))  # every device gets all of it
     y = batch["sinogram"][: config.strategy.microbatch_size]
-    with values_refused():
-        packings = layouts(module.network, y, partial(autocast, config.trainer.precision))
+    packings = layouts(module.network, y, partial(autocast, config.trainer.precision))
     plans = []
     for device, iterations in enumerate(stages_of(module.network.n_iterations, devices_per_replica(config))):
         n_in_flight = in_flight(config, device)
@@ -274,10 +274,9 @@ def _plan_stage(
     gradient = [] if is_last else [packings[iterations.stop].empty(b, "cpu").detach()]  # it comes in
 
     def forward() -> Tensor:
-        with values_refused():
-            image: Tensor = stage(*received, y=batch["sinogram"][:b])
-            with precision():
-                return loss_of_part(module, batch, 0, image, 0, {}) if is_last else image
+        image: Tensor = stage(*received, y=batch["sinogram"][:b])
+        with precision():
+            return loss_of_part(module, batch, 0, image, 0, {}) if is_last else image
 
     tracker = PeakTracker()
     tracker.track(module, optimizer, *(value for value in batch.values() if isinstance(value, Tensor)))
@@ -288,8 +287,7 @@ def _plan_stage(
         base_bytes = tracker.current["activations"]
         output = forward()
         held_bytes = tracker.current["activations"] - base_bytes
-        with values_refused():
-            output.backward(*gradient)
+        output.backward(*gradient)
         del output
         torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])  # the sum over the devices
         optimizer.step()

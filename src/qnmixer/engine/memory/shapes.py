@@ -31,11 +31,11 @@ def values_refused() -> Iterator[None]:
     """
     shapes = _Shapes.active
     assert shapes is not None
-    shapes.refuses_values = True
+    before, shapes.refuses_values = shapes.refuses_values, True
     try:
         yield
     finally:
-        shapes.refuses_values = False
+        shapes.refuses_values = before
 
 
 def report_to(observer: Callable[[Tensor], None] | None) -> bool:

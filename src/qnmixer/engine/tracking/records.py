@@ -40,7 +40,7 @@ _KINDS_OF_RESULTS = {
     "status": str, "error": str, "overrides": list[str], "modules": list[str], "started": str, "best": dict[str, float],
     "steps": int, "seconds": float, "memory": dict[str, float | None],
     "git_commit": str | None, "device": str, "versions": dict[str, str], "evaluated": dict[str, Any],
-    "resumed": list[dict[str, Any]],
+    "resumed": list[dict[str, Any]], "settings": str, "code": dict[str, str],
 }  # fmt: skip
 """What readers take for granted. Other entries are for people."""
 

@@ -36,10 +36,11 @@ from qnmixer.engine.metrics import try_metrics
 from qnmixer.engine.parallel.buffers import buffer_means
 from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks
 from qnmixer.engine.parallel.strategies import build_precision, build_strategy
-from qnmixer.engine.plugins import untrusted_modules
+from qnmixer.engine.plugins import digests_of_code, untrusted_modules
 from qnmixer.engine.processes.process import rank, stop_signals, world_size
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.run_module import RunModule
+from qnmixer.engine.tracking.identity import digest_of_training
 from qnmixer.engine.tracking.loggers import FAILURE, INTERRUPTION, SUCCESS, close_loggers, device_name
 from qnmixer.engine.tracking.records import git_diff, read_results
 from qnmixer.engine.tracking.run import Run, resume_hint
@@ -64,7 +65,10 @@ RunData = SliceDataModule | OwnDataModule
 def session(config: Config, run: Run) -> Iterator[None]:
     """Handle stop signals, write results.json, and close the loggers at the end of the block, even after an error."""
     exit_code = FAILURE
-    with stopping_together(run), stop_signals(), run.recording(untrusted_modules(targets_of(config).values())):
+    modules = untrusted_modules(targets_of(config).values())
+    with stopping_together(run), stop_signals(), run.recording(modules):
+        code = digests_of_code(untrusted_modules([*targets_of(config).values(), config.fit]))
+        run.record |= {"settings": digest_of_training(config), "code": code}
         run.record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
         run.record["processes"] = world_size()  # each has so many threads
         quieten()
