@@ -3,6 +3,7 @@
 A weights file has the tensors of a network as safetensors, and the config that builds it as metadata.
 """
 
+import errno
 import hashlib
 import json
 import pickle
@@ -78,7 +79,8 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
             "use one that qnmixer.train wrote"
         ) from error
     except Exception as error:  # on bytes of another format the unpickler can raise anything
-        is_cut = isinstance(error, safetensors.SafetensorError) or "PytorchStreamReader" in str(error)
+        is_cut = isinstance(error, safetensors.SafetensorError) or getattr(error, "errno", None) == errno.EINVAL
+        is_cut |= "PytorchStreamReader" in str(error)
         why = "it is not whole" if is_cut else first_line(error)  # the words of these libraries are for programmers
         raise CheckpointError(f"{path} cannot be read ({why}): it is damaged or no checkpoint") from error
     header = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None

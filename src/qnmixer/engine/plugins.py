@@ -92,6 +92,8 @@ def _files_of(module: str, found: dict[str, str]) -> dict[str, str]:
         return found
     content = Path(origin).read_bytes()
     found[origin] = hashlib.sha256(content).hexdigest()
+    if module_of(module):
+        _files_of(module_of(module), found)  # the packages around it run too
     package = module if origin.endswith("__init__.py") else module_of(module)
     with suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(content)):
