@@ -1,11 +1,12 @@
 import os
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from qnmixer.errors import DataError
-from qnmixer.files import atomic_file, check_there, write_text
+from qnmixer.files import atomic_file, check_there, make_free_folder, write_text
 from qnmixer.weights import check_weights
 
 
@@ -38,3 +39,14 @@ def test_a_missing_path_is_reported_by_its_key(name: str) -> None:
 def test_no_name_is_not_this_folder(key: str) -> None:
     with pytest.raises(DataError, match=f"{key}= does not exist: give a run folder"):
         check_weights(key, "")
+
+
+def test_of_several_that_want_a_folder_each_gets_its_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(make_free_folder, [tmp_path / "runs" / "12-00-00"] * 8)]
+    names = {"12-00-00", *(f"12-00-00_{n}" for n in range(1, 8))}
+    assert {folder.name for folder in found} == names
+    assert {folder.name for folder in (tmp_path / "runs").iterdir()} == names
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        make_free_folder(tmp_path / "file" / "12-00-00")

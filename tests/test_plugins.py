@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.plugins import Kind, check_plugin, is_trusted, load_plugin
+from qnmixer.engine.plugins import Kind, check_plugin, digests_of_code, is_trusted, load_plugin
 from qnmixer.errors import PluginError
 
 ANY = Kind("a class", lambda cls: True)
@@ -61,3 +61,36 @@ def test_only_the_kind_of_class_that_is_asked_for_is_loaded(here: Path, target: 
 )
 def test_a_module_is_trusted_by_its_whole_name(target: str, is_ours: bool) -> None:
     assert is_trusted(target, ["of_mine"]) == is_ours
+
+
+FILES = {
+    "mine/__init__.py": "",
+    "mine/net.py": "import torch, qnmixer.models\nfrom . import parts\nfrom .deep.block import Block",
+    "mine/parts.py": "from beside import Loss\nimport mine.net\nimport not_there",
+    "mine/deep/__init__.py": "",
+    "mine/deep/block.py": "from ..far import f\nclass Block: ...",
+    "mine/far.py": "def f(): import late",
+    "mine/unused.py": "",
+    "beside.py": "class Loss: ...",
+    "late.py": "",
+}
+
+
+def test_a_digest_of_code_is_of_all_files_of_the_users_that_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever they are. Installed packages are not the user's."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = digests_of_code(["mine.net"])
+    assert digests_of_code(["mine.net"]) == before
+    changing = set()
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(f"{text}\nx = 1\n")
+        if digests_of_code(["mine.net"]) != before:
+            changing.add(name)
+        (tmp_path / name).write_text(text)
+    assert changing == FILES.keys() - {"mine/unused.py"}
+    assert digests_of_code(["nowhere.net"]) == digests_of_code(["nowhere.net"])

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from errno import EPERM
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,6 +84,17 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def make_free_folder(folder: Path) -> Path:
+    """Make a folder that nobody has: this one, or NAME_1, NAME_2 and so on. Two processes never get the same."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for n in count():
+        free = folder.with_name(f"{folder.name}_{n}") if n else folder
+        with suppress(FileExistsError):
+            free.mkdir()
+            break
+    return free
 
 
 def is_temporary(path: Path) -> bool:

@@ -66,6 +66,15 @@ def test_a_run_comes_back_as_it_was(tiny_module: Build, tmp_path: Path) -> None:
     assert torch.equal(again(y), module(y))
 
 
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_a_file_that_is_cut_off_is_answered_in_plain_words(tiny_module: Build, tmp_path: Path, suffix: str) -> None:
+    module, path = tiny_module(), tmp_path / f"a{suffix}"
+    content = save(module, tmp_path).read_bytes() if suffix == ".ckpt" else encode(module.config, module.state_dict())
+    for length in (30, 1000, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        assert refusal(path) == f"{path} cannot be read (it is not whole): it is damaged or no checkpoint"
+
+
 class Malicious:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         import os

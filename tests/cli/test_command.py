@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qnmixer.engine.cli import command
@@ -191,3 +192,36 @@ def test_a_sweep_of_another_command_runs_every_job_and_fails_when_one_did(typed:
     outcome = typed("evaluate", "run=a,b,c", "-m", task=task)
     assert seen == ["a", "b", "c"]
     assert outcome.line == "second is bad: fix it"
+
+
+@pytest.mark.parametrize(("name", "words"), [("train", []), ("evaluate", ["run=a"]), ("evaluate", ["run=a,b", "-m"])])
+def test_commands_of_one_time_get_folders_of_their_own(
+    typed: Typed, tmp_path: Path, name: str, words: list[str]
+) -> None:
+    """The time here is a year, so all of them have the same."""
+    kind = "sweep" if "-m" in words else "run"
+    (tmp_path / "mine" / "place").mkdir(parents=True)
+    text = f"# @package _global_\nhydra: {{{kind}: {{dir: 'out/${{now:%Y}}'}}}}\n"
+    (tmp_path / "mine" / "place" / "here.yaml").write_text(text)
+    folders: list[Path] = []
+
+    def task(_: DictConfig) -> None:
+        folders.append(Path(HydraConfig.get().runtime.output_dir))
+
+    for _ in range(3):
+        outcome = typed(name, f"--config-dir={tmp_path}/mine", "+place=here", *words, task=task)
+        assert outcome.code == 0, outcome.stderr
+    first, *_ = sorted(
+        path.name for path in (folders[0].parent.parent if kind == "sweep" else folders[0].parent).iterdir()
+    )
+    placed = [folder.parent if kind == "sweep" else folder for folder in folders]
+    assert sorted({folder.name for folder in placed}) == [first, f"{first}_1", f"{first}_2"]
+
+
+def test_a_chosen_folder_is_taken_as_it_is(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "chosen").mkdir()
+    found: list[str] = []
+    outcome = typed(
+        "train", f"hydra.run.dir={tmp_path}/chosen", task=lambda _: found.append(HydraConfig.get().runtime.output_dir)
+    )
+    assert (outcome.code, found) == (0, [str(tmp_path / "chosen")])

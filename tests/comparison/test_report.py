@@ -4,6 +4,7 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from qnmixer.engine.config.compose import compose
@@ -25,17 +26,17 @@ def score(number: int, psnr: float, patient: int | None = None, name: str = "") 
     return ImageScore(number, name, "QN-Mixer", values, patient, digest_of_bytes(name.encode()))
 
 
-def method(name: str, values: dict[int, list[ImageScore]], n_jobs: int) -> ComparedMethod:
+def method(name: str, values: dict[int, list[ImageScore]], n_seeds: int) -> ComparedMethod:
     config = parse(compose("train", []))
     configs = {seed: config.model_copy(update={"seed": seed, "data": config.data.changed(seed=7)}) for seed in values}
     jobs = [
         ComparedJob(Path(f"{name}{seed}"), {"steps": 4}, configs[seed], its, title="test split")
         for seed, its in values.items()
     ]
-    return ComparedMethod(name, jobs, n_jobs, 1234)
+    return ComparedMethod(name, jobs, n_seeds, 1234)
 
 
-def written(folder: Path, *methods: ComparedMethod) -> str:
+def written(folder: Path, *methods: ComparedMethod, console: Console | None = None) -> str:
     """comparison.md."""
     shown = {
         (methods[0].jobs[0].test, 0): SliceImages(
@@ -43,7 +44,7 @@ def written(folder: Path, *methods: ComparedMethod) -> str:
         )
     }
     found = Comparison([Path("/home/anna/sweep")], [*methods], titles_of({}), shown)
-    write_comparison(folder, found, Console(quiet=True))
+    write_comparison(folder, found, console or Console(quiet=True))
     return (folder / "comparison.md").read_text()
 
 
@@ -68,6 +69,19 @@ def test_files_tell_the_same(tmp_path: Path) -> None:
     assert [line["metric"] for line in lines if line["method"] == "B"] == ["psnr", "ssim"]
     assert [float(lines[0][key]) for key in ("mean", "seeds", "patients")] == [31.5, 2, 2]
     assert len((tmp_path / "images.csv").read_text().splitlines()) == 1 + 4 + 2
+
+
+def test_a_seed_that_is_trained_twice_is_told_in_every_file_for_people(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = method("A", {1: [score(0, 30.0)], 2: [score(0, 31.0)]}, 2)
+    a.repeats = [replace(a.jobs[0], folder=Path("sweep/7"))]
+    warning = "Warning: jobs sweep/7 of A repeat a seed, which counts once."
+    assert warning in written(tmp_path, a, console=Console(width=300))
+    assert warning in capsys.readouterr().out
+    assert warning in (tmp_path / "comparison.html").read_text()
+    with (tmp_path / "comparison.csv").open(newline="") as stream:
+        assert {line["seeds"] for line in csv.DictReader(stream)} == {"2"}
 
 
 def test_the_slices_of_a_patient_count_as_one(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
+from qnmixer.engine.plugins import digests_of_code
 from qnmixer.engine.sweeps import Job, objective, run_jobs
+from qnmixer.engine.tracking.identity import digest_of_training
 from qnmixer.engine.tracking.records import read_results
 from qnmixer.errors import ConfigError
 from qnmixer.machine import threads_each
@@ -112,6 +114,51 @@ def test_finished_jobs_are_skipped_and_unfinished_ones_resume(
         run_jobs([job(tmp_path, 0, "seed=2")], at_once=None, check=parse)
     assert "job 0: already done, val/psnr 20 in 7 s" in capsys.readouterr().out
     assert read_results(jobs[1].folder)["where"] == f"hydra.run.dir={jobs[1].folder}"  # the resumed folder
+
+
+@pytest.mark.usefixtures("program")
+def test_a_job_that_is_done_with_other_settings_is_refused(tmp_path: Path) -> None:
+    """As after an edit of a config file, with equal words. What changes no weight may differ."""
+    words = ["trainer.accelerator=cpu", "seed=1"]
+    (tmp_path / "0").mkdir()
+    record = {"status": "done", "overrides": words, "best": {"val/psnr": 20.0}}
+    for then, now, is_refused in (
+        (["model.n_iterations=1"], ["model.n_iterations=3"], True),
+        (["optimizer.lr=0.002"], ["optimizer.lr=0.001"], True),
+        ([], ["seed=2"], True),
+        (["optimizer.lr=1e-3"], ["optimizer.lr=0.001"], False),
+        ([], ["data.num_workers=1", "logger=csv", "tags=[a]", "callbacks=lr_monitor"], False),
+        (["strategy=ddp", "trainer.devices=2"], ["strategy=ddp"], False),  # before a machine has said how many
+        (["finetune=pretrained"], [], False),  # as a run that was resumed
+    ):
+        settings = digest_of_training(parse(compose("train", [*words, *then])))
+        (tmp_path / "0" / "results.json").write_text(json.dumps(record | {"settings": settings}))
+        it = Job(tmp_path / "0", words, compose("train", [*words, *now]))
+        if is_refused:
+            with pytest.raises(ConfigError, match="0 was trained with other settings, so a config file has changed"):
+                run_jobs([it], parse)
+        else:
+            assert run_jobs([it], parse) == [20.0]
+
+
+@pytest.mark.usefixtures("program")
+def test_a_job_that_is_done_with_other_code_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_net.py").write_text("import my_part")
+    (tmp_path / "my_part.py").write_text("")
+    it = job(tmp_path, 0, "trainer.accelerator=cpu")
+    it.folder.mkdir()
+    record = {"status": "done", "overrides": it.overrides, "code": digests_of_code(["my_net"])}
+    (it.folder / "results.json").write_text(json.dumps(record))
+    for text, words in (
+        ("", "job 0: already done, "),
+        ("x = 1", "job 0: already done, before your code has changed, "),
+    ):
+        (tmp_path / "my_part.py").write_text(text)
+        run_jobs([it], parse)
+        assert words in capsys.readouterr().out
 
 
 def test_a_job_without_the_record_of_its_end_is_recorded_as_failed(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from qnmixer.engine.config.compose import compose_sweep, values_of
-from qnmixer.engine.sweeps import place_jobs, rows_of, sweep, write_report
+from qnmixer.engine.sweeps import jobs_of, place_jobs, rows_of, sweep, write_report
 from qnmixer.engine.tracking.records import amend, name_of_job, sweep_of
-from qnmixer.errors import ConfigError, Stopped, SweepFailed
+from qnmixer.errors import ConfigError, DataError, Stopped, SweepFailed
 
 # rich would take the brackets for its markup
 FAULT = "rank 1: [/gloo/pair.cc:544] no, | [rank0]"
@@ -170,3 +170,18 @@ def test_who_failed_is_named_whatever_the_sweeper_raises(tmp_path: Path) -> None
     with pytest.raises(Stopped, match="the same command runs"), sweep(overrides, config):
         raise KeyboardInterrupt
     assert (tmp_path / "sweep.csv").exists()
+
+
+@pytest.mark.parametrize("name", ["../../other/0", "{outside}", "..", ".", "", "0/../0", "link", "\0"])
+def test_a_sweep_names_folders_inside_it_only(tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "other" / "0"
+    sweep_folder = tmp_path / "runs" / "s"
+    for folder in (outside, sweep_folder / "0"):
+        folder.mkdir(parents=True)
+        amend(folder, ["seed=1"], status="done", error=None)
+    (sweep_folder / "link").symlink_to(outside)
+    begun(sweep_folder, jobs={"0": ["seed=1"], name.format(outside=outside): ["seed=1"]})
+    with pytest.raises(DataError, match=r"sweep\.json is damaged, .* is no folder in that of the sweep"):
+        jobs_of(sweep_folder)
+    begun(sweep_folder, jobs={"0": ["seed=1"], "1": ["seed=2"]})  # one that has not begun
+    assert [*jobs_of(sweep_folder)] == [sweep_folder / "0", sweep_folder / "1"]

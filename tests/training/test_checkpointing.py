@@ -182,7 +182,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "new_group", lambda backend: object())
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    trainer: Any = SimpleNamespace(global_step=0)
+    trainer: Any = SimpleNamespace(global_step=0, lr_scheduler_configs=[])
     module: Any = None
     checkpointing = Checkpointing(tmp_path, "val/psnr", None, "max")
     checkpointing.on_fit_start(trainer, module)

@@ -1,5 +1,6 @@
 import csv
 import io
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,15 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 
+from qnmixer.engine.config.run import Config
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.memory.usage import MIB
 from qnmixer.engine.reports.terminal import Console
+from qnmixer.engine.tracking.records import read_results
+from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import MeanWeights, MemoryMonitor
+from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
 
 from ..conftest import every_third
@@ -57,3 +62,56 @@ def test_after_the_second_step_a_line_says_what_the_plan_says_too(
     assert float(in_metrics[1]) == pytest.approx(watching.measured_mib)
     planned = Planner(module.config).estimate(module.config).peak / MIB
     assert watching.measured_mib == pytest.approx(planned, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "measured_at", "slices"),
+    [
+        (["data.n_train=6"], 3, None),  # 4, 2, 4
+        (["data.n_train=5"], 3, None),
+        (["data.n_train=6", "trainer.max_steps=2"], None, 2),
+        (["data.n_train=3"], None, 3),  # every epoch is one step of three slices
+        (["data.n_train=9", "trainer.accumulate_grad_batches=2"], 2, None),  # filled with slices of no weight
+    ],
+)
+def test_a_step_of_fewer_slices_is_not_taken_for_a_whole_one(
+    tiny_module: TinyModule, tmp_path: Path, overrides: list[str], measured_at: int | None, slices: int | None
+) -> None:
+    module = tiny_module("data.batch_size=4", "model.n_iterations=4", *overrides)
+    watching, trainer = monitor(), module.config.trainer
+    accumulate, n_steps = trainer.accumulate_grad_batches, trainer.max_steps
+    rows = train(module, tmp_path, watching, max_steps=n_steps, accumulate_grad_batches=accumulate)
+    in_metrics = [row.get("memory/peak_mib", "") for row in rows]
+    if slices is not None:
+        measured = watching.as_record()
+        short = measured["short_step"]
+        assert short is not None
+        assert measured == {"measured_step": None, "short_step": short, "slices": slices}
+        assert lines(watching) == [
+            f"memory: {short:.0f} MiB in tensors at the peak of a step with {slices} slices; a whole batch has 4, and "
+            "needs more"
+        ]
+        assert set(in_metrics) == {""}
+        config = module.config.changed(data=module.config.data.changed(batch_size=slices))
+    else:
+        short, config = watching.measured_mib, module.config
+        assert measured_at == next(n for n, value in enumerate(in_metrics, 1) if value)
+        assert watching.as_record() == {"measured_step": short}
+        assert len(lines(watching)) == 1
+    planned = Planner(config).estimate(config).peak / MIB
+    assert short == pytest.approx(planned, rel=0.03)
+
+
+def test_a_resumed_run_keeps_the_memory_of_a_step_with_equal_settings_only(
+    tiny_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """One more step, in which nothing is measured."""
+    words = ["test_after_training=false", "data.n_train=8", "data.batch_size=4"]
+    fit(tiny_config(*words, "trainer.max_steps=3"), Run(tmp_path / "run"))
+    measured = read_results(tmp_path / "run")["memory"]["measured_step"]
+    assert measured > 0
+    for name, more, kept in (("same", [], measured), ("other", ["memory=recompute"], None)):
+        folder = shutil.copytree(tmp_path / "run", tmp_path / name)
+        config = tiny_config(*words, *more, "trainer.max_steps=4", f"resume={folder}")
+        fit(config, Run(folder, resume=str(folder)))
+        assert read_results(folder)["memory"] == {"measured_step": kept}

@@ -3,6 +3,7 @@
 A weights file has the tensors of a network as safetensors, and the config that builds it as metadata.
 """
 
+import errno
 import hashlib
 import json
 import pickle
@@ -78,7 +79,10 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
             "use one that qnmixer.train wrote"
         ) from error
     except Exception as error:  # on bytes of another format the unpickler can raise anything
-        raise CheckpointError(f"{path} cannot be read ({first_line(error)}): it is damaged or no checkpoint") from error
+        is_cut = isinstance(error, safetensors.SafetensorError) or getattr(error, "errno", None) == errno.EINVAL
+        is_cut |= "PytorchStreamReader" in str(error)
+        why = "it is not whole" if is_cut else first_line(error)  # the words of these libraries are for programmers
+        raise CheckpointError(f"{path} cannot be read ({why}): it is damaged or no checkpoint") from error
     header = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
     state: Any = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     weights = isinstance(state, dict) and all(isinstance(tensor, torch.Tensor) for tensor in state.values())
@@ -94,6 +98,12 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         raise CheckpointError(
             f"{path} was written by another version of qnmixer, or is damaged ({first_line(error)}): use that version"
         ) from error
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """The config of a checkpoint that `read_checkpoint` takes, as plain data, with what that drops: callbacks."""
+    settings: dict[str, Any] = load(path)[CHECKPOINT_KEY]["config"]
+    return settings
 
 
 def load(path: Path) -> dict[str, Any]:

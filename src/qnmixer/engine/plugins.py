@@ -4,6 +4,8 @@ A checkpoint also names classes, but contains no code. Only code on this machine
 kind.
 """
 
+import ast
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -11,10 +13,13 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qnmixer.errors import PluginError, first_line
+from qnmixer.files import digest
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,42 @@ def is_trusted(target: str, trust: Collection[str]) -> bool:
 def untrusted_modules(targets: Iterable[str]) -> list[str]:
     """The modules of those targets that a file may not name without a word of trust."""
     return sorted({module_of(target) for target in targets if not is_trusted(target, ())})
+
+
+def digests_of_code(modules: Iterable[str]) -> dict[str, str]:
+    """Digests of the user's modules, by name: each of its own file and of the user's files that it imports."""
+    return {module: digest(sorted(_files_of(module, {}).values())) for module in modules}
+
+
+def _files_of(module: str, found: dict[str, str]) -> dict[str, str]:
+    """The source files of a module and of what it imports, without installed packages, as digests by path."""
+    try:
+        spec = importlib.util.find_spec(module)
+        origin = str(spec and spec.origin)
+    except Exception:  # no module, or a package around it that fails
+        return found
+    is_installed = "site-packages" in origin or "dist-packages" in origin
+    if origin in found or not origin.endswith(".py") or (found and is_installed):
+        return found
+    content = Path(origin).read_bytes()
+    found[origin] = hashlib.sha256(content).hexdigest()
+    if module_of(module):
+        _files_of(module_of(module), found)  # the packages around it run too
+    package = module if origin.endswith("__init__.py") else module_of(module)
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(content)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = ".".join([*parents, *filter(None, [node.module])])
+                names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+            else:
+                continue
+            for name in names:
+                if name.partition(".")[0] not in (*sys.stdlib_module_names, "qnmixer"):
+                    _files_of(name, found)
+    return found
 
 
 def trust_words(targets: Iterable[str]) -> list[str]:

@@ -25,10 +25,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.checking import validated
 from qnmixer.engine.config.compose import quoted
-from qnmixer.engine.config.run import Config
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.config.targets import Metrics, modes_of
+from qnmixer.engine.plugins import digests_of_code
 from qnmixer.engine.processes.process import SIGNALS, die_with_parent, handle_signals
 from qnmixer.engine.reports.terminal import Console, csv_table, in_digits, markdown_table, terminal_table
+from qnmixer.engine.tracking.identity import digest_of_training
 from qnmixer.engine.tracking.records import (
     SWEEP,
     Sweep,
@@ -233,7 +235,8 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
         at_once: the most jobs at a time. None: as many as there are GPUs for; without a GPU one at a time. More than
             there are GPUs: jobs share them.
 
-    Raises ConfigError if a folder has another job; KeyboardInterrupt or SystemExit after all jobs have ended.
+    Raises ConfigError if a folder has another job, or one with other settings; KeyboardInterrupt or SystemExit after
+    all jobs have ended.
     """
     waiting = [(job, config) for job in jobs if not _is_done(job) and (config := _checked(job, check))]
     gpus = _gpus() if any(config.trainer.accelerator != "cpu" for _, config in waiting) else []
@@ -280,6 +283,10 @@ def outcome(results: dict[str, Any]) -> str:
 
 
 def _is_done(job: Job) -> bool:
+    """Whether a job is done, with the settings of now: a config file may have been edited since.
+
+    Raises ConfigError for a folder with another job.
+    """
     record = read_results(job.folder)
     recorded_overrides = record.get("overrides", [])
     if record and sorted(recorded_overrides) != sorted(job.overrides):  # a resumed run puts finetune= first
@@ -288,8 +295,15 @@ def _is_done(job: Job) -> bool:
         )
     if record.get("status") != "done":
         return False
+    if "settings" in record and record["settings"] != digest_of_training(parse(job.config)):
+        raise ConfigError(
+            f"{job.folder} was trained with other settings, so a config file has changed since: choose another "
+            "hydra.sweep.dir=FOLDER, or remove that folder"
+        )
     # Also with another version of the code: a sweep of days must survive a changed comment.
-    _say(f"{job.name}: already done, {outcome(record)}")
+    code = record.get("code", {})
+    is_changed = code != digests_of_code(code)
+    _say(f"{job.name}: already done{', before your code has changed' if is_changed else ''}, {outcome(record)}")
     return True
 
 

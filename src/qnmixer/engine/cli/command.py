@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.cli.help import usage
@@ -30,6 +31,7 @@ from qnmixer.engine.config.compose import (
     is_override,
     is_sweep,
     key_of,
+    quoted,
     values_of,
     with_one_limit,
     with_search_path,
@@ -38,7 +40,7 @@ from qnmixer.engine.config.files import CONF, OF_A_RUN, options
 from qnmixer.engine.processes.output import lasting_output, warnings_in_one_line
 from qnmixer.engine.processes.process import rank, world_size
 from qnmixer.errors import ConfigError, Stopped, first_line, say
-from qnmixer.files import path_in_errors, private_files
+from qnmixer.files import make_free_folder, path_in_errors, private_files
 from qnmixer.machine import wait_briefly
 
 TRACEBACK = "HYDRA_FULL_ERROR"
@@ -109,7 +111,10 @@ def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -
 
     # A check may load torch, for seconds. Only a terminal shows the word, and only until then.
     with Console(quiet=rank() > 0).status("reading the settings …"):
-        config = check(compose(config_name, overrides))
+        composed = compose(config_name, overrides, with_hydra=True)
+        config = check(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
+    if folder := _free_folder(composed, "run", overrides):
+        overrides = [*overrides, f"hydra.run.dir={quoted(folder)}"]
     failures: list[Exception] = []
     with hydra_of(config_name) as app:
         job = _storing_errors(lambda _: task(config), failures)
@@ -203,11 +208,24 @@ def check_ignored(words: list[str], command: str) -> None:
             raise ConfigError(f"{word}: logger={loggers} does not have it")
 
 
-def _plain_sweep(_: list[str], config: DictConfig) -> AbstractContextManager[str]:
+def _plain_sweep(overrides: list[str], config: DictConfig) -> AbstractContextManager[str]:
     """The sweep of a command that returns no score. Raises ConfigError for a search, which needs one."""
     if "n_trials" in config.hydra.sweeper:
         raise ConfigError("a search needs the score of a training: leave out hydra/sweeper=, or search with train")
-    return nullcontext(SWEEP_MODE)
+    folder = _free_folder(config, "sweep", overrides)
+    return nullcontext(f"hydra.sweep.dir={quoted(folder)}" if folder else SWEEP_MODE)
+
+
+def _free_folder(config: DictConfig, kind: str, overrides: list[str]) -> str | None:
+    """Make the folder that the time names. If another command has it, as of the same second, the next free one.
+
+    None if the user has chosen the folder, or if the command has none.
+    """
+    named = dict(config.hydra[kind].items_ex(resolve=False))["dir"]
+    if "${now" not in str(named) or f"hydra.{kind}.dir" in map(key_of, overrides):
+        return None
+    HydraConfig.instance().set_config(config)  # for ${hydra:…}
+    return str(make_free_folder(Path(config.hydra[kind].dir)))
 
 
 def _further_flags(arguments: list[str]) -> set[str]:

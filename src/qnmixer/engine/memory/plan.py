@@ -5,7 +5,8 @@ of a CPU. Of a pipeline each stage runs by itself, times the micro-batches that 
 is out of memory plans too: its last line names changes that would fit.
 """
 
-from contextlib import nullcontext
+import math
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,13 +23,13 @@ from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_repl
 from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig
 from qnmixer.engine.config.targets import averages_weights
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.shapes import without_data
+from qnmixer.engine.memory.shapes import values_refused, without_data
 from qnmixer.engine.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes
 from qnmixer.engine.memory.usage import MIB, DevicePlan, Footprint
 from qnmixer.engine.parallel.pipeline import Packing, Stage, layouts, loss_of_part, stages_of
 from qnmixer.engine.reconstructor import build_projector, fine_size, system_matrix_at
 from qnmixer.engine.run_module import RunModule
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, UserError, first_line
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
@@ -42,7 +43,8 @@ ASSUMED_DEVICES = 4
 class Planner:
     """Predicts the footprint of configs with the same scan. It stores the results of its runs.
 
-    Raises ConfigError for a config that leaves the number of devices open and cannot run on `ASSUMED_DEVICES`.
+    Raises ConfigError for a config that leaves the number of devices open and cannot run on `ASSUMED_DEVICES`, and for
+    one whose step does not run without data: a shape or a branch that depends on the values of a tensor, or NumPy.
     """
 
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
@@ -57,33 +59,43 @@ class Planner:
         return max((device.footprint for device in self.devices(config)), key=lambda footprint: footprint.peak)
 
     def growth(self, config: Config) -> float | None:
-        """Bytes that each further iteration adds; None for a pipeline, and for a network without T."""
+        """Bytes that each further iteration adds; None for a pipeline, and for a network that cannot have more."""
         T = config.model.T
         if isinstance(config.strategy, PipelineConfig) or T < 2:
             return None
         n_added = 2  # an even number: two kinds of block may alternate
-        longer_config = with_iterations(config, T + n_added)
-        return (self.estimate(longer_config).peak - self.estimate(config).peak) / n_added
+        try:
+            longer_peak = self.estimate(with_iterations(config, T + n_added)).peak
+        except ConfigError:
+            return None
+        return (longer_peak - self.estimate(config).peak) / n_added
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
         """The plan of each device that works on one batch, first stage first. Only a pipeline has several."""
         config = with_assumed_devices(config)
         if (key := repr(config)) not in self._plans:
             fine_matrix = self._fine_matrix(config)
-            with without_data():
-                module = build_module(config, self.projector)
-                if not module.automatic_optimization:
-                    raise ConfigError(
-                        f"{type(module).__name__} optimizes by itself (automatic_optimization=False), which nobody can "
-                        "plan: a run prints the memory of its second step, trainer.max_steps=2"
-                    )
-                module.measurement.fine_matrix = fine_matrix
-                apply_memory_mode(module.network, config.memory, HOST.type)
-                optimizer = build_optimizer(config.optimizer, module.network)
-                make_state(optimizer)
-                plan = _plan_pipeline if isinstance(config.strategy, PipelineConfig) else _plan_replica
-                self._plans[key] = plan(module, optimizer)
+            try:
+                self._plans[key] = self._planned(config, fine_matrix)
+            except UserError:
+                raise
+            except Exception as error:  # a user's code without data can raise anything
+                raise _not_planned(f"without data it raises {type(error).__name__}, {first_line(error)}") from error
         return self._plans[key]
+
+    def _planned(self, config: Config, fine_matrix: ScanMatrix | None) -> tuple[DevicePlan, ...]:
+        with without_data():
+            module = build_module(config, self.projector)
+            if not module.automatic_optimization:
+                raise _not_planned(f"{type(module).__name__} optimizes by itself (automatic_optimization=False)")
+            module.measurement.fine_matrix = fine_matrix
+            apply_memory_mode(module.network, config.memory, HOST.type)
+            for name in ("forward", "start", "step", "image"):  # not all of the training step, which may log values
+                setattr(module.network, name, values_refused()(getattr(module.network, name)))
+            optimizer = build_optimizer(config.optimizer, module.network)
+            make_state(optimizer)
+            plan = _plan_pipeline if isinstance(config.strategy, PipelineConfig) else _plan_replica
+            return plan(module, optimizer)
 
     def _fine_matrix(self, config: Config) -> ScanMatrix | None:
         """A of the finer grid, if the devices simulate on it. It takes as long to build as in the run."""
@@ -91,6 +103,11 @@ class Planner:
         if size and size not in self._fine:
             self._fine[size] = system_matrix_at(config, size)
         return self._fine.get(size)
+
+
+def _not_planned(why: str) -> ConfigError:
+    """The error for a step that does not run without data."""
+    return ConfigError(f"a step of this run cannot be planned: {why}. A run prints its memory: trainer.max_steps=3")
 
 
 def with_assumed_devices(config: Config) -> Config:
@@ -292,8 +309,9 @@ def advice(planner: Planner, config: Config, available: float) -> str:
     peaks: dict[str, float] = {}
     fitting: list[str] = []
     for change in changes(config):
-        peaks[change] = planner.estimate(override(config, change)).peak / MIB
-        if peaks[change] <= available:
+        with suppress(ConfigError):  # a change that cannot be planned
+            peaks[change] = planner.estimate(override(config, change)).peak / MIB
+        if peaks.get(change, math.inf) <= available:
             fitting.append(change)
         if len(fitting) == 3:
             break

@@ -23,6 +23,21 @@ def without_data() -> Iterator[None]:
             _Shapes.active = None
 
 
+@contextmanager
+def values_refused() -> Iterator[None]:
+    """In the block, a value of a tensor is refused, as by .item(), float() or `if x > 0`. A network may branch by it.
+
+    Outside of the block it is 1: optimizers ask for values, but no shape depends on them.
+    """
+    shapes = _Shapes.active
+    assert shapes is not None
+    before, shapes.refuses_values = shapes.refuses_values, True
+    try:
+        yield
+    finally:
+        shapes.refuses_values = before
+
+
 def report_to(observer: Callable[[Tensor], None] | None) -> bool:
     """Call `observer` with each tensor that an operator gives. False outside of `without_data`, where nothing does."""
     if _Shapes.active is not None:
@@ -81,6 +96,7 @@ class _Shapes(TorchDispatchMode):
 
     Attributes:
         observer: gets each tensor that an operator gives. A mode of its own would take half as long again.
+        refuses_values: see `values_refused`.
     """
 
     active: ClassVar["_Shapes | None"] = None
@@ -89,9 +105,13 @@ class _Shapes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.observer: Callable[[Tensor], None] | None = None
+        self.refuses_values = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result without data."""
+        is_value = func is torch.ops.aten._local_scalar_dense.default
+        if is_value and self.refuses_values and isinstance(args[0], _Shape):
+            raise ValueError("the value of a tensor is read, as by .item(), float() or `if x > 0`")
         if func.namespace == "profiler":  # marks around a step of an optimizer
             return func(*args, **(kwargs or {}))
         tensors: list[Tensor] = []
@@ -144,7 +164,7 @@ def _key(values: Iterable[Any], tensors: list[Tensor]) -> Any:
 def _outputs(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[list[Any], TreeSpec]:
     """The leaves of an operator's result, an `_Output` for each tensor among them, and its structure."""
     if func is torch.ops.aten._local_scalar_dense.default:
-        return tree_flatten(1.0)  # Optimizers ask for values. Any will do, because no shape depends on it.
+        return tree_flatten(1.0)  # see `values_refused`
     mode = _fake_mode()
     fakes = [_fake(tensor, mode) if isinstance(tensor, _Shape) else mode.from_tensor(tensor) for tensor in tensors]
     with mode:

@@ -40,7 +40,7 @@ _KINDS_OF_RESULTS = {
     "status": str, "error": str, "overrides": list[str], "modules": list[str], "started": str, "best": dict[str, float],
     "steps": int, "seconds": float, "memory": dict[str, float | None],
     "git_commit": str | None, "device": str, "versions": dict[str, str], "evaluated": dict[str, Any],
-    "resumed": list[dict[str, Any]],
+    "resumed": list[dict[str, Any]], "settings": str, "code": dict[str, str],
 }  # fmt: skip
 """What readers take for granted. Other entries are for people."""
 
@@ -112,10 +112,14 @@ def name_of_job(sweep: Sweep, overrides: list[str]) -> str:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Read sweep.json of a folder. Raises DataError if it is damaged."""
-    record = read_json(folder / SWEEP, get_type_hints(Sweep))
+    """Read sweep.json of a folder. Raises DataError if it is damaged, or if it names a job outside of the folder."""
+    record, fix = read_json(folder / SWEEP, get_type_hints(Sweep)), "start the sweep again in a new folder"
     if missing := sorted(Sweep.__required_keys__ - record.keys()):
-        raise damaged(folder / SWEEP, f"it has no {missing[0]}", "start the sweep again in a new folder")
+        raise damaged(folder / SWEEP, f"it has no {missing[0]}", fix)
+    for name in record["jobs"] or ():
+        place = os.path.join(os.path.realpath(folder), name)
+        if "/" in name or "\0" in name or os.path.realpath(place) != place:  # a link may lead anywhere
+            raise damaged(folder / SWEEP, f"its job {name:.200} is no folder in that of the sweep", fix)
     return cast(Sweep, record)
 
 

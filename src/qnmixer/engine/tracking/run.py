@@ -418,7 +418,7 @@ def into_new_folder(command: str, overrides: list[str]) -> list[str]:
 def new_folder() -> Iterator[tuple[Path, list[str]]]:
     """The locked output folder of the command that Hydra runs, and the command's overrides.
 
-    Raises ConfigError if the folder contains files: two commands that start in the same second get the same folder.
+    Raises ConfigError if the folder contains files.
     """
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)

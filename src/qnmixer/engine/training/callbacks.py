@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -202,10 +202,11 @@ def _scaler(trainer: L.Trainer) -> Any:
 class MemoryMonitor(Callback):
     """Logs memory at each optimizer step, and measures the memory of a step.
 
-    The memory of a step is the largest number of bytes of tensors on the fullest device during the second optimizer
-    step: weights, gradients, optimizer state, graph and the scan's matrices. `qnmixer.plan` predicts it. On CUDA
-    torch's allocator counts. On a CPU the tracker of the plan counts the real tensors. It cannot see those of fsdp and
-    compile=true, so there is no figure then.
+    The memory of a step is the largest number of bytes of tensors on the fullest device during an optimizer step:
+    weights, gradients, optimizer state, graph and the scan's matrices. `qnmixer.plan` predicts it. It is that of the
+    first step with whole batches, without the very first step. Of a run without one it is that of the largest batches
+    in two epochs, and a line says how many slices they had. On CUDA torch's allocator counts. On a CPU the tracker of
+    the plan counts the real tensors. It cannot see those of fsdp and compile=true, so there is no figure then.
 
     memory/peak_mib is the same figure, on CUDA of each step. memory/allocated_mib, memory/reserved_mib and
     memory/device_used_mib are counters of the process, see `Usage`. On a CPU they include Python and all libraries.
@@ -214,28 +215,56 @@ class MemoryMonitor(Callback):
         console: prints the lines; None: the terminal.
 
     Attributes:
-        measured_mib: the memory of a step; None before the second one has ended.
+        measured_mib: the memory of a step with whole batches; None before there was one.
+        short_step: MiB and slices of the largest step so far, as long as `measured_mib` is None.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
         self.measured_mib: float | None = None
-        self._peak: int | None = None  # bytes, as memory/peak_mib
+        self.short_step: dict[str, float] = {}
+        self._settings: dict[str, Any] = {}
+        self._resumed: dict[str, Any] = {}
         self._tracker: PeakTracker | None = None
         self._tracking = ExitStack()
+        self._whole = 0  # slices in a whole batch
+        self._slices = 0  # in the smallest batch of this step
         self._n_steps = 0
+        self._is_done = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory of a step, for a resumed run that has no such step any more, and the settings that it is of."""
+        return {"measured_mib": self.measured_mib, "settings": self._settings}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of the part before the resume."""
+        self._resumed = state_dict
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Ask how many slices a whole batch has. With equal settings, a step needs what it did before the resume."""
+        assert isinstance(pl_module, RunModule)
+        self._whole = getattr(trainer.train_dataloader, "batch_size", None) or 0
+        self._settings = _settings_of_memory(pl_module.settings)
+        if self._settings and self._resumed.get("settings") == self._settings:
+            self.measured_mib = self._resumed["measured_mib"]
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Reset the peak at the start of an optimizer step, which may take several batches."""
         assert isinstance(pl_module, RunModule)
+        n_slices = len(batch["image"])
         if batch_idx % trainer.accumulate_grad_batches:
+            self._slices = min(self._slices, n_slices)
             return
+        self._tracking.close()  # of a step that the end of an epoch has cut
+        self._tracker, self._slices = None, n_slices
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
-        elif self._n_steps == 1 and _shows_tensors(trainer.strategy, bool(pl_module.settings.get("compile"))):
-            # One step only: the tracker slows it down.
+            return
+        is_larger = n_slices > self.short_step.get("slices", 0)
+        if self._n_steps and not self._is_done and is_larger and _is_measured(trainer, pl_module):
+            # As few steps as possible: the tracker slows them down.
             self._tracker = self._tracking.enter_context(PeakTracker())
             tensors = [value for value in batch.values() if isinstance(value, Tensor)]
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's, untyped
@@ -252,31 +281,76 @@ class MemoryMonitor(Callback):
             return
         self._tracking.close()
         self._n_steps += 1
+        self._whole = self._whole or self._slices  # of loaders that do not know it: as many as in the first
         usage = read_usage(pl_module.device)
-        if pl_module.device.type == "cuda":
-            self._peak = usage.peak
-        elif self._tracker is not None:
-            self._peak, self._tracker = self._tracker.peak_bytes, None
+        peak, self._tracker = usage.peak if self._tracker is None else self._tracker.peak_bytes, None
+        assert isinstance(pl_module, RunModule)
+        if self._n_steps > 1 and not self._is_done and _is_measured(trainer, pl_module):
+            self._measure(trainer, pl_module.device, peak or 0)
         values = {"allocated": usage.allocated, "reserved": usage.reserved, "device_used": usage.device_used}
-        values["peak"] = self._peak  # at each step: Lightning forgets a value at the end of its epoch
-        for name, value in values.items():
+        whole = None if self.measured_mib is None else round(self.measured_mib * MIB)
+        values["peak"] = peak if pl_module.device.type == "cuda" else whole
+        for name, value in values.items():  # all at each step: Lightning forgets a value at the end of its epoch
             if value is not None:
                 pl_module.log(f"memory/{name}_mib", value / MIB, batch_size=1, on_step=True, on_epoch=False)
-        if self._peak is not None and self._n_steps == 2:
-            peak = torch.tensor(self._peak / MIB, device=pl_module.device)
-            # Of the fullest device: this is what must fit.
-            self.measured_mib = float(trainer.strategy.reduce(peak, reduce_op="max"))
-            line = f"memory: {self.measured_mib:,.0f} MiB in tensors at the peak of a step"
-            self.console.print(line, highlight=False, soft_wrap=True)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say what a run measured that ended before a step with whole batches."""
+        if not self._is_done:
+            self._print()
+
+    def as_record(self) -> dict[str, float | None]:
+        """The entry `memory` of results.json."""
+        return {"measured_step": self.measured_mib} | (self.short_step if self.measured_mib is None else {})
+
+    def _measure(self, trainer: L.Trainer, device: torch.device, peak: int) -> None:
+        """Keep the memory of a step, if its batches are the largest so far. All processes do the same."""
+        values = torch.tensor([peak / MIB, self._slices, self._whole], device=device)
+        # Of the fullest device: this is what must fit. It has the largest batch.
+        mib, slices, whole = trainer.strategy.reduce(values, reduce_op="max").tolist()
+        self._whole = int(whole)
+        if slices >= whole:
+            self.measured_mib, self._is_done = mib, True
+        elif slices > self.short_step.get("slices", 0):
+            self.short_step = {"short_step": mib, "slices": slices}
+        # Then all steps of an epoch have been seen, and none has whole batches.
+        self._is_done |= self._n_steps > trainer.num_training_batches / trainer.accumulate_grad_batches
+        if self._is_done:
+            self._print()
+
+    def _print(self) -> None:
+        step = "memory: {:,.0f} MiB in tensors at the peak of a step"
+        if self.measured_mib is not None:
+            line = step.format(self.measured_mib)
+        elif self.short_step:
+            n, short = self.short_step["slices"], step.format(self.short_step["short_step"])
+            line = f"{short} with {n:.0f} slices; a whole batch has {self._whole}, and needs more"
+        else:
+            return
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Stop counting."""
         self._tracking.close()
 
 
-def _shows_tensors(strategy: Strategy, compiled: bool) -> bool:
-    """Whether the tracker sees a run's tensors. It sees neither storages that fsdp frees nor compiled code."""
-    return not isinstance(strategy, ModelParallelStrategy) and not compiled
+def _is_measured(trainer: L.Trainer, module: RunModule) -> bool:
+    """Whether a run's tensors are counted. The tracker sees neither storages that fsdp frees nor compiled code."""
+    is_hidden = isinstance(trainer.strategy, ModelParallelStrategy) or bool(module.settings.get("compile"))
+    return module.device.type == "cuda" or not is_hidden
+
+
+def _settings_of_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that a resume may change and that change the memory of a step; {} in a script."""
+    if not settings:
+        return {}
+    sections = ("callbacks", "compile", "memory", "module", "strategy")
+    keys = ("accelerator", "accumulate_grad_batches", "devices", "num_nodes", "precision")
+    return (
+        {key: settings[key] for key in sections}
+        | {key: settings["trainer"][key] for key in keys}
+        | {"batch_size": settings["data"]["batch_size"]}
+    )
 
 
 # Those that a config names

@@ -8,6 +8,8 @@ import io
 import math
 import random
 import time
+import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from qnmixer.engine.checkpoints import load
 from qnmixer.engine.lightning_private import number_rows
@@ -57,19 +60,26 @@ class Checkpointing(Checkpoint):
         self._group: dist.ProcessGroup | None = None  # in which ranks agree to stop
         self._resumed: list[dict[str, Any]] = []  # random states of all ranks in the checkpoint
         self._random: dict[str, Any] | None = None  # states at the start of a validation that is running
+        self._schedules: list[BuiltSchedule] = []
+        self._schedules_before: list[str] | None = None  # as the part before the resume has built them
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Make the process group in which ranks agree to stop."""
+        """Make the process group in which ranks agree to stop. Note the schedules, before a checkpoint fills them."""
+        self._schedules = [BuiltSchedule(config.scheduler) for config in trainer.lr_scheduler_configs]
         if dist.is_initialized():
             # gloo, because its messages do not wait for the work that is queued on a GPU.
             self._group = dist.new_group(backend="gloo")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the random states. A first step that compiles takes minutes, and may end at once.
+        """Restore the random states, and the place in a schedule that may be another one now.
 
-        Not in one of several ranks: the others would wait for it.
+        A first step that compiles takes minutes, and may end at once. Not in one of several ranks: the others would
+        wait for it.
         """
         assert isinstance(pl_module, RunModule)
+        if self._schedules_before is not None:
+            for schedule, before in zip(self._schedules, self._schedules_before, strict=True):
+                schedule.resume(before)
         defer_stop(is_rank() or not pl_module.settings.get("compile"))
         self._first_step = trainer.global_step
         self._restore_random(trainer)
@@ -144,6 +154,7 @@ class Checkpointing(Checkpoint):
             "validating": self._random is not None,
             "seconds": self.seconds + time.monotonic() - self._start,
             "random": _of_all_ranks(self._random or random_state(trainer.strategy.root_device)),
+            "schedules": [schedule.settings for schedule in self._schedules],
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -152,6 +163,7 @@ class Checkpointing(Checkpoint):
         self._resumed = state["random"]
         self.validated, self._saved = state["validated"], checkpoint["global_step"]
         self.seconds = state["seconds"]
+        self._schedules_before = state.get("schedules")
         if state["monitor"] == self.monitor:
             self.best, self.last = state["best"], state["last"]
 
@@ -205,6 +217,62 @@ class Checkpointing(Checkpoint):
             self.save(trainer, "last")
         defer_stop(False)
         raise Stopped(stop_requested(), together=True)
+
+
+class BuiltSchedule:
+    """A learning-rate schedule as the module has built it, for a resume that changes it, such as its length.
+
+    Lightning restores the rate that the old schedule has given the next step. torch restores the settings of a
+    schedule too, except functions. So the first step, or all of them, would follow the old schedule.
+
+    Attributes:
+        settings: a text of what it was built from, for the checkpoint.
+    """
+
+    def __init__(self, schedule: Any) -> None:
+        self.schedule = schedule
+        self.state = deepcopy(schedule.state_dict())
+        self.groups = [_values(group) for group in schedule.optimizer.param_groups] if _counts_steps(schedule) else []
+        self.settings = repr((self.state, self.groups))
+
+    def resume(self, settings_before: str) -> None:
+        """Put the restored schedule to the place that it has after as many steps of its own.
+
+        With the schedule of before that is the place where it is. A rate that something else has set stays.
+        """
+        schedule = self.schedule
+        parts = getattr(schedule, "_schedulers", [schedule])
+        is_changed = self.settings != settings_before
+        if not _counts_steps(schedule) or not (is_changed or any(hasattr(part, "lr_lambdas") for part in parts)):
+            return
+        groups, n_steps = schedule.optimizer.param_groups, getattr(schedule, "last_epoch", parts[0].last_epoch)
+        rates = [(group["lr"], rate) for group, rate in zip(groups, schedule.get_last_lr(), strict=True)]
+        only_a_function = isinstance(schedule, LambdaLR) and not is_changed
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a schedule that steps before its optimizer
+            if not only_a_function:
+                schedule.load_state_dict(deepcopy(self.state))
+                for group, values in zip(groups, self.groups, strict=True):
+                    group |= values
+            if isinstance(schedule, LambdaLR):  # any step is as near as the next
+                schedule.last_epoch, schedule._step_count = n_steps - 1, n_steps
+                schedule.step()
+            else:
+                for _ in range(n_steps):
+                    schedule.step()
+        for group, (rate, of_schedule) in zip(groups, rates, strict=True):
+            if rate != of_schedule:
+                group["lr"] = rate
+
+
+def _counts_steps(schedule: Any) -> bool:
+    """Whether the rates of a schedule follow from the number of steps. Those of a schedule by a metric do not."""
+    return isinstance(schedule, LRScheduler) and not isinstance(schedule, ReduceLROnPlateau)
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group of an optimizer."""
+    return {name: deepcopy(value) for name, value in group.items() if name != "params"}
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import shlex
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import lightning as L
@@ -42,10 +42,11 @@ from qnmixer.engine.parallel.buffers import buffer_means
 from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.parallel.strategies import build_precision, build_strategy
-from qnmixer.engine.plugins import untrusted_modules
+from qnmixer.engine.plugins import digests_of_code, untrusted_modules
 from qnmixer.engine.processes.process import rank, stop_signals, world_size
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.run_module import RunModule
+from qnmixer.engine.tracking.identity import digest_of_training
 from qnmixer.engine.tracking.loggers import FAILURE, INTERRUPTION, SUCCESS, close_loggers, device_name
 from qnmixer.engine.tracking.records import git_diff, read_results
 from qnmixer.engine.tracking.run import Run, resume_hint
@@ -68,7 +69,10 @@ from qnmixer.files import write_text
 def session(config: Config, run: Run) -> Iterator[None]:
     """Handle stop signals, write results.json, and close the loggers at the end of the block, even after an error."""
     exit_code = FAILURE
-    with stopping_together(run), stop_signals(), run.recording(untrusted_modules(targets_of(config).values())):
+    modules = untrusted_modules(targets_of(config).values())
+    with stopping_together(run), stop_signals(), run.recording(modules):
+        code = digests_of_code(untrusted_modules([*targets_of(config).values(), config.fit]))
+        run.record |= {"settings": digest_of_training(config), "code": code}
         run.record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
         run.record["processes"] = world_size()  # each has so many threads
         quieten()
@@ -140,7 +144,7 @@ def require_memory(config: Config) -> None:
     planner = Planner(config)
     try:
         planner.estimate(config)
-    except ConfigError:  # nobody can plan a module that optimizes by itself
+    except ConfigError:  # nobody can plan it: a module that optimizes by itself, shapes that depend on data
         return
     if planner.estimate(config).peak / MIB > available:
         raise OutOfMemory(advice(planner, config, available))
@@ -293,8 +297,8 @@ def recording_training(run: Run, trainer: L.Trainer) -> Iterator[None]:
     try:
         yield
     finally:
-        earlier_peak = run.record.get("memory", {}).get("measured_step")  # a resumed run may train no further step
-        run.record["memory"] = {"measured_step": callback_of(trainer, MemoryMonitor).measured_mib or earlier_peak}
+        if trainer.global_step != run.resumed_at or "memory" not in run.record:  # else it trained no further step
+            run.record["memory"] = callback_of(trainer, MemoryMonitor).as_record()
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning's, untyped
             run.record["fast_dev_run"] = int(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if trainer.global_step or run.resumed_at is None:  # else it failed before Lightning read its checkpoint
@@ -312,9 +316,10 @@ def out_of_memory_advice(config: Config, module: RunModule, trainer: L.Trainer) 
             raise
         # Frames of the error own the tensors that filled the memory. The plan needs that memory.
         traceback.clear_frames(error.__traceback__)
-        if not module.automatic_optimization:
-            raise OutOfMemory(f"out of memory: lower data.batch_size={config.data.batch_size}") from error
-        raise OutOfMemory(advice(Planner(config, module.projector.cpu()), config, available)) from error
+        line = f"out of memory: lower data.batch_size={config.data.batch_size}"
+        with suppress(ConfigError):  # nobody can plan it
+            line = advice(Planner(config, module.projector.cpu()), config, available)
+        raise OutOfMemory(line) from error
 
 
 @contextmanager

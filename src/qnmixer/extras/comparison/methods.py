@@ -1,12 +1,16 @@
-"""The methods of a comparison: jobs of a sweep, grouped if they differ only in their seed."""
+"""The methods of a comparison: jobs of sweeps that trained the same, but for their seeds.
 
-from collections.abc import Collection, Sequence
+What a job has trained says its checkpoint, which has all its settings, and results.json for the user's own code. The
+words of a command line do not: the file that they name may have been edited, and 1e-3 is 0.001.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from qnmixer.engine.checkpoints import built_from, find_checkpoint, read_checkpoint
-from qnmixer.engine.config.compose import of_hydra
+from qnmixer.engine.checkpoints import built_from, find_checkpoint, read_checkpoint, settings_of
+from qnmixer.engine.config.compose import of_hydra, values_of
 from qnmixer.engine.config.run import Config, checked
 from qnmixer.engine.data.slices import shortlist
 from qnmixer.engine.data.splits import Overlap
@@ -15,9 +19,11 @@ from qnmixer.engine.plugins import check_trusted
 from qnmixer.engine.reconstructor import method_name
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.sweeps import jobs_of
+from qnmixer.engine.tracking.identity import what_is_trained
 from qnmixer.engine.tracking.loggers import without_folders
-from qnmixer.engine.tracking.records import own_modules, read_results
+from qnmixer.engine.tracking.records import as_number, own_modules, read_results
 from qnmixer.extras.comparison.statistics import Scores, Seeds, Statistic, difference, spread
+from qnmixer.files import digest
 
 _OF_NO_METHOD = ("seed", "data.seed", "tags", "test_after_training")
 """Keys that change no method. Jobs that differ in these only are one method."""
@@ -25,7 +31,12 @@ _OF_NO_METHOD = ("seed", "data.seed", "tags", "test_after_training")
 
 @dataclass
 class ComparedJob:
-    """One job of a sweep that is done, and what its evaluation gave. `title`: of its test."""
+    """One job of a sweep that is done, and what its evaluation gave.
+
+    Attributes:
+        title: of its test.
+        trained: what it has trained, as `what_is_trained` gives it, and digests of its code.
+    """
 
     folder: Path
     results: dict[str, Any]
@@ -33,22 +44,41 @@ class ComparedJob:
     scores: list[ImageScore] = field(default_factory=list)
     test: Conditions | None = None
     title: str = ""
+    trained: dict[str, Any] = field(default_factory=dict)
 
     @property
     def seeds(self) -> Seeds:
         """Those of the weights and of the data."""
         return self.config.seed, self.config.data.seed
 
+    @property
+    def method(self) -> str:
+        """A digest of what it has trained, with numbers by value: 1 is 1.0."""
+        trained = {key: float(value) if type(value) is int else value for key, value in self.trained.items()}
+        return digest(trained, sort_keys=True)
+
+    @property
+    def name(self) -> str:
+        """Its folder, with that of its sweep."""
+        return f"{self.folder.parent.name}/{self.folder.name}"
+
 
 @dataclass
 class ComparedMethod:
-    """Jobs that differ only in their seed. `jobs`: those that are done, of `n_jobs`."""
+    """Jobs that differ only in their seed.
+
+    Attributes:
+        jobs: those that are done, one for each seed.
+        n_seeds: different seeds, also of jobs that are not done.
+        repeats: jobs that are done, and have the seed of another one. They do not count.
+    """
 
     name: str
     jobs: list[ComparedJob]
-    n_jobs: int
+    n_seeds: int
     n_parameters: int = 0
     trained: Overlap = field(default_factory=Overlap)
+    repeats: list[ComparedJob] = field(default_factory=list)
 
     @property
     def measured(self) -> dict[Seeds, list[ImageScore]]:
@@ -67,7 +97,10 @@ class ComparedMethod:
             groups.setdefault(job.test and job.test[1:], []).append(job)
         if len(groups) < 2:
             return [self]
-        return [replace(self, jobs=jobs, n_jobs=len(jobs)) for jobs in groups.values()]
+        return [
+            replace(self, jobs=jobs, n_seeds=len(jobs), repeats=self.repeats if number == 0 else [])
+            for number, jobs in enumerate(groups.values())
+        ]
 
     def spread(self, metric: str) -> Statistic | None:
         """One metric; None if nothing was measured."""
@@ -118,46 +151,95 @@ class Comparison:
 
 def _listed(methods: Sequence[ComparedMethod]) -> str:
     """The jobs of some methods, with the name of their sweep."""
-    names = [f"{job.folder.parent.name}/{job.folder.name}" for method in methods for job in method.jobs]
-    return shortlist(names)
+    return shortlist([job.name for method in methods for job in method.jobs])
+
+
+Words = dict[str, str]
+"""The overrides of a job, by key."""
 
 
 def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collection[str] = ()) -> list[ComparedMethod]:
-    """Group the jobs of sweeps into methods: jobs that differ only in their seed. Each method gets a unique name.
+    """Group the jobs of sweeps into methods: jobs that trained the same, but for their seeds. Each has its own name.
+
+    A job that is not done belongs to a method whose jobs have the same words.
 
     Raises PluginError for a job with the user's own code, unless `trust` has its modules.
     """
-    jobs = {folder: overrides for sweep in sweeps for folder, overrides in jobs_of(sweep).items()}
-    settings = [
-        dict(override.lstrip("+").partition("=")[::2] for override in overrides if not of_hydra(override))
-        for overrides in jobs.values()
-    ]
-    keys = dict.fromkeys(key for values in settings for key in values if key not in _OF_NO_METHOD)
-    varying = [key for key in keys if len({values.get(key) for values in settings}) > 1]
-    groups: dict[tuple[str, ...], list[ComparedJob | None]] = {}
-    for folder, values in zip(jobs, settings, strict=True):
-        overrides = tuple(f"{key}={values[key]}" for key in varying if key in values)
-        groups.setdefault(overrides, []).append(_job(folder, checkpoint, trust))
-    finished_jobs = {overrides: [job for job in group if job is not None] for overrides, group in groups.items()}
-    networks = {overrides: method_name(group[0].config) if group else "" for overrides, group in finished_jobs.items()}
-    return [
-        ComparedMethod(_name_of(overrides, networks), finished_jobs[overrides], len(group))
-        for overrides, group in groups.items()
-    ]
+    jobs = {folder: _words(overrides) for sweep in sweeps for folder, overrides in jobs_of(sweep).items()}
+    done = {folder: job for folder in jobs if (job := _job(folder, checkpoint, trust)) is not None}
+    keys = {folder: job.method for folder, job in done.items()}
+    by_words = {_numbers(jobs[folder]): key for folder, key in reversed(keys.items())}
+    groups: dict[Any, list[Path]] = {}
+    for folder, words in jobs.items():
+        groups.setdefault(keys.get(folder) or by_words.get(_numbers(words), _numbers(words)), []).append(folder)
+    shown = [next((folder for folder in group if folder in done), group[0]) for group in groups.values()]
+    names = _names([jobs[folder] for folder in shown], [done.get(folder) for folder in shown])
+    return [_method(name, group, jobs, done) for name, group in zip(names, groups.values(), strict=True)]
 
 
-def _name_of(overrides: tuple[str, ...], networks: dict[tuple[str, ...], str]) -> str:
-    """A name that no other method has: its network, or the overrides in which it differs, or both."""
-    name = networks[overrides]
+def _words(overrides: Sequence[str]) -> Words:
+    return dict(override.lstrip("+").partition("=")[::2] for override in overrides if not of_hydra(override))
+
+
+def _numbers(words: Words) -> tuple[tuple[str, float | str], ...]:
+    """The words of a job without those of its seed and its name, and with numbers by value."""
+    return tuple(
+        sorted(
+            (key, text if (number := as_number(text)) is None else number)
+            for key, text in words.items()
+            if key not in _OF_NO_METHOD
+        )
+    )
+
+
+def _method(
+    name: str, folders: Sequence[Path], words: Mapping[Path, Words], done: Mapping[Path, ComparedJob]
+) -> ComparedMethod:
+    by_seeds: dict[Seeds, ComparedJob] = {}
+    repeats = [
+        job for folder in folders if (job := done.get(folder)) and by_seeds.setdefault(job.seeds, job) is not job
+    ]
+    begun = {_seeds(words[folder]) or folder for folder in folders if folder not in done}
+    return ComparedMethod(name, [*by_seeds.values()], len(by_seeds.keys() | begun), repeats=repeats)
+
+
+def _seeds(words: Words) -> tuple[float, float] | None:
+    """The seeds of a job that is not done, if its words tell them."""
+    seed = as_number(words.get("seed", ""))
+    data_seed = as_number(words.get("data.seed", "")) if "data.seed" in words else seed
+    return None if seed is None or data_seed is None else (seed, data_seed)
+
+
+def _names(words: Sequence[Words], jobs: Sequence[ComparedJob | None]) -> list[str]:
+    """A name for each method that no other has: its network, or the overrides in which it differs, or both.
+
+    Methods with equal overrides have the settings in which they differ, or a digest of their code, in their names.
+    """
+    keys = dict.fromkeys(key for of_job in words for key in of_job if key not in _OF_NO_METHOD)
+    varying = [key for key in keys if len({of_job.get(key) for of_job in words}) > 1]
+    overrides = [tuple(f"{key}={of_job[key]}" for key in varying if key in of_job) for of_job in words]
+    networks = [method_name(job.config) if job else "" for job in jobs]
+    names = [_name_of(own, network, overrides, networks) for own, network in zip(overrides, networks, strict=True)]
+    for name in {name for name in names if names.count(name) > 1}:
+        namesakes = [(n, job.trained) for n, job in enumerate(jobs) if names[n] == name and job]
+        settings = dict.fromkeys(key for _, trained in namesakes for key in trained)
+        differing = [key for key in settings if len({repr(trained.get(key)) for _, trained in namesakes}) > 1]
+        for n, trained in namesakes:
+            names[n] = " ".join([name, *(_without_group(f"{key}={trained.get(key)}") for key in differing)])
+    names = [without_folders(name) for name in names]
+    return [f"{name} ({names[:n].count(name) + 1})" if name in names[:n] else name for n, name in enumerate(names)]
+
+
+def _name_of(own: tuple[str, ...], network: str, overrides: Sequence[tuple[str, ...]], networks: Sequence[str]) -> str:
     # Overrides that all methods of this network have tell nothing.
-    namesakes = [method for method, network in networks.items() if network == name]
+    namesakes = [its for its, other in zip(overrides, networks, strict=True) if other == network]
     words = [
         _without_group(override)
-        for override in overrides
-        if not name or not all(override in namesake for namesake in namesakes)
+        for override in own
+        if not network or not all(override in namesake for namesake in namesakes)
     ]
     says_nothing = words and len(namesakes) == len(networks)
-    return without_folders(" ".join(words if says_nothing else [name, *words]).strip()) or "unknown"
+    return " ".join(words if says_nothing else [network, *words]).strip() or "unknown"
 
 
 def _without_group(override: str) -> str:
@@ -170,6 +252,11 @@ def _job(folder: Path, checkpoint: str, trust: Collection[str]) -> ComparedJob |
     results = read_results(folder)
     if results.get("status") != "done":
         return None
-    config, _ = read_checkpoint(find_checkpoint(folder, checkpoint))
+    path = find_checkpoint(folder, checkpoint)
+    config, _ = read_checkpoint(path)
     check_trusted(str(folder), built_from(config, "data.", "metrics."), [*trust, *own_modules(folder)])
-    return ComparedJob(folder, results, checked(config, "model", "noise"))
+    trained = what_is_trained(settings_of(path))
+    if start := values_of(results.get("overrides", [])).get("finetune"):  # a resumed run has read its weights before
+        trained["finetune"] = start
+    trained |= {f"code.{module}": mark[:6] for module, mark in results.get("code", {}).items()}
+    return ComparedJob(folder, results, checked(config, "model", "noise"), trained=trained)

@@ -80,7 +80,7 @@ def _methods(comparison: Comparison, methods: list[ComparedMethod], of_test: str
         spreads = [method.spread(metric) for metric in _in_full(comparison)]
         rows.append([
             method.name,
-            str(method.n_jobs) if len(results) == method.n_jobs else f"{len(results)} of {method.n_jobs}",
+            str(method.n_seeds) if len(results) == method.n_seeds else f"{len(results)} of {method.n_seeds}",
             *(NOTHING if spread is None else in_digits(spread.mean, spread.over_seeds) for spread in spreads),
             f"{method.n_parameters:,}",
             ", ".join(sorted(steps)) or NOTHING,
@@ -89,6 +89,12 @@ def _methods(comparison: Comparison, methods: list[ComparedMethod], of_test: str
         ])  # fmt: skip
     trained = Overlap(*map(max, zip(*(method.trained for method in methods), strict=True)))
     warnings = [f"\nWarning: {line}." for line in used_in_training(trained)]
+    warnings += [
+        f"\nWarning: jobs {shortlist([job.name for job in method.repeats])} of {method.name} repeat a seed, which "
+        "counts once."
+        for method in methods
+        if method.repeats
+    ]
     if len(tests := methods[0].tests) > 1:
         jobs = [[job.folder.name for method in methods for job in method.jobs if job.test == test] for test in tests]
         listing = "; ".join(sorted(shortlist(names) for names in jobs))

@@ -1,0 +1,120 @@
+"""Networks whose step does not run without data: a plan says so in a line, and a run goes on without it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import Config, parse
+from qnmixer.engine.memory.config import PlanConfig
+from qnmixer.engine.memory.plan import Planner, advice, changes
+from qnmixer.engine.memory.report import print_plan
+from qnmixer.engine.memory.shapes import _Shapes
+from qnmixer.engine.training import steps
+from qnmixer.errors import ConfigError, OutOfMemory
+
+OWN = """
+import torch
+from torch import nn
+from qnmixer.models import UnrolledNetwork
+
+class Own(UnrolledNetwork):
+    def __init__(self, projector, n_iterations, channels, kind):
+        super().__init__(n_iterations)
+        if kind == "wide" and channels < 8:
+            raise RuntimeError("it is too narrow")
+        self.projector, self.kind = projector, kind
+        self.rates = [float(rate) for rate in torch.linspace(0, 0.1, n_iterations)]  # known without data
+        self.part = nn.Conv2d(1, 1, 3, padding=1)
+
+    def start(self, y):
+        return self.projector.fbp(y)
+
+    def step(self, t, y, x):
+        factor = 1.0
+        if self.kind == "shape":
+            inside = x[x > 0.1]
+            factor = inside.mean() if len(inside) else 1
+        elif self.kind == "numpy":
+            factor = float(x.detach().numpy().mean())
+        elif self.kind == "item":
+            factor = 2.0 if y.mean().item() > 100 else 1.0
+        elif self.kind == "branch" and x.mean() > 0.5:
+            factor = 2.0
+        elif self.kind == "list":
+            factor = x.detach().mean(dim=(0, 1, 2)).tolist()[0]
+        elif self.kind == "nonzero":
+            factor = len(torch.nonzero(x.detach() > 0.1)) / x.numel()
+        elif self.kind == "equal":
+            factor = float(torch.equal(x, y))
+        elif self.kind == "short" and self.n_iterations > 3:
+            raise RuntimeError("there are three rates")
+        return x - self.part(x) * factor
+"""
+RUN = [
+    "model=custom", "model._target_=own_not_planned.Own", "model.n_iterations=3", "model.channels=8",
+    "data.image_size=32", "geometry.n_views=8", "geometry.n_detectors=48", "geometry.detector_pitch=20",
+    "data.batch_size=2", "trainer.accelerator=cpu",
+]  # fmt: skip
+KINDS = ["shape", "numpy", "item", "branch", "list", "nonzero", "equal"]
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "own_not_planned.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    assert _Shapes.active is None
+
+
+def config_of(kind: str, *overrides: str) -> Config:
+    return parse(compose("train", [*RUN, f"+model.kind={kind}", *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        *((kind, []) for kind in KINDS),
+        ("item", ["memory=recompute"]),
+        ("shape", ["strategy=pipeline", "trainer.devices=3"]),
+    ],
+)
+def test_a_plan_of_it_is_one_line(kind: str, words: list[str]) -> None:
+    config = PlanConfig.parse(compose("plan", [*RUN, f"+model.kind={kind}", *words]))
+    with pytest.raises(ConfigError) as error:
+        print_plan(config)
+    assert str(error.value).startswith("a step of this run cannot be planned: without data it raises ")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_run_goes_on_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "memory_of", lambda _: 0.01)  # so that each step counts as large
+    with pytest.raises(OutOfMemory):
+        steps.require_memory(config_of("plain"))
+    for kind in ("shape", "numpy", "item"):
+        steps.require_memory(config_of(kind))
+
+
+def test_a_run_that_is_out_of_memory_says_so_without_a_plan(tmp_path: Path) -> None:
+    config = config_of("item")
+    module = build_module(config)
+    trainer = steps.build_trainer(config, tmp_path, [], [])
+    refused = pytest.raises(OutOfMemory, match=r"^out of memory: lower data\.batch_size=2$")
+    with refused, steps.out_of_memory_advice(config, module, trainer):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def test_what_alone_cannot_be_planned_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """A network of three iterations at most has no growth, and one of eight channels at least is not made narrower."""
+    print_plan(PlanConfig.parse(compose("plan", [*RUN, "+model.kind=short", "format=json"])))
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["per_iteration_mib"] is None
+    assert plan["peak_mib"] > 0
+    config = config_of("wide")
+    assert "model.channels" in " ".join(changes(config))
+    line = advice(Planner(config), config, 0.0)
+    assert line.startswith("out of memory: a step of this run needs")
+    assert "model.channels" not in line
