@@ -103,6 +103,7 @@ def test_rows_of_the_mean_over_symmetries_and_of_first_order(module: Reconstruct
     assert found.means()["QN-Mixer, H = I"]["psnr"] == pytest.approx(first_order, abs=1e-3)
     trust = what_was_evaluated(module, found)["scalars"]["tau"]
     assert trust == [parameter.tolist() for parameter in module.network.trust]
+    assert found.gain().endswith(f". tau_t, learned: {'; '.join(f'{value:.3f}' for (value,) in trust)}")
 
 
 def test_a_page_has_the_slices_of_the_picture_and_the_worst_others() -> None:

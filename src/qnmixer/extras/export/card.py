@@ -12,11 +12,11 @@ from qnmixer.engine.checkpoints import built_from, digest_of_weights, steps_of
 from qnmixer.engine.config.compose import quoted, values_of
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import without_places
+from qnmixer.engine.evaluation.evaluate import second_order
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.reconstructor import Reconstructor, method_name
 from qnmixer.engine.reports.terminal import markdown_table
 from qnmixer.engine.tracking.records import duration, read_results, read_text
-from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.weights import CHECKPOINT_KEY
 
 _CARD = """\
@@ -73,7 +73,7 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
         file=file.name,
         n_parameters=sum(parameter.numel() for parameter in module.network.parameters()),
         run=shlex.join([f"run={quoted(file.name)}", *trust_words(built_from(config).values())]),
-        training=markdown_table(("", ""), (training | settings | _second_order(module.network)).items()),
+        training=markdown_table(("", ""), (training | settings | second_order(module.network)).items()),
         key=CHECKPOINT_KEY,
         evaluations="\n\n".join(tables) or "None of these weights was found in the run's folder.",
     )
@@ -90,15 +90,6 @@ def _training(seed: int, finetune: str | None, checkpoint: Path, record: dict[st
         "device": str(record.get("device", _NO_VALUE)),
         "commit": str(record.get("git_commit") or _NO_VALUE),
         "versions": ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items()) or _NO_VALUE,
-    }
-
-
-def _second_order(network: UnrolledNetwork[Any]) -> dict[str, str]:
-    """τ_t and the like, as learned. Without H, all are 0: H_t counts as much as its τ_t."""
-    parts = {f"{name}_t, learned": part for name, part in network.scalars().items() if name != "lambda" and part}
-    return {
-        name: "; ".join(", ".join(f"{value:.3f}" for value in scalar.flatten().tolist()) for scalar in part)
-        for name, part in parts.items()
     }
 
 
