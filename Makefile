@@ -8,7 +8,7 @@ into_page = $(BIN)/python -c "import re, pathlib as p; r = p.Path('$(1)'); t = p
 	r.write_text(re.sub(r'(<!-- $(2) -->\n).*?(<!-- end of $(2))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train compare test test-all test-gpu lint site dist release bench readme real task robustness results levers clean
+.PHONY: help install lock train compare test test-all test-gpu lint site dist release bench readme real symmetric task robustness results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
@@ -98,6 +98,17 @@ real: install ## compare run=pretrained with total variation on the slices in CT
 		evaluation.tv_weight=9e-5 evaluation.n_pictures=1 hydra.run.dir=runs/real
 	cp runs/real/picture.png notebooks/real_ct.png
 	$(call into_page,README.md,real,runs/real/table.md)
+
+# CT is a folder with a folder of .npy for each patient, SPLIT says who is for validation and who for the test. The factors of the
+# spread are chosen on the first and tested on the second.
+symmetric: install ## the mean over turns and flips of run=pretrained and its spread, for its card: CT=/path/to/slices SPLIT="data.split=explicit …"
+	rm -rf runs/symmetric_mean runs/uncertainty
+	$(BIN)/python -m qnmixer.evaluate run=pretrained data=numpy data.root=$(CT) $(SPLIT) data.simulation_factor=2 noise=field \
+		split=val symmetries=8 evaluation.first_order=true hydra.run.dir=runs/symmetric_mean
+	$(BIN)/python -m qnmixer.evaluate run=pretrained data=numpy data.root=$(CT) $(SPLIT) data.simulation_factor=2 noise=field \
+		evaluation=uncertainty symmetries=8 hydra.run.dir=runs/uncertainty
+	$(call into_page,$(CARD),symmetric,runs/symmetric_mean/table.md)
+	$(call into_page,$(CARD),uncertainty,runs/uncertainty/table.md)
 
 # On phantoms. A quarter of an hour of one CPU core. CARD shows the table and the picture.
 CARD := src/qnmixer/weights/qn_mixer_256_64views.md

@@ -23,13 +23,14 @@ from qnmixer.engine.data.own import Numbered, OwnDataModule
 from qnmixer.engine.evaluation.scores import Conditions, Evaluation, ImageScore, titles_of, with_usual
 from qnmixer.engine.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.engine.processes.process import rank
-from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.engine.reconstructor import Reconstructor, symmetries_of
 from qnmixer.engine.reports.names import IN_WINDOW
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.reports.terminal import Console, csv_table, markdown_table, progress, terminal_table
 from qnmixer.files import digest, digest_of_bytes, write_text
 from qnmixer.models.total_variation import TotalVariation
-from qnmixer.physics import NoNoise
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.physics import NoNoise, Symmetry, images_by_symmetry
 
 RunData = SliceDataModule | OwnDataModule
 PICTURE, PAGE = "picture.png", "page.html"
@@ -41,10 +42,11 @@ _N_WORST = 9
 def what_was_evaluated(module: Reconstructor, evaluation: Evaluation) -> dict[str, Any]:
     """The entry of results.json that says what a table measures: the weights, the slices, the noise.
 
-    Scores of two evaluations can be compared only where `test` is equal in both.
+    Scores of two evaluations can be compared only where `test` is equal in both. `scalars`: τ_t and the others.
     """
     return {
         "weights": digest_of_weights(module.state_dict()),
+        "scalars": {name: [p.tolist() for p in part] for name, part in module.network.scalars().items() if part},
         "data": evaluated_name(module.config),
         "noise": module.config.noise.plain(),
         "test": evaluation.test and evaluation.test._asdict(),
@@ -98,11 +100,17 @@ def title_of(config: Config, n_views: int, module: RunData, split: str) -> str:
 
 
 def evaluate(
-    module: Reconstructor, data: RunData, split: str, config: EvaluationConfig, device: torch.device
+    module: Reconstructor,
+    data: RunData,
+    split: str,
+    config: EvaluationConfig,
+    device: torch.device,
+    most_symmetries: int = 1,
 ) -> Evaluation:
     """Reconstruct every slice of a split by FBP and by the network (which may be FBP), from the same noisy sinogram.
 
-    With several processes each evaluates its share, and all get the full result.
+    With several symmetries another row has the mean over those that the scan has, at most so many. With several
+    processes each evaluates its share, and all get the full result.
     """
     module = module.to(device).eval()
     network = module.network
@@ -114,6 +122,8 @@ def evaluate(
             noise_weight=config.tv_noise_weight,
             variance=module.measurement.noise.variance,
         )
+    turns = symmetries_of(module.projector, most_symmetries)
+    first_order = network.first_order() if config.first_order else None
     metrics = build_metrics(with_usual(module.config.metrics), data.config.own_range)
     n_images, patients = data.count(split), data.patients(split)
     drawn = pictured(n_images, config.n_pictures)
@@ -127,8 +137,14 @@ def evaluate(
         with torch.no_grad():
             y = module.measure(batch, "test")
             images = {name: [method(y)] for name, method in baselines.items() if name != network.title}
+            if first_order is not None:
+                images[f"{network.title}, H = I"] = [first_order(y)]
             # For a solver with hundreds of iterations only x_T.
-            images[network.title] = network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
+            iterates = network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
+            images[network.title] = iterates
+            if len(turns) > 1:  # the first is the identity
+                turned = images_by_symmetry(network, y, turns[1:])
+                images[f"{network.title}, symmetric"] = [torch.cat([iterates[-1][None], turned]).mean(0)]
         values = {name: _values_of(batch, iterates[-1], config.window, metrics) for name, iterates in images.items()}
         for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight:  # else it only fills the batch
@@ -147,15 +163,30 @@ def evaluate(
         scores = {n: slice_scores for share, _ in shares for n, slice_scores in share.items()}
         slices = worst_of({n: slice_ for _, share in shares for n, slice_ in share.items()}, scores, drawn)
     return Evaluation(
-        title=title_of(module.config, module.projector.geometry.n_views, data, split),
+        title=title_of(module.config, module.projector.geometry.n_views, data, split) + mean_over(turns),
         scores=[score for n in sorted(scores) for score in scores[n]],
         slices=slices,
         pictured=sorted(drawn & scores.keys()),
         baselines=[*baselines],
         own_range=data.config.own_range,
         titles=titles_of(module.config.metrics),
+        note="" if first_order is None else "".join(f". {name}: {it}" for name, it in second_order(network).items()),
         test=conditions_of(module, data, [scores[n][0].content for n in sorted(scores)]),
     )
+
+
+def second_order(network: UnrolledNetwork[Any]) -> dict[str, str]:
+    """τ_t, β_t or α_t as learned, from t = 1 on, for readers. Near 0, the network hardly uses what they multiply."""
+    parts = {f"{name}_t, learned": part for name, part in network.scalars().items() if name != "lambda" and part}
+    return {
+        name: "; ".join(", ".join(f"{value:.3f}" for value in scalar.flatten().tolist()) for scalar in part)
+        for name, part in parts.items()
+    }
+
+
+def mean_over(turns: Sequence[Symmetry]) -> str:
+    """What the title of a table says of its symmetric row."""
+    return f", symmetric: mean over {len(turns)} turns and flips" if len(turns) > 1 else ""
 
 
 def pictured(n_images: int | None, n_pictures: int) -> set[int]:
