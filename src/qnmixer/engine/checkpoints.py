@@ -24,10 +24,18 @@ from qnmixer.engine.config.target import Target
 from qnmixer.engine.data.splits import SplitRecord, is_split_record
 from qnmixer.engine.parallel.shards import load_checked
 from qnmixer.engine.plugins import check_trusted, is_trusted
-from qnmixer.engine.reconstructor import Reconstructor, build_geometry, build_network
+from qnmixer.engine.reconstructor import (
+    Reconstructor,
+    build_geometry,
+    build_network,
+    build_projector,
+    same_scan,
+    say_scan,
+)
 from qnmixer.engine.tracking.records import own_modules
 from qnmixer.errors import CheckpointError, first_line
 from qnmixer.files import digest
+from qnmixer.models.data_term import follow_scan
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, checkpoint_in, located
 
@@ -168,7 +176,8 @@ def _require_fit(config: Config, state: dict[str, Any], path: Path) -> None:
 def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
     """Load the weights of a run into a module that was built from another config.
 
-    Raises CheckpointError if the networks or their image sizes differ. The numbers of views may differ.
+    The scans may differ: then the step sizes follow the scan of the module, and a line says so. Raises CheckpointError
+    if the networks or their image sizes differ.
     """
     path = find_checkpoint(run)
     config, state = read_checkpoint(path)
@@ -182,6 +191,8 @@ def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
         words += [f"model.{key}={'null' if value is None else value}" for key, (value, _) in differing.items()]
         raise CheckpointError(f"{path} has another network: to build the same one, set {' '.join(words)}")
     _load_state(module, state, path)
+    if not same_scan(config, module.config):
+        say_scan(config, module.config, follow_scan(module.network, build_projector(config)))
 
 
 def _load_state(module: "Reconstructor | RunModule", state: dict[str, Any], path: Path) -> None:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import GeometryConfig
-from qnmixer.errors import GeometryError, PluginError
+from qnmixer.engine.processes.process import rank
+from qnmixer.errors import GeometryError, PluginError, say
+from qnmixer.models.data_term import follow_scan
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
 from qnmixer.physics.projector import system_matrix
@@ -110,6 +112,35 @@ class Reconstructor(nn.Module):
     def measure(self, batch: Batch, stream: str) -> Tensor:
         """The noisy sinogram y [B, 1, V, D] of a batch."""
         return self.measurement(batch, stream)
+
+
+def on_scan(trained: Reconstructor, config: Config) -> Reconstructor:
+    """A trained network under another config: other slices, noise or scan.
+
+    If the scan differs, the step sizes follow it, and a line says so. Else the network is the same bit for bit. Raises
+    GeometryError for an impossible scan, and RuntimeError for a network whose weights do not fit the scan.
+    """
+    is_same = same_scan(trained.config, config)
+    module = Reconstructor(config, trained.projector if is_same else None)
+    module.load_state_dict(trained.state_dict())
+    if not is_same:
+        say_scan(trained.config, config, follow_scan(module.network, trained.projector))
+    return module
+
+
+def same_scan(config: Config, other: Config) -> bool:
+    """Whether two configs have the same A and FBP."""
+    filters = {scan.geometry.fbp_filter for scan in (config, other)}
+    return len(filters) == 1 and build_geometry(config) == build_geometry(other)
+
+
+def say_scan(trained: Config, config: Config, factor: float) -> None:
+    """Print what differs from the scan of the training, and by what the step sizes are multiplied."""
+    before, now = (scan.geometry.plain() for scan in (trained, config))
+    differing = [f"{key}={value}, not {now[key]}" for key, value in before.items() if now[key] != value]
+    follows = "" if factor == 1 else f": its step sizes follow the scan, × {factor:.4g}"
+    if rank() == 0:
+        say(f"the network was trained with geometry.{', '.join(differing)}{follows}")
 
 
 class SampleMeasurement:

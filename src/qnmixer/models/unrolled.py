@@ -41,11 +41,14 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     projector: Projector
     """A, Aᵀ and FBP of the scan. A subclass sets it from its first argument."""
 
+    data_term: str = "fbp"
+    """A† of its steps λ_t A†(A x − y): "fbp" (`filtered_residual`) or "adjoint" (Aᵀ/‖A‖²)."""
+
     def __init__(self, n_iterations: int) -> None:
         super().__init__()
         self.n_iterations = n_iterations
         self.step_sizes = nn.ParameterList()
-        """λ_t, if the network has them. They are logged."""
+        """λ_t, if the network has them. They are logged, and follow the scan where a trained network gets another."""
         self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = UnrolledNetwork.run
         """Runs some iterations. `engine/memory/modes.py` puts one that recomputes or offloads in its place."""
 

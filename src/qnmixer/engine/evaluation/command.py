@@ -17,7 +17,7 @@ from qnmixer.engine.evaluation.logs import log_evaluation
 from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.plugins import check_trusted, is_trusted, module_of
-from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.engine.reconstructor import Reconstructor, on_scan
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.tracking.loggers import scoring_loggers
 from qnmixer.engine.tracking.records import is_signed, own_modules, read_results
@@ -89,9 +89,7 @@ def on_test(
             f"noise={config.noise.name} has no effect on the sinograms of data={data.name}, which were measured: leave "
             "it out"
         )
-    module = Reconstructor(test, trained.projector)
-    module.load_state_dict(trained.state_dict())
-    return module, slices, split_record
+    return on_scan(trained, test), slices, split_record
 
 
 def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection[str] = ()) -> DataConfig:

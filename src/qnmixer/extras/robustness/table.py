@@ -20,7 +20,7 @@ from qnmixer.engine.evaluation.evaluate import evaluate, evaluated_source
 from qnmixer.engine.evaluation.logs import log_scores, name_in_logs
 from qnmixer.engine.evaluation.scores import Evaluation, log_prefix
 from qnmixer.engine.parallel.devices import choose_device
-from qnmixer.engine.reconstructor import Reconstructor, build_measurement
+from qnmixer.engine.reconstructor import Reconstructor, build_measurement, on_scan
 from qnmixer.engine.reports.terminal import NOTHING, Console, csv_table, in_digits, markdown_table, terminal_table
 from qnmixer.engine.tracking.loggers import scoring_loggers
 from qnmixer.engine.tracking.run import Run
@@ -157,10 +157,7 @@ def _scanned(module: Reconstructor, condition: Condition) -> Reconstructor:
     """The network with the sinograms of a condition. Raises an error if it does not take them."""
     if not condition.is_known:
         return OffScanReconstructor(module, condition.scanner)
-    is_same = condition.scanner.geometry == module.config.geometry
-    scanned = Reconstructor(condition.scanner, module.projector if is_same else None)
-    scanned.load_state_dict(module.state_dict())
-    return scanned
+    return on_scan(module, condition.scanner)
 
 
 def scores_of(evaluation: Evaluation) -> Scores:
