@@ -1,0 +1,138 @@
+"""The table of experiment=data_term: python notebooks/studies/second_order.py SWEEP [SWEEP …] > notebooks/results/data_term.md
+
+Each sweep has been evaluated by qnmixer.compare, whose images.csv gives PSNR by seed and patient. τ_t, β_t and α_t are
+read from the weights. The eigenvalues of A†A are computed for the scan of the sweep. Jobs that are not done are left
+out, and the table says how many seeds each row has.
+"""
+
+import csv
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+
+from qnmixer.engine.checkpoints import load_run
+from qnmixer.engine.reports.terminal import in_digits, markdown_table
+from qnmixer.engine.sweeps import jobs_of
+from qnmixer.engine.tracking.records import read_results
+from qnmixer.extras.comparison.statistics import Scores, difference, spread
+from qnmixer.physics import FanBeamProjector
+from qnmixer.physics.fbp import matched_gain, ramp_response
+
+RESULTS = ["A†", "H", "seeds", "PSNR, dB", "minus H = I, dB", "± seeds", "minus momentum, dB", "± seeds", "scalars, t ≥ 1"]
+EIGENVALUES = ["A†", "largest", "mean", "above 1/2", "above 1/10", "above 1/100", "above 1/1000"]
+SYMBOLS = {"trust": "τ", "momentum": "β", "gradients": "sum of α"}
+
+
+def scores_of(sweep: Path) -> dict[str, Scores]:
+    """PSNR by method of the comparison, seeds and patient."""
+    values: dict[str, Any] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    with (sweep / "comparison" / "images.csv").open() as stream:
+        for row in csv.DictReader(stream):
+            seeds = int(row["seed"]), int(row["data_seed"])
+            values[row["method"]][seeds][row["patient"]].append(float(row["psnr"]))
+    return {
+        method: {
+            seeds: {name: mean(psnrs) for name, psnrs in patients.items()} for seeds, patients in of_method.items()
+        }
+        for method, of_method in values.items()
+    }
+
+
+def scalars_of(sweep: Path) -> dict[tuple[str, str], list[list[float]]]:
+    """(A†, H) → for each seed τ_t, β_t, or for each t the sum of α_tk over k."""
+    scalars = defaultdict(list)
+    for folder, overrides in jobs_of(sweep).items():
+        if read_results(folder).get("status") == "done":
+            chosen = dict(word.lstrip("+").split("=", 1) for word in overrides)
+            network: Any = load_run(str(folder), "best").network
+            parameters = [*network.trust, *network.momenta, *network.mixes]
+            key = chosen["model.data_term"], chosen["experiment/curvature"]
+            scalars[key].append([float(p.detach().sum()) for p in parameters])
+    return scalars
+
+
+def method_of(scores: dict[str, Scores], data_term: str, curvature: str) -> Scores:
+    """The scores of one arm; none if it is not there."""
+    for name, of_method in scores.items():
+        if {f"data_term={data_term}", f"curvature={curvature}"} <= set(name.split()):
+            return of_method
+    return {}
+
+
+def rows_of(sweep: Path) -> list[list[str]]:
+    """A row for each arm of a sweep."""
+    scores, scalars, rows = scores_of(sweep), scalars_of(sweep), []
+    for data_term in ("fbp", "adjoint"):
+        for curvature in ("identity", "momentum", "gradients", "trust"):
+            if not (own := method_of(scores, data_term, curvature)):
+                continue
+            statistic = spread(own)
+            cells = [f"{statistic.n_seeds}", in_digits(statistic.mean, statistic.over_seeds)]
+            for control in ("identity", "momentum"):
+                other = method_of(scores, data_term, control)
+                minus = difference(own, other) if other and control != curvature else None
+                cells += ["–", "–"] if minus is None else [
+                    in_digits(minus.mean, minus.over_patients, 10), in_digits(minus.over_seeds, reference=10)
+                ]  # fmt: skip
+            of_seeds = scalars[data_term, curvature]
+            means = [mean(column) for column in zip(*of_seeds, strict=True)]
+            shown = f"{SYMBOLS[curvature]}: {', '.join(f'{value:.2f}' for value in means)}" if means else "–"
+            rows.append([data_term, "BFGS" if curvature == "trust" else curvature, *cells, shown])
+    return rows
+
+
+def eigenvalues(projector: FanBeamProjector) -> dict[str, np.ndarray]:
+    """All eigenvalues of A†A that are not 0 by construction, the largest first: A Aᵀ and F^½ A Aᵀ F^½ have the same."""
+    geometry = projector.geometry
+    shape = 1, geometry.n_views, geometry.n_detectors
+    size = geometry.n_views * geometry.n_detectors
+    gram = torch.cat([projector(projector.adjoint(rays.view(-1, *shape))) for rays in torch.eye(size).split(256)])
+    gram = gram.view(size, size).double()
+    bins = np.arange(geometry.n_detectors)
+    kernel = np.fft.irfft(matched_gain(geometry) * ramp_response(geometry, projector.fbp_filter))
+    values, vectors = np.linalg.eigh(kernel[np.abs(bins[:, None] - bins)])
+    root = torch.from_numpy(vectors * np.sqrt(values.clip(0)) @ vectors.T)
+    filtered = (gram.view(-1, geometry.n_detectors) @ root).view(size, size)
+    filtered = (filtered.T.reshape(-1, geometry.n_detectors) @ root).view(size, size)
+    of_adjoint = torch.linalg.eigvalsh(gram / projector.operator_norm() ** 2)
+    return {"fbp": torch.linalg.eigvalsh(filtered).flip(0).numpy(), "adjoint": of_adjoint.flip(0).numpy()}
+
+
+def write(sweeps: list[Path]) -> None:
+    """Print the page."""
+    print("# Does second order pay where the data term is not preconditioned?")
+    for sweep in sweeps:
+        title = re.search(r"^## (.*)", (sweep / "comparison" / "comparison.md").read_text(), re.MULTILINE)
+        done = [folder for folder in jobs_of(sweep) if read_results(folder).get("status") == "done"]
+        config = load_run(str(done[0]), "best").config
+        steps = {read_results(folder)["steps"] for folder in done}
+        print(f"\n## {config.model.settings()['data_steps']} data steps an iteration, {', '.join(map(str, steps))} optimizer steps")
+        print(f"\n{title[1] if title else ''}. {len(done)} of {len(jobs_of(sweep))} jobs are done.\n")
+        print(markdown_table(RESULTS, rows_of(sweep)))
+    projector = load_run(str(done[0]), "best").projector
+    geometry = projector.geometry
+    rows = []
+    for data_term, values in eigenvalues(projector).items():
+        shares = [f"{100 * (values > values[0] / ratio).sum() / geometry.image_size**2:.2f} %" for ratio in (2, 10, 100, 1000)]
+        rows.append([data_term, f"{values[0]:.3g}", f"{values.sum() / geometry.image_size**2:.3g}", *shares])
+    print(
+        "\nPSNR: mean over seeds of the mean over patients, ± standard deviation over seeds. Differences on the same\n"
+        "patients and seeds, ± half of the 95 % interval for other patients; next the interval for other seeds. A difference\n"
+        "is clear if it is larger than both. Scalars: means over seeds; with τ = 0 BFGS is H = I, with 1 it is H_t.\n"
+    )
+    print(f"## Eigenvalues of A†A, {geometry.image_size}², {geometry.n_views} views\n")
+    print(markdown_table(EIGENVALUES, rows))
+    print(
+        "\nShares of all eigenvalues that are above a fraction of the largest one. The orthonormal codec keeps them, so these are\n"
+        f"those of the latent too. At most {geometry.n_views * geometry.n_detectors:,} of {geometry.image_size**2:,} are not 0: there are no more rays.\n"
+    )
+
+
+if __name__ == "__main__":
+    write([Path(word) for word in sys.argv[1:]])
