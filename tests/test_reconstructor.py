@@ -49,7 +49,9 @@ def test_step_sizes_follow_the_scan(words: list[str], change: dict, capsys: pyte
     assert all(torch.equal(trained.state_dict()[name], scanned.state_dict()[name]) for name in others)
     (line,) = capsys.readouterr().out.splitlines()
     key, value = next(iter(change.items()))
-    assert f"geometry.{key}=" in line and f"not {value}" in line and f"{radii[0] / radii[1]:.3f}"[:4] in line
+    assert f"geometry.{key}=" in line
+    assert f"not {value}" in line
+    assert f"{radii[0] / radii[1]:.3f}"[:4] in line
 
 
 @pytest.mark.parametrize("words", [["model=learn", "model.data_term=adjoint"], ["model=fbpconvnet"]])
@@ -66,7 +68,8 @@ def test_on_its_own_scan_a_network_stays_bit_for_bit(capsys: pytest.CaptureFixtu
     # The same angle, written out.
     same = trained.config.changed(geometry=trained.config.geometry.changed(first_angle=torch.pi / 16, name="other"))
     scanned = on_scan(trained, same)
-    assert scanned.projector is trained.projector and capsys.readouterr().out == ""
+    assert scanned.projector is trained.projector
+    assert capsys.readouterr().out == ""
     assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), scanned.parameters(), strict=True))
 
 

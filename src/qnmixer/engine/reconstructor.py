@@ -18,7 +18,7 @@ from qnmixer.engine.processes.process import rank
 from qnmixer.errors import GeometryError, PluginError, say
 from qnmixer.models.data_term import follow_scan
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise, Symmetry, symmetries
 from qnmixer.physics.projector import system_matrix
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.physics.sparse import apply_linear
@@ -144,6 +144,14 @@ def say_scan(trained: Config, config: Config, factor: float) -> None:
     follows = "" if factor == 1 else f": its step sizes follow the scan, × {factor:.4g}"
     if rank() == 0:
         say(f"the network was trained with geometry.{', '.join(differing)}{follows}")
+
+
+def symmetries_of(projector: FanBeamProjector, most: int) -> list[Symmetry]:
+    """The symmetries of a scan, at most so many. Prints a line if it has fewer."""
+    found = symmetries(projector, most) if most > 1 else []
+    if len(found) < most and most > 1 and rank() == 0:
+        say(f"symmetries={most}: this scan has {len(found)}" + " (the identity)" * (len(found) == 1))
+    return found
 
 
 class SampleMeasurement:

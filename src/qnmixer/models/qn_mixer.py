@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from annotated_types import Ge, Gt, Le, MultipleOf
@@ -231,9 +231,18 @@ class QNMixer(UnrolledNetwork[QNState]):
         """The layers of the mixer. Their inner features are about half of what an iteration stores."""
         return [module for module in self.modules() if isinstance(module, MixerLayer)]
 
-    def step_scalars(self) -> list[nn.Parameter]:
-        """λ_t, β_t, α_t and τ_t."""
-        return [*self.step_sizes, *self.momenta, *self.mixes, *self.trust]
+    def scalars(self) -> dict[str, nn.ParameterList]:
+        """λ_t, and from t = 1 on β_t, α_t and τ_t, if it has them."""
+        learned = {"beta": self.momenta, "alpha": self.mixes, "tau": self.trust}
+        return super().scalars() | {letter: part for letter, part in learned.items() if part}
+
+    def first_order(self) -> Self | None:
+        """The same network, with the same weights, and s_t = −r_t."""
+        if self.hessian == "identity":
+            return None
+        network = copy.copy(self)
+        network.hessian = "identity"
+        return network
 
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
         """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems early."""

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from annotated_types import Ge, Le
 from torch import Tensor, nn
@@ -92,9 +92,17 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """
         return []
 
+    def scalars(self) -> dict[str, nn.ParameterList]:
+        """The few scalars that size a step, by their letter in the formula, an entry for each t. Records have them."""
+        return {"lambda": self.step_sizes}
+
     def step_scalars(self) -> list[nn.Parameter]:
-        """The few scalars that size a step. They have a learning rate of their own, a multiple of the weights'."""
-        return [*self.step_sizes]
+        """All `scalars`. They have a learning rate of their own, a multiple of the weights'."""
+        return [scalar for part in self.scalars().values() for scalar in part]
+
+    def first_order(self) -> Self | None:
+        """The same network with H = I, to see what its second order adds; None for a network of first order."""
+        return None
 
     def hidden_weights(self) -> list[nn.Parameter]:
         """Matrices and kernels for the orthogonal steps of `optimizer=muon`; AdamW changes all others.

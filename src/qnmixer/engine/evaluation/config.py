@@ -11,7 +11,16 @@ from qnmixer.engine.config.checking import Section
 from qnmixer.engine.config.data import AsTrained, DataConfig, SourceOrAsTrained, check_data
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import check_targets
-from qnmixer.engine.config.sections import Accelerator, CheckpointName, EvaluationConfig, Length, Seed, Texts
+from qnmixer.engine.config.sections import (
+    Accelerator,
+    CheckpointName,
+    EvaluationConfig,
+    Length,
+    ScanOrAsTrained,
+    Seed,
+    Symmetries,
+    Texts,
+)
 from qnmixer.engine.config.targets import Loggers, NoiseConfig
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
@@ -81,6 +90,8 @@ class EvaluateConfig(ScoringConfig):
 
     evaluation: AnyEvaluation
     run: str
+    geometry: ScanOrAsTrained
+    symmetries: Symmetries
     logger: Loggers = Field(default_factory=dict)
 
     @classmethod

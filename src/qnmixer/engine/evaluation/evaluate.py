@@ -22,13 +22,13 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.scores import Conditions, Evaluation, ImageScore, titles_of, with_usual
 from qnmixer.engine.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.engine.processes.process import rank
-from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.engine.reconstructor import Reconstructor, symmetries_of
 from qnmixer.engine.reports.names import IN_WINDOW
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.reports.terminal import Console, csv_table, markdown_table, progress, terminal_table
 from qnmixer.files import digest, digest_of_bytes, write_text
 from qnmixer.models.total_variation import TotalVariation
-from qnmixer.physics import NoNoise
+from qnmixer.physics import NoNoise, Symmetry, images_by_symmetry
 
 PICTURE, PAGE = "picture.png", "page.html"
 _MOST_ITERATIONS = 50  # a page has room for the images of so many
@@ -39,10 +39,11 @@ _N_WORST = 9
 def what_was_evaluated(module: Reconstructor, evaluation: Evaluation) -> dict[str, Any]:
     """The entry of results.json that says what a table measures: the weights, the slices, the noise.
 
-    Scores of two evaluations can be compared only where `test` is equal in both.
+    Scores of two evaluations can be compared only where `test` is equal in both. `scalars`: τ_t and the others.
     """
     return {
         "weights": digest_of_weights(module.state_dict()),
+        "scalars": {name: [p.tolist() for p in part] for name, part in module.network.scalars().items() if part},
         "data": evaluated_source(module.config.data).name,
         "noise": module.config.noise.plain(),
         "test": evaluation.test and evaluation.test._asdict(),
@@ -89,11 +90,17 @@ def title_of(noise: NoiseConfig, n_views: int, module: SliceDataModule, split: s
 
 
 def evaluate(
-    module: Reconstructor, data: SliceDataModule, split: str, config: EvaluationConfig, device: torch.device
+    module: Reconstructor,
+    data: SliceDataModule,
+    split: str,
+    config: EvaluationConfig,
+    device: torch.device,
+    most_symmetries: int = 1,
 ) -> Evaluation:
     """Reconstruct every slice of a split by FBP and by the network (which may be FBP), from the same noisy sinogram.
 
-    With several processes each evaluates its share, and all get the full result.
+    With several symmetries another row has the mean over those that the scan has, at most so many. With several
+    processes each evaluates its share, and all get the full result.
     """
     module = module.to(device).eval()
     network = module.network
@@ -105,6 +112,8 @@ def evaluate(
             noise_weight=config.tv_noise_weight,
             variance=module.measurement.noise.variance,
         )
+    turns = symmetries_of(module.projector, most_symmetries)
+    first_order = network.first_order() if config.first_order else None
     metrics = build_metrics(with_usual(module.config.metrics), data.config.own_range)
     n_images = len(data.dataset(split))
     patients = data.parts[split].patients or [None] * n_images
@@ -118,8 +127,14 @@ def evaluate(
         with torch.no_grad():
             y = module.measure(batch, "test")
             images = {name: [method(y)] for name, method in baselines.items() if name != network.title}
+            if first_order is not None:
+                images[f"{network.title}, H = I"] = [first_order(y)]
             # For a solver with hundreds of iterations only x_T.
-            images[network.title] = network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
+            iterates = network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
+            images[network.title] = iterates
+            if len(turns) > 1:  # the first is the identity
+                turned = images_by_symmetry(network, y, turns[1:])
+                images[f"{network.title}, symmetric"] = [torch.cat([iterates[-1][None], turned]).mean(0)]
         values = {name: _values_of(batch, iterates[-1], config.window, metrics) for name, iterates in images.items()}
         for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight:  # else it only fills the batch
@@ -137,7 +152,7 @@ def evaluate(
         scores = {n: slice_scores for share, _ in shares for n, slice_scores in share.items()}
         slices = worst_of({n: slice_ for _, share in shares for n, slice_ in share.items()}, scores, drawn)
     return Evaluation(
-        title=title_of(module.config.noise, module.projector.geometry.n_views, data, split),
+        title=title_of(module.config.noise, module.projector.geometry.n_views, data, split) + mean_over(turns),
         scores=[score for n in sorted(scores) for score in scores[n]],
         slices=slices,
         pictured=sorted(drawn),
@@ -146,6 +161,11 @@ def evaluate(
         titles=titles_of(module.config.metrics),
         test=conditions_of(module, data, [scores[n][0].content for n in sorted(scores)]),
     )
+
+
+def mean_over(turns: Sequence[Symmetry]) -> str:
+    """What the title of a table says of its symmetric row."""
+    return f", symmetric: mean over {len(turns)} turns and flips" if len(turns) > 1 else ""
 
 
 def pictured(n_images: int, n_pictures: int) -> set[int]:

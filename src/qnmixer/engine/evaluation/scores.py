@@ -180,9 +180,9 @@ class Evaluation:
 
     def warnings(self) -> list[str]:
         """Warnings above the table: slices of the training set, a network below another method, pixels of no number."""
-        *rivals, network = self.methods
+        network = self.methods[-1]
         lines = used_in_training(self.trained)
-        for rival in rivals:
+        for rival in self.baselines:
             if (gain := self._mean_gain(rival)) < 0:
                 why = "it has not learned enough, or was trained for other data"
                 lines.append(f"{network} is BELOW {rival} by {-gain:.2f} dB: {why}")
