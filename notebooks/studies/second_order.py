@@ -24,8 +24,22 @@ from qnmixer.extras.comparison.statistics import Scores, difference, spread
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.fbp import matched_gain, ramp_response
 
-RESULTS = ["A†", "H", "seeds", "PSNR, dB", "minus H = I, dB", "± seeds", "minus momentum, dB", "± seeds", "scalars, t ≥ 1"]
-EIGENVALUES = ["A†", "largest", "mean", "above 1/2", "above 1/10", "above 1/100", "above 1/1000"]
+RESULTS = [
+    "A†",
+    "H",
+    "seeds",
+    "PSNR, dB",
+    "minus H = I, dB",
+    "± seeds",
+    "minus momentum, dB",
+    "± seeds",
+    "scalars, t ≥ 1",
+]
+EIGENVALUES = ["A†", "largest", "next", "above 1/2", "above 1/10", "above 1/100", "above 1/1000"]
+NOTE = """\
+PSNR: mean over seeds of the mean over patients, ± standard deviation over seeds. Differences on the same patients and
+seeds, ± half of the 95 % interval for other patients; next that for other seeds. A difference is clear if it is larger
+than both. Scalars of t = 1, 2, …: means over seeds. With τ = 0 BFGS is H = I, with τ = 1 it is H."""
 SYMBOLS = {"trust": "τ", "momentum": "β", "gradients": "sum of α"}
 
 
@@ -108,29 +122,32 @@ def write(sweeps: list[Path]) -> None:
     """Print the page."""
     print("# Does second order pay where the data term is not preconditioned?")
     for sweep in sweeps:
-        title = re.search(r"^## (.*)", (sweep / "comparison" / "comparison.md").read_text(), re.MULTILINE)
         done = [folder for folder in jobs_of(sweep) if read_results(folder).get("status") == "done"]
-        config = load_run(str(done[0]), "best").config
+        module = load_run(str(done[0]), "best")
         steps = {read_results(folder)["steps"] for folder in done}
-        print(f"\n## {config.model.settings()['data_steps']} data steps an iteration, {', '.join(map(str, steps))} optimizer steps")
-        print(f"\n{title[1] if title else ''}. {len(done)} of {len(jobs_of(sweep))} jobs are done.\n")
+        data_steps = module.config.model.settings()["data_steps"]
+        title = re.search(r"^## (.*)", (sweep / "comparison" / "comparison.md").read_text(), re.MULTILINE)
+        assert title
+        print(
+            f"\n## Steps along the data term in an iteration: {data_steps}; of training: {', '.join(map(str, steps))}"
+        )
+        print(f"\n{title[1]}. Jobs that are done: {len(done)} of {len(jobs_of(sweep))}.\n")
         print(markdown_table(RESULTS, rows_of(sweep)))
-    projector = load_run(str(done[0]), "best").projector
-    geometry = projector.geometry
-    rows = []
+    print(f"\n{NOTE}\n\n{spectrum(module.projector)}")
+
+
+def spectrum(projector: FanBeamProjector) -> str:
+    """How the eigenvalues of both kinds of A†A are spread."""
+    geometry, rows = projector.geometry, []
+    n_pixels, n_rays = geometry.image_size**2, geometry.n_views * geometry.n_detectors
     for data_term, values in eigenvalues(projector).items():
-        shares = [f"{100 * (values > values[0] / ratio).sum() / geometry.image_size**2:.2f} %" for ratio in (2, 10, 100, 1000)]
-        rows.append([data_term, f"{values[0]:.3g}", f"{values.sum() / geometry.image_size**2:.3g}", *shares])
-    print(
-        "\nPSNR: mean over seeds of the mean over patients, ± standard deviation over seeds. Differences on the same\n"
-        "patients and seeds, ± half of the 95 % interval for other patients; next the interval for other seeds. A difference\n"
-        "is clear if it is larger than both. Scalars: means over seeds; with τ = 0 BFGS is H = I, with 1 it is H_t.\n"
-    )
-    print(f"## Eigenvalues of A†A, {geometry.image_size}², {geometry.n_views} views\n")
-    print(markdown_table(EIGENVALUES, rows))
-    print(
-        "\nShares of all eigenvalues that are above a fraction of the largest one. The orthonormal codec keeps them, so these are\n"
-        f"those of the latent too. At most {geometry.n_views * geometry.n_detectors:,} of {geometry.image_size**2:,} are not 0: there are no more rays.\n"
+        counts = [f"{(values > values[0] / ratio).sum():,}" for ratio in (2, 10, 100, 1000)]
+        rows.append([data_term, f"{values[0]:.3g}", f"{values[1]:.3g}", *counts])
+    return (
+        f"## Eigenvalues of A†A, {geometry.image_size} × {geometry.image_size}, {geometry.n_views} views\n\n"
+        f"{markdown_table(EIGENVALUES, rows)}\n\n"
+        "How many are above a fraction of the largest one. The codec is orthonormal, so the latent has the same. At most\n"
+        f"{n_rays:,} of {n_pixels:,} are not 0, because there are no more rays."
     )
 
 

@@ -6,7 +6,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import model_validator
 
 from qnmixer.engine.config.files import options
-from qnmixer.engine.config.sections import Count, EvaluationConfig, Length
+from qnmixer.engine.config.sections import Count, EvaluationConfig, Length, Symmetries
 from qnmixer.engine.config.targets import Loggers
 from qnmixer.engine.evaluation.config import ScoringConfig
 from qnmixer.errors import ConfigError
@@ -22,6 +22,7 @@ class RobustnessConfig(ScoringConfig):
     evaluation: EvaluationConfig
     run: str
     n_slices: Count | None  # None: all of the split
+    symmetries: Symmetries
     photons: list[Length]
     noises: list[str]
     views: tuple[Fraction, Annotated[float, Ge(1), Le(64)]] | None  # times those of training

@@ -29,6 +29,8 @@ from qnmixer.extras.robustness.cliff import DEPTH_DB, search
 from qnmixer.extras.robustness.conditions import VIEWS, Condition, conditions
 from qnmixer.extras.robustness.config import RobustnessConfig
 from qnmixer.files import atomic_file, write_text
+from qnmixer.models.fbp import FBP
+from qnmixer.models.total_variation import TotalVariation
 
 PLOT = "robustness.png"
 _METRICS = "psnr", "ssim"
@@ -98,7 +100,8 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
             results[condition] = {}
             return {}
         data = ChosenSlices(slices, config.split, config.n_slices, condition)
-        results[condition] = scores_of(evaluate(scanned, data, config.split, config.evaluation, device))
+        evaluation = evaluate(scanned, data, config.split, config.evaluation, device, config.symmetries)
+        results[condition] = scores_of(evaluation)
         write_text(folder / "table.csv", csv_table(lines(results)))  # what is measured stays, if the rest fails
         return results[condition]
 
@@ -173,16 +176,16 @@ def _methods(results: Mapping[Condition, Scores]) -> list[str]:
 
 
 def table(results: Mapping[Condition, Scores]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows for people, a row for each condition. Last the network minus the method before it."""
+    """Headings and rows for people, a row for each condition. Last the network minus total variation, else FBP."""
     methods = _methods(results)
-    rival, network = methods[-2:] if len(methods) > 1 else (None, methods[-1] if methods else "")
+    rival = next((name for name in (TotalVariation.title, FBP.title) if name in methods[:-1]), None)
     rows = []
     for condition, scores in results.items():
         cells = [_cell(scores[name]) if name in scores else NOTHING for name in methods]
         if rival is not None:
-            cells.append(_difference(scores[network], scores[rival]) if scores else NOTHING)
+            cells.append(_difference(scores[methods[-1]], scores[rival]) if scores else NOTHING)
         rows.append([condition.name, *cells])
-    return ["condition", *methods, *([] if rival is None else [f"{network} − {rival}"])], rows
+    return ["condition", *methods, *([] if rival is None else [f"{methods[-1]} − {rival}"])], rows
 
 
 def _cell(of_method: Mapping[str, Mapping[str, float]]) -> str:
