@@ -1,4 +1,4 @@
-"""The table of experiment=data_term: python notebooks/studies/second_order.py SWEEP [SWEEP …] > notebooks/results/data_term.md
+"""The table of experiment=data_term: python notebooks/studies/second_order.py SWEEP [SWEEP …] > data_term.md
 
 Each sweep has been evaluated by qnmixer.compare, whose images.csv gives PSNR by seed and patient. τ_t, β_t and α_t are
 read from the weights. The eigenvalues of A†A are computed for the scan of the sweep. Jobs that are not done are left
@@ -146,8 +146,8 @@ def spectrum(projector: FanBeamProjector) -> str:
     return (
         f"## Eigenvalues of A†A, {geometry.image_size} × {geometry.image_size}, {geometry.n_views} views\n\n"
         f"{markdown_table(EIGENVALUES, rows)}\n\n"
-        "How many are above a fraction of the largest one. The codec is orthonormal, so the latent has the same. At most\n"
-        f"{n_rays:,} of {n_pixels:,} are not 0, because there are no more rays."
+        f"How many are above a fraction of the largest one. At most {n_rays:,} of {n_pixels:,} are not 0,\n"
+        "because there are no more rays. The codec starts orthonormal, so the latent has the same before training."
     )
 
 
