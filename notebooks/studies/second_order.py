@@ -90,7 +90,8 @@ def rows_of(sweep: Path) -> list[list[str]]:
             cells = [f"{statistic.n_seeds}", in_digits(statistic.mean, statistic.over_seeds)]
             for control in ("identity", "momentum"):
                 other = method_of(scores, data_term, control)
-                minus = difference(own, other) if other and control != curvature else None
+                seeds = own.keys() & other.keys() if control != curvature else set()
+                minus = difference(*({key: of[key] for key in seeds} for of in (own, other))) if seeds else None
                 cells += ["–", "–"] if minus is None else [
                     in_digits(minus.mean, minus.over_patients, 10), in_digits(minus.over_seeds, reference=10)
                 ]  # fmt: skip
