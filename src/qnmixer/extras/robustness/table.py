@@ -113,8 +113,8 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
             scores_of_condition(condition)
         found = _edges(config, module, scores_of_condition)
         chosen = ChosenSlices(slices, config.split, config.n_slices, None).parts[config.split]
-        headings, rows = table(results)
         results = dict(sorted(results.items(), key=lambda row: row[0].value if row[0].axis == VIEWS else 0))
+        headings, rows = table(results)
         caption = f"Data {evaluated_source(slices.config).name}: {chosen}. {explanation(results)} {_KNOWN}"
         parts = [markdown_table(headings, rows), caption, *found, *refusals]
         write_text(folder / "table.md", "\n\n".join(parts) + "\n")
