@@ -12,10 +12,14 @@ if TYPE_CHECKING:
 __all__ = ["load_pretrained", "phantom"]
 
 
-def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ()) -> "UnrolledNetwork[Any]":
+def load_pretrained(
+    run: str | Path = "pretrained", trust: Collection[str] = (), **geometry: Any
+) -> "UnrolledNetwork[Any]":
     """Load a trained network as a plain `torch.nn.Module`, on the CPU and in eval mode.
 
     `network.projector` is A of the scan that the network was trained for. `network.projector.geometry` is that scan.
+    For another one name what differs, as `load_pretrained(n_views=48)`: the step sizes of the network follow, and a
+    line says so.
 
         sinogram = network.projector(image)  # [B, 1, V, D] from [B, 1, H, W]: line integrals, value × mm
         image = network(sinogram)            # [B, 1, H, W] from [B, 1, V, D]
@@ -28,15 +32,20 @@ def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ())
         run: a run folder of `qnmixer.train`, a checkpoint, a .safetensors file, or hf://OWNER/NAME for weights on
             Hugging Face's hub. Default: the shipped weights.
         trust: modules outside qnmixer whose classes the file may name.
+        geometry: keys of the scan that differ from the training, as in conf/geometry: mm and radians.
 
     Raises:
         CheckpointError: there are no weights, or the file cannot be read.
-        ConfigError: hf:// needs huggingface_hub, which is not installed.
+        ConfigError: hf:// needs huggingface_hub, which is not installed. Or there is no such key of a scan.
+        GeometryError: the scan is impossible.
         PluginError: the file names a class of a module that is not in `trust`.
     """
     from qnmixer.engine.checkpoints import load_run
+    from qnmixer.engine.reconstructor import on_scan
 
-    return load_run(run, trust=trust).network.eval()
+    trained = load_run(run, trust=trust)
+    scan = trained.config.geometry.changed(**geometry)
+    return on_scan(trained, trained.config.changed(geometry=scan)).network.eval()
 
 
 def phantom(size: int, *, seed: int, part: str, index: int) -> "np.ndarray[Any, np.dtype[np.float32]]":

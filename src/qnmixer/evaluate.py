@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qnmixer.engine.cli import command
-from qnmixer.engine.evaluation.config import EvaluateConfig, TaskConfig, check_slices
+from qnmixer.engine.evaluation.config import EvaluateConfig, TaskConfig, UncertaintyConfig, check_slices
 from qnmixer.engine.tracking import run as tracking
 from qnmixer.errors import say, visible
 from qnmixer.weights import check_weights
@@ -24,6 +24,8 @@ def evaluate(config: EvaluateConfig) -> None:
     evaluate_run: Callable[[EvaluateConfig, Path, list[str]], object]
     if isinstance(config.evaluation, TaskConfig):
         from qnmixer.extras.task.command import evaluate_run
+    elif isinstance(config.evaluation, UncertaintyConfig):
+        from qnmixer.extras.uncertainty.command import evaluate_run
     else:
         from qnmixer.engine.evaluation.command import evaluate_run
     with tracking.new_folder() as (folder, overrides):

@@ -71,6 +71,10 @@ class RunModule(L.LightningModule):
         """The loss of a batch: a mean over its images."""
         raise NotImplementedError(f"{type(self).__name__} has no training_step")
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Tell the network the optimizer step, by which it draws random numbers. It is that of all devices."""
+        self.network.step_key = (self.config.seed if self.settings else 0, self.global_step)
+
     def configure_model(self) -> None:
         """Shard all networks of the module for fsdp, in the hook that Lightning has for it.
 

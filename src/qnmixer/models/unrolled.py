@@ -49,6 +49,9 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         self.n_iterations = n_iterations
         self.step_sizes = nn.ParameterList()
         """λ_t, if the network has them. They are logged, and follow the scan where a trained network gets another."""
+        self.step_key: tuple[int, int] = (0, 0)
+        """Seed and optimizer step, set from outside in training. A network that draws random numbers draws them by this
+        and t. Then all devices draw the same ones, and so does what is computed again."""
         self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = UnrolledNetwork.run
         """Runs some iterations. `engine/memory/modes.py` puts one that recomputes or offloads in its place."""
 

@@ -1,5 +1,6 @@
 """The symmetries of a scan: turns and flips of the image that only put its sinogram into another order."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,26 +12,22 @@ from qnmixer.physics.geometry import FULL_TURN, FanBeamGeometry
 from qnmixer.physics.projector import FanBeamProjector
 
 _ORDER = [(quarters, flipped) for flipped in (False, True) for quarters in (0, 2, 1, 3)]
-"""The first two, four and eight are groups, if the scan has them."""
+"""The turns of a square. The first two, four and eight are groups, if the scan has them."""
 _ANGLE_TOLERANCE = 1e-6  # radians, by which a view may miss another one
 _TOLERANCE = 1e-5  # of ‖A x‖
 
 
-@dataclass(frozen=True, eq=False)
-class Symmetry:
-    """A map g of images with A g x = h A x, where h only changes the order of the rays.
+@dataclass(frozen=True)
+class Turn:
+    """One of the eight symmetries g of a square.
 
     Attributes:
         quarters: quarter turns anticlockwise, after the flip.
         flipped: whether the image is flipped left to right first.
-        views: the view of A x that each view of A g x equals, int64 [V].
-        mirrored: whether its bins are in opposite order, bool [V].
     """
 
     quarters: int
     flipped: bool
-    views: Tensor
-    mirrored: Tensor
 
     def turn(self, x: Tensor) -> Tensor:
         """g x of images [B, C, H, W]."""
@@ -40,6 +37,19 @@ class Symmetry:
         """g⁻¹ x of images [B, C, H, W]."""
         x = torch.rot90(x, -self.quarters, (2, 3))
         return x.flip(3) if self.flipped else x
+
+
+@dataclass(frozen=True, eq=False)
+class Symmetry(Turn):
+    """A turn g with A g x = h A x, where h only changes the order of the rays.
+
+    Attributes:
+        views: the view of A x that each view of A g x equals, int64 [V].
+        mirrored: whether its bins are in opposite order, bool [V].
+    """
+
+    views: Tensor
+    mirrored: Tensor
 
     def reorder(self, y: Tensor) -> Tensor:
         """h y of sinograms [B, 1, V, D]."""
@@ -70,6 +80,11 @@ def images_by_symmetry(method: Callable[[Tensor], Tensor], y: Tensor, symmetries
     the orientation. That is a part of its error only.
     """
     return torch.stack([g.turn_back(method(g.reorder(y))) for g in symmetries])
+
+
+def random_turn(*key: int) -> Turn:
+    """One of the eight turns of a square, drawn by a key alone: the same on every device, and if it is drawn again."""
+    return Turn(*_ORDER[random.Random(str(key)).randrange(len(_ORDER))])
 
 
 def _symmetry(geometry: FanBeamGeometry, quarters: int, flipped: bool) -> Symmetry | None:

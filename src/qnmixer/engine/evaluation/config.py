@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from annotated_types import Ge, Gt, Le, Len
+from annotated_types import Ge, Gt, Le, Len, Lt
 from omegaconf import DictConfig
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
@@ -15,6 +15,7 @@ from qnmixer.engine.config.sections import (
     Accelerator,
     CheckpointName,
     EvaluationConfig,
+    GeometryChanges,
     Length,
     ScanOrAsTrained,
     Seed,
@@ -73,13 +74,24 @@ class TaskConfig(Section):
         return self
 
 
+class UncertaintyConfig(Section):
+    """How far the deviation over symmetries is an uncertainty."""
+
+    levels: Annotated[list[Annotated[float, Gt(0), Lt(1)]], Len(1)]
+    least_hu: float
+
+
 def kind_of_evaluation(values: Any) -> str:
-    """Which of two classes has the keys of an evaluation: `task`, or `slices`."""
-    return "task" if isinstance(values, TaskConfig) or (isinstance(values, dict) and "photons" in values) else "slices"
+    """Which class has the keys of an evaluation: `task`, `uncertainty` or `slices`."""
+    keys = values if isinstance(values, dict) else getattr(values, "__dict__", {})
+    return "task" if "photons" in keys else "uncertainty" if "levels" in keys else "slices"
 
 
 AnyEvaluation = Annotated[
-    Annotated[TaskConfig, Tag("task")] | Annotated[EvaluationConfig, Tag("slices")], Discriminator(kind_of_evaluation)
+    Annotated[TaskConfig, Tag("task")]
+    | Annotated[UncertaintyConfig, Tag("uncertainty")]
+    | Annotated[EvaluationConfig, Tag("slices")],
+    Discriminator(kind_of_evaluation),
 ]
 
 
@@ -98,8 +110,16 @@ class EvaluateConfig(ScoringConfig):
     def parse(cls, cfg: DictConfig) -> Self:
         """As for every scoring. An evaluation by task has phantoms and noise of its own. Raises ConfigError."""
         config = super().parse(cfg)
+        if isinstance(config.evaluation, UncertaintyConfig) and config.symmetries == 1:
+            raise ConfigError("evaluation=uncertainty is the deviation over symmetries: give symmetries=8")
         if not isinstance(config.evaluation, TaskConfig):
             return config
+        same_scan = isinstance(config.geometry, GeometryChanges) and not any(
+            value is not None for value in config.geometry.plain().values()
+        )
+        if config.symmetries > 1 or not same_scan:
+            key = "symmetries" if config.symmetries > 1 else "geometry"
+            raise ConfigError(f"evaluation=task is of the network itself, on its own scan: leave out {key}=…")
         chosen = isinstance(config.data, DataConfig) or any(value is not None for value in config.data.plain().values())
         if chosen or config.split != "test":
             raise ConfigError(f"evaluation=task draws its own phantoms: leave out {'data' if chosen else 'split'}=…")

@@ -12,6 +12,7 @@ from qnmixer.engine.checkpoints import built_from, digest_of_weights, steps_of
 from qnmixer.engine.config.compose import quoted, values_of
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import without_places
+from qnmixer.engine.evaluation.evaluate import second_order
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.reconstructor import Reconstructor, method_name
 from qnmixer.engine.reports.terminal import markdown_table
@@ -72,7 +73,7 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
         file=file.name,
         n_parameters=sum(parameter.numel() for parameter in module.network.parameters()),
         run=shlex.join([f"run={quoted(file.name)}", *trust_words(built_from(config).values())]),
-        training=markdown_table(("", ""), (training | settings).items()),
+        training=markdown_table(("", ""), (training | settings | second_order(module.network)).items()),
         key=CHECKPOINT_KEY,
         evaluations="\n\n".join(tables) or "None of these weights was found in the run's folder.",
     )
