@@ -34,7 +34,7 @@ def read_images(path: Path) -> Values:
 
 def patients_table(values: Values) -> str:
     """Means over patients ± half of the 95 % interval. Last the PSNR minus that of total variation, else of FBP."""
-    titles = titles_of({})
+    titles = {name: title for name, title in titles_of({}).items() if name != "window_ssim"}
     rivals = [name for name in values if name in ("FBP", "TV")][-1:]
     rows = []
     for method, metrics in values.items():
@@ -48,10 +48,7 @@ def patients_table(values: Values) -> str:
         rows.append([method, *cells])
     n_patients = len(next(iter(values.values()))["psnr"])
     table = markdown_table(["method", *titles.values(), *(f"over {rival}, dB" for rival in rivals)], rows)
-    return (
-        f"{table}\n\nMeans over {n_patients} patients, each the mean of its slices, ± half of the 95 % interval for "
-        "other patients. Data range 1."
-    )
+    return f"{table}\n\nMeans over {n_patients} patients, ± half of the 95 % interval for other patients. Data range 1."
 
 
 def main(folder: Path) -> None:
