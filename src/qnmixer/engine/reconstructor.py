@@ -69,10 +69,13 @@ class Measurement(nn.Module):
         """
         if "sinogram" in batch:
             return batch["sinogram"]
+        return self.with_noise(self.project(batch["image"], batch.get("fine")), batch, stream)
+
+    def with_noise(self, p: Tensor, batch: Batch, stream: str) -> Tensor:
+        """Line integrals p [B, 1, V, D] with the noise of the samples of a batch."""
         if self.overfit and stream == "val":
             stream = "train"
-        keys = [(self.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()]
-        return self.noise(self.project(batch["image"], batch.get("fine")), keys)
+        return self.noise(p, [(self.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()])
 
     def project(self, image: Tensor, fine: Tensor | None = None) -> Tensor:
         """A x [B, 1, V, D] of images [B, 1, S, S], or of the same images on the finer grid [B, 1, f·S, f·S] if given.

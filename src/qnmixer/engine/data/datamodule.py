@@ -1,6 +1,5 @@
 """The LightningDataModule: from a `data=…` config to three loaders."""
 
-import copy
 import errno
 import os
 import signal
@@ -9,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.queues import Queue
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 from lightning import LightningDataModule
@@ -113,12 +112,6 @@ class SliceDataModule(LightningDataModule):
     def patients(self, part: str) -> Sequence[int | None]:
         """The number of the patient of each slice of a part; empty if nobody knows."""
         return self.parts[part].patients
-
-    def with_scan(self, geometry: FanBeamGeometry, first: int | None) -> Self:
-        """The same slices, or the first of them, for another scan."""
-        changed = copy.copy(self)
-        changed.geometry, changed.first, changed.parts = geometry, first, {}
-        return changed
 
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test. Raises DataError if there are none."""

@@ -227,6 +227,8 @@ def _values_of(
     batch: Batch, image: Tensor, window: list[float], metrics: Mapping[str, ImageMetric]
 ) -> list[dict[str, float | None]]:
     """The metrics of each image of a batch, by name."""
+    if "unscored" in batch:
+        image = torch.where(batch["unscored"], batch["image"], image)
     x, truth = (to_window(to_hu(batch, x), (window[0], window[1])) for x in (image, batch["image"]))
     columns = {name: metric(image, batch) for name, metric in metrics.items()}
     columns |= {"window_psnr": psnr(x, truth), "window_ssim": ssim_percent(x, truth)}
