@@ -2,7 +2,7 @@
 
 from qnmixer.physics.fbp import FBP_WINDOWS
 from qnmixer.physics.geometry import FanBeamGeometry
-from qnmixer.physics.noise import FieldNoise, KeyedNoise, MixedNoise, NoNoise, PhysicalNoise
+from qnmixer.physics.noise import FieldNoise, InsertedNoise, KeyedNoise, MixedNoise, NoNoise, PhysicalNoise
 from qnmixer.physics.projector import FanBeamProjector
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "FanBeamGeometry",
     "FanBeamProjector",
     "FieldNoise",
+    "InsertedNoise",
     "KeyedNoise",
     "MixedNoise",
     "NoNoise",
