@@ -56,6 +56,11 @@ def build_data_module(config: Config, **options: Any) -> SliceDataModule | OwnDa
     """
     geometry = build_geometry(config)
     if not config.datamodule.is_of_slices:
+        if config.noise.load().for_measured:
+            raise ConfigError(
+                f"noise={config.noise.name} does not reach batches of {config.datamodule.target}: add it there, with "
+                f"{config.noise.target}"
+            )
         data_module = config.datamodule.build(
             supplied={key: getattr(config.data, key) for key in config.datamodule.supplied},
         )

@@ -17,7 +17,7 @@ from qnmixer.engine.evaluation.logs import log_evaluation
 from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.plugins import check_trusted, is_trusted, module_of
-from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.engine.reconstructor import Reconstructor, sample_measurement
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.tracking.loggers import scoring_loggers
 from qnmixer.engine.tracking.records import is_signed, own_modules, read_results
@@ -83,8 +83,10 @@ def on_test(
     test.data, test.noise = data, config.noise or test.noise
     one_scale(test.data, test.noise)
     split = RunSplit(split_record if from_run else None)
-    slices = SliceDataModule(data, split=split, geometry=trained.projector.geometry)
-    if config.noise is not None and slices.measured:
+    for_measured = test.noise.load().for_measured
+    measure = sample_measurement(test) if for_measured else None
+    slices = SliceDataModule(data, split=split, geometry=trained.projector.geometry, measure=measure)
+    if config.noise is not None and slices.measured and not for_measured:
         raise ConfigError(
             f"noise={config.noise.name} has no effect on the sinograms of data={data.name}, which were measured: leave "
             "it out"

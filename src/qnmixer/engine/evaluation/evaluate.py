@@ -60,7 +60,8 @@ def conditions_of(module: Reconstructor, data: SliceDataModule, contents: Sequen
     scan = {**asdict(module.projector.geometry), "factor": data.config.simulation_factor}
     if data.measured:
         scan |= {"measured": True}
-    elif not isinstance(noise_model := module.measurement.noise, NoNoise):
+    noise_model = module.measurement.noise
+    if not isinstance(noise_model, NoNoise) and (noise_model.for_measured or not data.measured):
         # The defaults of a class may be left out of a config.
         keys = asdict(noise_model) if is_dataclass(noise_model) else module.config.noise.plain()
         # The noise of a slice depends on its number.
@@ -84,7 +85,8 @@ def title_of(noise: NoiseConfig, n_views: int, module: SliceDataModule, split: s
     slices = "all slices" if isinstance(data, FolderData) and data.split == "all" else f"{split} split"
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
-    sinograms = "measured" if module.measured else f"noise {noise.name}"
+    sinograms = "measured" * module.measured or f"noise {noise.name}"
+    sinograms += f", noise {noise.name}" * (module.measured and noise.load().for_measured)
     return f"{slices} of {evaluated_source(data).name}{disc}, {n_views} views{finer}, {sinograms}"
 
 

@@ -34,7 +34,7 @@ def print_start(
     """Print network, scan, data, batch, and the limit of the training."""
     t, n_parameters = config.trainer, sum(p.numel() for p in module.parameters())
     devices = "" if config.strategy.name == "single" else f" × {t.n_devices} devices"
-    noise = "measured" if data.measured else f"noise {config.noise.name}"
+    noise = "measured" if data.measured and not config.noise.load().for_measured else f"noise {config.noise.name}"
     lines = [
         f"{module.network.title}, T = {module.network.n_iterations}, {n_parameters:,} parameters, "
         f"on {trainer.strategy.root_device}{devices}, strategy {config.strategy.name}",
