@@ -36,7 +36,8 @@ def test_the_spectrum_of_white_noise_is_flat_and_integrates_to_its_variance() ->
 
 
 def test_noise_of_one_frequency_has_that_mean_frequency_and_deviation() -> None:
-    wave = 3 * torch.cos(2 * math.pi * 4 * torch.arange(32, dtype=torch.float64) / 32).expand(1, 32, 32)
+    phases = torch.arange(8, dtype=torch.float64)[:, None, None] / 8
+    wave = 3 * torch.cos(2 * math.pi * (4 * torch.arange(32, dtype=torch.float64) / 32 + phases)).expand(8, 32, 32)
     deviation, frequency = noise_of(noise_power(wave, PIXEL), PIXEL)
     assert math.isclose(deviation, 3 / math.sqrt(2), rel_tol=1e-9)
     assert math.isclose(frequency, 4 / (32 * PIXEL), rel_tol=1e-9)

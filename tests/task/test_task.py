@@ -60,7 +60,10 @@ def test_one_command_writes_a_table_and_a_figure(network: Path, tmp_path: Path) 
         rows = list(csv.DictReader(stream))
     assert [row["method"] for row in rows] == ["FBP", "TV", "QN-Mixer"]
     for row in rows:
-        assert all(math.isfinite(float(value)) for name, value in row.items() if name != "method")
+        assert all(math.isfinite(float(value)) for name, value in row.items() if value and name != "method")
+        assert {name for name, value in row.items() if not value} <= {
+            f"{of}edge of {contrast} HU, 1/mm" for of in ("", "± of ") for contrast in (-100, 500)
+        }
     assert "| 100,000 | TV |" in (folder / "table.md").read_text()
     record = json.loads((folder / "results.json").read_text())
     assert (record["status"], record["evaluated"]["data"]) == ("done", "task")

@@ -71,9 +71,11 @@ def build_data_module(config: Config, **options: Any) -> SliceDataModule | OwnDa
 def build_own_data(config: Config, part: str = "test") -> OwnDataModule:
     """Build the LightningDataModule that `datamodule` names, if it is no SliceDataModule. `part`: to be evaluated.
 
-    Raises ConfigError for a pipeline, whose devices need batches of one size.
+    Raises ConfigError for a pipeline, whose devices need batches of one size, and for noise of measured sinograms.
     """
     datamodule = config.datamodule
+    if config.noise.load().for_measured:
+        raise ConfigError(f"noise={config.noise.name} does not reach batches of {datamodule.as_typed}: add it there")
     if isinstance(config.strategy, PipelineConfig):
         raise ConfigError(f"strategy=pipeline does not take {datamodule.as_typed}: choose strategy=single, ddp or fsdp")
     data_module = datamodule.build(supplied={key: getattr(config.data, key) for key in datamodule.supplied})

@@ -160,19 +160,27 @@ def symmetries_of(projector: FanBeamProjector, most: int) -> list[Symmetry]:
 class SampleMeasurement:
     """Measures samples on the host, one by one: A x + noise → y. The workers of a loader do it ahead of time.
 
+    A measured sinogram gets only noise that is for measured ones.
+
     Noise is drawn on the host. With sinograms on a GPU, the host would have to wait for each of them. The values equal
     those of `Measurement` on a CPU to the last bit.
     """
 
     def __init__(self, config: Config, noise: KeyedNoise) -> None:
         self.seed, self.noise = config.seed, noise
-        self.matrix = system_matrix_at(config, config.data.image_size * config.data.simulation_factor)
+        self.matrix = None
+        if not config.data.measured:
+            self.matrix = system_matrix_at(config, config.data.image_size * config.data.simulation_factor)
 
     @torch.no_grad()
     def __call__(self, part: str, sample: Mapping[str, Any]) -> Tensor:
         """The noisy sinogram [1, V, D] of a sample of train, val or test."""
-        image = sample.get("fine", sample["image"])[None]
-        y = apply_linear(image, self.matrix, self.matrix.transpose)
+        if self.matrix is None or "sinogram" in sample:
+            if not self.noise.for_measured:
+                return sample["sinogram"]
+            y = sample["sinogram"][None]
+        else:
+            y = apply_linear(sample.get("fine", sample["image"])[None], self.matrix, self.matrix.transpose)
         return self.noise(y, [(self.seed, STREAMS[part], sample["sample"])])[0]
 
 
@@ -190,10 +198,11 @@ def build_measurement(config: Config, projector: FanBeamProjector | None = None)
 def sample_measurement(config: Config) -> SampleMeasurement | None:
     """The measurement of a run's samples in its loaders; None if no noise is drawn on the host.
 
-    It is also None if a scanner has measured the sinograms.
+    It is also None if a scanner has measured the sinograms, unless the noise is for those too.
     """
     noise = build_noise(config)
-    return None if config.data.measured or isinstance(noise, NoNoise) else SampleMeasurement(config, noise)
+    none = isinstance(noise, NoNoise) or (config.data.measured and not noise.for_measured)
+    return None if none else SampleMeasurement(config, noise)
 
 
 def fine_size(config: Config) -> int:

@@ -2,7 +2,7 @@
 
 from qnmixer.physics.fbp import FBP_WINDOWS
 from qnmixer.physics.geometry import FanBeamGeometry
-from qnmixer.physics.noise import FieldNoise, KeyedNoise, MixedNoise, NoNoise, PhysicalNoise
+from qnmixer.physics.noise import FieldNoise, InsertedNoise, KeyedNoise, MixedNoise, NoNoise, PhysicalNoise
 from qnmixer.physics.projector import FanBeamProjector
 from qnmixer.physics.symmetries import Symmetry, images_by_symmetry, symmetries
 
@@ -11,6 +11,7 @@ __all__ = [
     "FanBeamGeometry",
     "FanBeamProjector",
     "FieldNoise",
+    "InsertedNoise",
     "KeyedNoise",
     "MixedNoise",
     "NoNoise",

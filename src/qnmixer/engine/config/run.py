@@ -139,6 +139,7 @@ def validate(config: Config) -> None:
     """Check the rules between sections. Raises ConfigError for the first that is broken."""
     rules.scan_of_set(config.data, config.geometry)
     rules.one_scale(config.data, config.noise)
+    rules.profile_of_scan(config.noise, config.geometry)
     rules.divided_image(config.data, config.model)
     rules.one_start(config.finetune, config.resume)
     rules.an_end(config.trainer, config.debug)

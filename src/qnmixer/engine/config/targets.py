@@ -15,7 +15,7 @@ from qnmixer.engine.config.sections import WandbConfig
 from qnmixer.engine.config.target import FUNCTION_OR_MODULE, Target
 from qnmixer.engine.plugins import Kind, defaults_of, is_trusted, load_plugin, parameters_of, subclass_of
 from qnmixer.engine.reports.names import LOSS, taken_names
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, first_line
 
 METRICS_FILE = "qnmixer.engine.tracking.loggers.MetricsFile"
 """The target of logger=csv. Every run has this logger."""
@@ -136,6 +136,22 @@ class NoiseConfig(Target):
     group: ClassVar[str] = "noise"
     kind: ClassVar[Kind] = subclass_of("qnmixer.physics.KeyedNoise", but=" with a method sample(p, rng)")
     supplied: ClassVar[tuple[str, ...]] = ("hu_max",)
+
+    def checked(self) -> Self:
+        """Read the file of a profile first: checkpoints have its values, and so need no file."""
+        path = self.keywords().get("profile")
+        return super().checked() if not isinstance(path, str) else self.changed(profile=_profile_in(path)).checked()
+
+
+def _profile_in(path: str) -> list[float]:
+    import numpy as np
+
+    try:
+        values = np.load(path) if path.endswith(".npy") else np.loadtxt(path)
+        return [float(value) for value in values]
+    except (OSError, ValueError, TypeError) as error:
+        fix = "give a .npy [bins], or a text file with a number on each line"
+        raise ConfigError(f"noise.profile={path} cannot be read ({first_line(error)}): {fix}") from error
 
 
 class OptimizerConfig(Target):

@@ -40,8 +40,8 @@ class SliceDataModule(LightningDataModule):
         same_batches: each epoch has the same ones, in the order of the data.
         test: the number of test slices to use, or the share of them; None: all.
         split: the patients of each split; None: it is drawn.
-        measure: simulates the sinogram of a sample in the loader's workers; None: samples have no sinogram. Measured
-            sinograms are taken as they are.
+        measure: simulates the sinogram of a sample in the loader's workers; None: only those with a measured one have
+            a sinogram. It gets these too, to return as they are, or with the noise of a lower dose.
         geometry: the scan, which slices at their true size and measured sinograms need.
     """
 

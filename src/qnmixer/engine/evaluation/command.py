@@ -25,7 +25,7 @@ from qnmixer.engine.evaluation.logs import log_evaluation
 from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.plugins import check_trusted, is_trusted, module_of
-from qnmixer.engine.reconstructor import Reconstructor, build_geometry, on_scan
+from qnmixer.engine.reconstructor import Reconstructor, build_geometry, on_scan, sample_measurement
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.tracking.loggers import scoring_loggers
 from qnmixer.engine.tracking.records import is_signed, own_modules, read_results
@@ -105,12 +105,14 @@ def on_test(
     test.data, test.noise = data, config.noise or test.noise
     one_scale(test.data, test.noise)
     split = RunSplit(split_record if from_run else None)
+    for_measured = test.noise.load().for_measured
     slices: RunData
     if test.datamodule.is_of_slices:
-        slices = test.datamodule.build(data, split=split, geometry=build_geometry(test))
+        measure = sample_measurement(test) if for_measured else None
+        slices = test.datamodule.build(data, split=split, geometry=build_geometry(test), measure=measure)
     else:
         slices = build_own_data(test, config.split)
-    if config.noise is not None and slices.measured:
+    if config.noise is not None and slices.measured and not for_measured:
         raise ConfigError(
             f"noise={config.noise.name} has no effect on the sinograms of {evaluated_name(test)}, which were measured: "
             "leave it out"

@@ -69,7 +69,8 @@ def conditions_of(module: Reconstructor, data: RunData, contents: Sequence[int])
     scan = {**asdict(module.projector.geometry), "factor": data.config.simulation_factor}
     if data.measured:
         scan |= {"measured": True}
-    elif not isinstance(noise_model := module.measurement.noise, NoNoise):
+    noise_model = module.measurement.noise
+    if not isinstance(noise_model, NoNoise) and (noise_model.for_measured or not data.measured):
         # The defaults of a class may be left out of a config.
         keys = asdict(noise_model) if is_dataclass(noise_model) else module.config.noise.plain()
         # The noise of a slice depends on its number.
@@ -95,7 +96,8 @@ def title_of(config: Config, n_views: int, module: RunData, split: str) -> str:
         slices = "all slices"
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
-    sinograms = "measured" if module.measured else f"noise {config.noise.name}"
+    sinograms = "measured" * module.measured or f"noise {config.noise.name}"
+    sinograms += f", noise {config.noise.name}" * (module.measured and config.noise.load().for_measured)
     return f"{slices} of {evaluated_name(config)}{disc}, {n_views} views{finer}, {sinograms}"
 
 
