@@ -12,7 +12,7 @@ from qnmixer.engine.checkpoints import built_from, digest_of_weights, steps_of
 from qnmixer.engine.config.compose import quoted, values_of
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import without_places
-from qnmixer.engine.evaluation.evaluate import second_order
+from qnmixer.engine.evaluation.scores import second_order
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.reconstructor import Reconstructor, method_name
 from qnmixer.engine.reports.terminal import markdown_table
