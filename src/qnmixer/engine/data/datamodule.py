@@ -1,15 +1,14 @@
 """The LightningDataModule: from a `data=…` config to three loaders."""
 
-import copy
 import errno
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.queues import Queue
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 from lightning import LightningDataModule
@@ -92,20 +91,6 @@ class SliceDataModule(LightningDataModule):
         if part != "train" and isinstance(self.config, MixedData):
             section = f"data.sources.{self.config.evaluate_on}"
         return self.split.trained(part, record, section, self.first)
-
-    def count(self, part: str) -> int:
-        """The slices of a part. Raises DataError if there are none."""
-        return len(self.dataset(part))
-
-    def patients(self, part: str) -> Sequence[int | None]:
-        """The number of the patient of each slice of a part; empty if nobody knows."""
-        return self.parts[part].patients
-
-    def with_scan(self, geometry: FanBeamGeometry, first: int | None) -> Self:
-        """The same slices, or the first of them, for another scan."""
-        changed = copy.copy(self)
-        changed.geometry, changed.first, changed.parts = geometry, first, {}
-        return changed
 
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test. Raises DataError if there are none."""

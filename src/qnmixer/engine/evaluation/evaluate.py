@@ -115,7 +115,8 @@ def evaluate(
             variance=module.measurement.noise.variance,
         )
     metrics = build_metrics(with_usual(module.config.metrics), data.config.own_range)
-    n_images, patients = data.count(split), data.patients(split)
+    n_images = count_of(data, split)
+    patients = data.parts[split].patients if isinstance(data, SliceDataModule) else ()
     drawn = pictured(n_images, config.n_pictures)
     scores: dict[int, list[ImageScore]] = {}
     slices: dict[int, SliceImages] = {}
@@ -156,6 +157,11 @@ def evaluate(
         titles=titles_of(module.config.metrics),
         test=conditions_of(module, data, [scores[n][0].content for n in sorted(scores)]),
     )
+
+
+def count_of(data: RunData, part: str) -> int | None:
+    """The slices of a part; None if only its loader knows. Raises DataError if there are none."""
+    return len(data.dataset(part)) if isinstance(data, SliceDataModule) else data.count(part)
 
 
 def pictured(n_images: int | None, n_pictures: int) -> set[int]:

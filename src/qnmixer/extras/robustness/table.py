@@ -1,5 +1,6 @@
 """A network under other conditions than those of its training, beside FBP and total variation: one table, one plot."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.checkpoints import digest_of_weights
 from qnmixer.engine.config.run import Config, section
+from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.command import on_test
 from qnmixer.engine.evaluation.evaluate import evaluate, evaluated_name
 from qnmixer.engine.evaluation.logs import log_scores, name_in_logs
@@ -136,7 +138,10 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
                 results[condition] = {}
                 continue
             geometry = scanned.projector.geometry
-            data = slices.with_scan(geometry, config.n_slices)
+            data = copy.copy(slices)
+            data.geometry, data.first = geometry, config.n_slices
+            if isinstance(data, SliceDataModule):
+                data.parts = {}
             evaluation = evaluate(scanned, data, config.split, config.evaluation, device)
             results[condition] = scores_of(evaluation)
             write_text(folder / "table.csv", csv_table(lines(results)))  # what is measured stays, if the rest fails
