@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.queues import Queue
 from typing import Any, NoReturn
@@ -104,14 +104,6 @@ class SliceDataModule(LightningDataModule):
         if part != "train" and isinstance(self.config, MixedData):
             section = f"data.sources.{self.config.evaluate_on}"
         return self.split.trained(part, record, section, len(self.parts[part].source))
-
-    def count(self, part: str) -> int:
-        """The slices of a part. Raises DataError if there are none."""
-        return len(self.dataset(part))
-
-    def patients(self, part: str) -> Sequence[int | None]:
-        """The number of the patient of each slice of a part; empty if nobody knows."""
-        return self.parts[part].patients
 
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test. Raises DataError if there are none."""

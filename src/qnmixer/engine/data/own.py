@@ -147,10 +147,6 @@ class OwnDataModule(LightningDataModule):
         """Nobody knows how many slices of a part a network was trained on."""
         return Overlap()
 
-    def patients(self, part: str) -> Sequence[int | None]:
-        """Nobody knows the patients."""
-        return ()
-
     def count(self, part: str) -> int | None:
         """The slices of a part, if a sampler knows them before they are loaded."""
         loader = self.loader(part).loader

@@ -126,7 +126,8 @@ def evaluate(
     turns = symmetries_of(module.projector, most_symmetries)
     first_order = network.first_order() if config.first_order else None
     metrics = build_metrics(with_usual(module.config.metrics), data.config.own_range)
-    n_images, patients = data.count(split), data.patients(split)
+    n_images = count_of(data, split)
+    patients = data.parts[split].patients if isinstance(data, SliceDataModule) else ()
     drawn = pictured(n_images, config.n_pictures)
     scores: dict[int, list[ImageScore]] = {}
     slices: dict[int, SliceImages] = {}
@@ -179,6 +180,11 @@ def evaluate(
 def mean_over(turns: Sequence[Symmetry]) -> str:
     """What the title of a table says of its symmetric row."""
     return f", symmetric: mean over {len(turns)} turns and flips" if len(turns) > 1 else ""
+
+
+def count_of(data: RunData, part: str) -> int | None:
+    """The slices of a part; None if only its loader knows. Raises DataError if there are none."""
+    return len(data.dataset(part)) if isinstance(data, SliceDataModule) else data.count(part)
 
 
 def pictured(n_images: int | None, n_pictures: int) -> set[int]:

@@ -31,7 +31,7 @@ from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig
 from qnmixer.engine.config.targets import modes_of
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit, seen_by
-from qnmixer.engine.evaluation.evaluate import RunData, evaluate, what_was_evaluated, write_evaluation
+from qnmixer.engine.evaluation.evaluate import RunData, count_of, evaluate, what_was_evaluated, write_evaluation
 from qnmixer.engine.evaluation.logs import log_evaluation
 from qnmixer.engine.lightning_private import count_training_steps, disable_signal_handling
 from qnmixer.engine.memory.modes import apply_memory_mode
@@ -386,7 +386,7 @@ def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModul
     A line says how others are evaluated, if a LightningDataModule of the user's has no test_dataloader.
     """
     try:
-        n_images = data.count("test")
+        n_images = count_of(data, "test")
     except DataError as error:
         if isinstance(data, SliceDataModule):
             raise
