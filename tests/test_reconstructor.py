@@ -1,12 +1,19 @@
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from qnmixer.engine.build import build_module
+from qnmixer.engine.checkpoints import load_weights
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
 from qnmixer.engine.reconstructor import Reconstructor, build_network, build_noise, build_projector, on_scan
+from qnmixer.engine.run_module import RunModule
 from qnmixer.models import TotalVariation
 from qnmixer.physics import FanBeamProjector
+
+from .test_export import save
 
 SCAN = ["experiment=demo", "data.image_size=16", "geometry.n_views=16", "geometry.n_detectors=32"]
 
@@ -19,7 +26,7 @@ def largest_eigenvalue(projector: FanBeamProjector) -> float:
     return float(torch.linalg.eigvalsh(columns.double()).max())
 
 
-def step_sizes(module: Reconstructor) -> Tensor:
+def step_sizes(module: Reconstructor | RunModule) -> Tensor:
     return torch.cat([step_size.detach().flatten() for step_size in module.network.step_sizes])
 
 
@@ -84,3 +91,16 @@ def test_total_variation_knows_the_noise_that_slices_get_now() -> None:
     assert torch.equal(network.variance(y), build_noise(config).variance(y))
     config.noise = quiet.noise
     assert not network.variance(y).any()
+
+
+def test_step_sizes_follow_where_a_run_is_trained_further_on_another_scan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SCAN, "model=qn_mixer_small", "model.n_iterations=2", "model.channels=8"]
+    run = save(tmp_path / "run", *words)
+    modules = [build_module(parse(compose("train", [*words, *more]))) for more in ([], ["geometry.n_views=10"])]
+    for module in modules:
+        load_weights(module, run)
+    assert "geometry.n_views=16, not 10: its step sizes follow the scan" in capsys.readouterr().out
+    same, other = (step_sizes(module) * largest_eigenvalue(module.projector) for module in modules)
+    torch.testing.assert_close(same, other, rtol=1e-3, atol=0)

@@ -51,7 +51,8 @@ means over slices. They say nothing about a single lesion.
 - With other scanners, protocols and anatomy than in training its results can be worse: evaluate it on such slices. It \
 does not know its training slices: in a folder that has them, they count as test slices.
 - Simulated sinograms have rays of one energy, without scatter, beam hardening, motion and metal artefacts.
-- It is for one scan and one grid. Slices are resampled to that grid, and scans with other rays are interpolated.
+- It was trained for one scan and one grid. Slices are resampled to that grid. With other `geometry.*` its step sizes \
+follow the scan. Measured scans with other rays are otherwise interpolated.
 - It is one run with one seed. How much other seeds differ is not known.
 """
 _NO_VALUE = "unknown"
