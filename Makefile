@@ -94,13 +94,14 @@ readme: install ## run the demo and put its table and picture into README.md
 	cp runs/readme/evaluation/picture.png notebooks/demo.png
 	$(call into_page,README.md,table,runs/readme/evaluation/table.md)
 
-# Folders of slices, one for each patient. DATA=numpy: .npy files. ARGS says who is tested: data.split=explicit
-# data.val_patients=[…] data.test_patients=[…]. Without it, all patients are.
+# CT has a folder of slices for each patient: DICOM, or .npy with DATA=numpy. SPLIT says who is for validation and who for the test:
+# "data.split=explicit data.val_patients=[…] data.test_patients=[…]". Without it all patients are tested.
 DATA ?= dicom
+OF_PATIENTS = data=$(DATA) data.root=$(CT) $(SPLIT) data.simulation_factor=2 noise=field
 real: install ## compare run=pretrained with total variation over the patients in CT=/path/to/patients, for README.md
 	rm -rf runs/real
-	$(BIN)/python -m qnmixer.evaluate run=pretrained data=$(DATA) data.root=$(CT) data.simulation_factor=2 noise=field \
-		evaluation.tv_weight=9e-5 symmetries=8 hydra.run.dir=runs/real $(ARGS)
+	$(BIN)/python -m qnmixer.evaluate run=pretrained $(OF_PATIENTS) evaluation.tv_weight=9e-5 symmetries=8 \
+		hydra.run.dir=runs/real $(ARGS)
 	$(BIN)/python -m qnmixer.extras.comparison.patients runs/real > runs/real/patients.md
 	$(call into_page,README.md,real,runs/real/patients.md)
 
@@ -112,14 +113,12 @@ picture: install ## reconstruct the one patient in CT=/path/to/dicom, for the pi
 	cp runs/picture/picture.png notebooks/real_ct.png
 	$(call into_page,$(CARD),one_patient,runs/picture/table.md)
 
-# CT is a folder with a folder of .npy for each patient, SPLIT says who is for validation and who for the test. The factors of the
-# spread are chosen on the first and tested on the second.
-symmetric: install ## the mean over turns and flips of run=pretrained and its spread, for its card: CT=/path/to/slices SPLIT="data.split=explicit …"
+# The factors of the spread are chosen on the validation patients and tested on the test patients.
+symmetric: install ## the mean over turns and flips of run=pretrained and its spread, for its card: CT, DATA, SPLIT as in make real
 	rm -rf runs/symmetric_mean runs/uncertainty
-	$(BIN)/python -m qnmixer.evaluate run=pretrained data=numpy data.root=$(CT) $(SPLIT) data.simulation_factor=2 noise=field \
-		split=val symmetries=8 evaluation.first_order=true hydra.run.dir=runs/symmetric_mean
-	$(BIN)/python -m qnmixer.evaluate run=pretrained data=numpy data.root=$(CT) $(SPLIT) data.simulation_factor=2 noise=field \
-		evaluation=uncertainty symmetries=8 hydra.run.dir=runs/uncertainty
+	$(BIN)/python -m qnmixer.evaluate run=pretrained $(OF_PATIENTS) split=val symmetries=8 evaluation.first_order=true \
+		hydra.run.dir=runs/symmetric_mean
+	$(BIN)/python -m qnmixer.evaluate run=pretrained $(OF_PATIENTS) evaluation=uncertainty symmetries=8 hydra.run.dir=runs/uncertainty
 	$(call into_page,$(CARD),symmetric,runs/symmetric_mean/table.md)
 	$(call into_page,$(CARD),uncertainty,runs/uncertainty/table.md)
 
@@ -130,13 +129,11 @@ task: install ## what can be found in the images of run=pretrained, for its card
 	cp runs/task/picture.png notebooks/results/task.png
 	$(call into_page,$(CARD),task,runs/task/table.md)
 
-# CT, DATA and ARGS as in make real; without CT on phantoms. N_SLICES of them, from all patients in turn.
 N_SLICES ?= 5
-robustness: install ## how far run=pretrained can be trusted on other scans, for its card: 20 minutes of a CPU core
+robustness: install ## how far run=pretrained can be trusted, for its card: CT, DATA, SPLIT as in make real; 20 minutes of a CPU core
 	rm -rf runs/robustness
-	$(BIN)/python -m qnmixer.robustness run=pretrained $(if $(CT),data=$(DATA) data.root=$(CT),data=phantoms) \
-		data.simulation_factor=2 noise=field noises=[none,physical] n_slices=$(N_SLICES) accelerator=cpu logger=csv \
-		hydra.run.dir=runs/robustness $(ARGS)
+	$(BIN)/python -m qnmixer.robustness run=pretrained $(OF_PATIENTS) noises=[none,physical] n_slices=$(N_SLICES) accelerator=cpu \
+		logger=csv hydra.run.dir=runs/robustness $(ARGS)
 	cp runs/robustness/robustness.png notebooks/results/robustness.png
 	$(call into_page,$(CARD),robustness,runs/robustness/table.md)
 
