@@ -34,6 +34,45 @@ FEW_CONDITIONS = [
     *(f"{axis}=[]" for axis in ("noises", "arc", "patient_size", "detector_offset", "source_distance", "tube_kv",
                                 "scatter", "smooth_scatter", "motion", "metal")),
 ]  # fmt: skip
+IMAGES_ONLY = """
+import torch
+from torch import distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+from my_slices import MySlices
+
+class Images(MySlices):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return batch if isinstance(batch, dict) else {"image": batch[0]}
+
+    def train_dataloader(self):
+        return self.pairs("train")
+
+    def predict_dataloader(self):
+        return DataLoader([{"image": torch.rand(1, 16, 16), "name": "/a/../b"}])
+"""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the code of the page, and the pairs that it reads."""
+    folder = tmp_path_factory.mktemp("own_data")
+    (_, code) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (folder / "my_slices.py").write_text(code)
+    (folder / "my_images.py").write_text(IMAGES_ONLY)
+    (folder / "pairs").mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for part, n in (("train", 7), ("val", 3), ("test", 3)):
+        pairs = torch.rand(n, 1, 16, 16, generator=generator), torch.rand(n, 1, 8, 24, generator=generator)
+        torch.save(pairs, folder / "pairs" / f"{part}.pt")
+    return folder
+
+
+def train(warm: Warm, folder: Path, *words: str) -> Done:
+    return warm.run("-m", "qnmixer.train", *words, cwd=folder, env=environment(**FORK_RANKS))
+
+
+def steps_of(run: Path) -> list[int]:
+    return [int(row["step"]) for row in read_metrics(run / "metrics.csv") if row["train/loss"]]
 
 
 @pytest.mark.slow
