@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.reports.terminal import markdown_table
 from qnmixer.errors import DataError
 from qnmixer.extras.calibration.config import CalibrateConfig
 from qnmixer.extras.calibration.dose import Dose, fit_dose
@@ -133,15 +134,13 @@ def held(name: str, n: int) -> Held:
     return result
 
 
+HEADINGS = ["scans", "with an interval", "I₀ inside", "σ inside", "mean of I₀ / truth", "a line instead"]
+
 if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 60
-    print(
-        "| scans | with an interval | I₀ inside | σ inside | mean of I₀ / truth | a line instead |\n|---|---|---|---|---|---|"
-    )
+    rows = []
     for name in KINDS:
         of = held(name, count)
         shares = [f"{part / of.given:.2f}" if of.given else "–" for part in (of.photons, of.sigma)]
-        print(
-            f"| {name} | {of.given} of {count} | {' | '.join(shares)} | {of.bias:.3f} | {'; '.join(sorted(of.lines))} |",
-            flush=True,
-        )
+        rows.append([name, f"{of.given} of {count}", *shares, f"{of.bias:.3f}", "; ".join(sorted(of.lines))])
+    print(markdown_table(HEADINGS, rows))

@@ -5,7 +5,7 @@ transmission N/(I₀ w) has the variance e^{−a}/(I₀ w) + σ²/(I₀ w)². FB
 such terms too.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.polynomial.legendre import legvander
@@ -16,9 +16,9 @@ Interval = tuple[float, float]
 _INTERVAL = 2.5, 97.5
 """Percentiles."""
 _ROUNDS, _DRAWS = 40, 20_000
-_DEGREES = 0, 2, 4, 6, 8
+_DEGREES = 2, 4, 6, 8, 10
 """Of the polynomials of log w over the fan that are tried."""
-_CLEAR = 3.0
+_CLEAR = 5.0
 """Standard errors of 1/I₀ below which I₀ and σ are not told apart."""
 _BEYOND = 4.0
 """Standard deviations of χ², or of σ² below zero, that are no chance."""
@@ -103,7 +103,7 @@ def fit_dose(variances: Variances, electronic_sigma: float | None = None) -> Dos
             "The rays are too much alike, too few or too noisy to show σ apart from I₀. σ is taken to be 0, so I₀ "
             "is at least this: give electronic_sigma=, or scans of an object with thin and thick parts."
         )
-        beta = -1.0
+        beta, variances = -1.0, replace(variances, places=None)  # a profile would take what σ leaves
     intervals: list[Interval] = []
     if not doubts:
         drawn = np.random.default_rng(0).multivariate_normal([alpha, beta], covariance, _DRAWS)
@@ -158,20 +158,26 @@ def _best(variances: Variances, sigma: float | None) -> tuple[_Fit, np.ndarray |
     offsets = [np.zeros(variances.n_bins)]
     if variances.air is not None and np.ptp(variances.air) > 0:
         offsets.append(np.log(variances.air / variances.air.max()))
-    best: tuple[float, _Fit, np.ndarray | None] | None = None
+    found: list[list[tuple[_Fit, np.ndarray | None]]] = []
     for offset in offsets:
-        for degree in (degree for degree in _DEGREES if degree + 3 < n / 2):
+        brightest = int(offset.argmax())
+        found.append([])
+        for degree in [0, *(degree for degree in _DEGREES if degree + 3 < n / 2)]:
             at_bins, at_places = (legvander(places, degree)[:, 1:] for places in (bins, variances.places))
-            brightest = 0
-            for _ in range(2):  # about the bin that was the brightest: its 1/I₀ is then a fitted value
+            # About the brightest bin: its 1/I₀ is then a fitted value. A parabola finds that bin: the top of a
+            # polynomial of a higher degree would be where noise is high, and I₀ too large.
+            for _ in range(2 if degree == 2 else 1):
                 shape = np.interp(variances.places, bins, offset - offset[brightest])
                 fit = _fit(variances, shape, at_places - at_bins[brightest], sigma)
                 profile = offset + at_bins @ fit.values[2:]
-                brightest = int(profile.argmax())
-            if best is None or fit.criterion < best[0]:
-                flat = not degree and not offset.any()
-                best = fit.criterion, fit, None if flat else np.exp(profile - profile.max())
-    return (best or (0.0, _fit(variances, np.zeros(n), np.empty((n, 0)), sigma), None))[1:]
+                brightest = int(profile.argmax()) if degree == 2 else brightest
+            flat = not degree and not offset.any()
+            found[-1].append((fit, None if flat else np.exp(profile - profile[brightest]).clip(max=1)))
+    criteria = [min(fit.criterion for fit, _ in of_offset) for of_offset in found]
+    fits = found[-1] if criteria[-1] + np.log(n) < criteria[0] else found[0]  # the air's profile counts as a parameter
+    k = min(range(len(fits)), key=lambda k: fits[k][0].criterion)
+    # The criterion takes a degree that noise hides for none. So a curve gets one degree more than it takes.
+    return fits[min(k + 1, len(fits) - 1) if k else 0]
 
 
 def _fit(variances: Variances, shape: np.ndarray, basis: np.ndarray, sigma: float | None) -> _Fit:

@@ -30,6 +30,8 @@ _FEWEST = 50
 """Pixels of a region."""
 _DRIFT, _NO_REPEATS = 0.002, 0.2
 """Differences between the means of frames that are told, and that no repeats have."""
+_OF_NOISE = 6.0
+"""Standard errors of a frame's mean within which the means differ by noise."""
 _COMPARED, _ALIKE = 64, 0.05
 """Frames that are compared in pairs, and a correlation of two that does not matter."""
 _LEAST, _CLEARLY = 0.005, 5.0
@@ -85,7 +87,8 @@ def of_repeats(path: Path, config: CalibrateConfig) -> Variances:
     scans = _moments(rays, strengths, n_views)
     if not is_air and (order := _turned([rays(view)[0] / strengths[0] for view in range(n_views)], scans.variances)):
         raise DataError(f"{path} looks like {order}: give [repeats, views, bins], as numpy.moveaxis gives them")
-    drift = float(np.ptp(strengths))
+    of_noise = _OF_NOISE * float(np.sqrt(np.nansum(scans.variances)) / np.nansum(scans.means))
+    drift = float(np.ptp(strengths)) if np.ptp(strengths) > of_noise else 0.0
     if drift > _NO_REPEATS:
         raise DataError(f"{path} has frames whose means differ by {drift:.0%}: give repeated scans of one object")
     means, variances, covariances = scans.means, scans.variances, scans.covariances
@@ -96,7 +99,8 @@ def of_repeats(path: Path, config: CalibrateConfig) -> Variances:
             doubts.append(f"No bin at the edges sees air, so I₀ may be wrong by the drift, {drift:.1%}.")
     if level is not None:
         means, variances, covariances = means / level, variances / level**2, covariances / level**2
-    cells = _cells(means, variances, -(-_FREEDOM // (len(frames) - 1)))
+    fewest = -(-_FREEDOM // (len(frames) - 1))
+    cells = _cells(means, variances, fewest)
     if not cells:
         raise DataError(f"{path} has no ray whose counts vary and stay above zero: {_FIX}, in unit={config.unit}")
     clear = np.concatenate(cells)
@@ -113,9 +117,10 @@ def of_repeats(path: Path, config: CalibrateConfig) -> Variances:
         remarks.append(
             f"Neighbouring bins are correlated by {correlations[0]:.3f}, which is taken for crosstalk of the detector."
         )
-        variances, inflation = variances + 2 * np.nan_to_num(covariances[0] + covariances[1]), np.sqrt(5)
-        shared = np.nan_to_num(covariances[0])
-    if correlations[2] > least or min(correlations) < -least:
+        variances, inflation = variances + 2 * (covariances[0] + covariances[1]), np.sqrt(5)  # NaN at the edges
+        cells, shared = _cells(means, variances, fewest), covariances[0]
+    wide = correlations[1] > correlations[0] / 4 + least or correlations[2] > least  # c²/(2c (1 − 2c)) is 1/4 at most
+    if wide or min(correlations) < -least:
         doubts.append(
             "Bins are correlated as no crosstalk of neighbours correlates them (next, second, third: "
             f"{', '.join(f'{value:.3f}' for value in correlations)}): the scans were filtered or interpolated."
