@@ -23,7 +23,7 @@ from qnmixer.engine.data.own import Numbered, OwnDataModule
 from qnmixer.engine.evaluation.scores import Conditions, Evaluation, ImageScore, second_order, titles_of, with_usual
 from qnmixer.engine.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.engine.processes.process import rank
-from qnmixer.engine.reconstructor import Reconstructor, symmetries_of
+from qnmixer.engine.reconstructor import Reconstructor, second_order, symmetries_of
 from qnmixer.engine.reports.names import IN_WINDOW
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.reports.terminal import Console, csv_table, markdown_table, progress, terminal_table
