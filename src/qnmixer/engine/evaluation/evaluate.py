@@ -20,7 +20,7 @@ from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import EvaluationConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.own import Numbered, OwnDataModule
-from qnmixer.engine.evaluation.scores import Conditions, Evaluation, ImageScore, second_order, titles_of, with_usual
+from qnmixer.engine.evaluation.scores import Conditions, Evaluation, ImageScore, titles_of, with_usual
 from qnmixer.engine.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.engine.processes.process import rank
 from qnmixer.engine.reconstructor import Reconstructor, second_order, symmetries_of

@@ -13,7 +13,6 @@ from qnmixer.engine.reports.names import COLUMNS_OF_IMAGES, IN_WINDOW, deviation
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.reports.terminal import in_digits
 from qnmixer.files import digest
-from qnmixer.models.unrolled import UnrolledNetwork
 
 
 def with_usual(metrics: Mapping[str, MetricConfig]) -> dict[str, MetricConfig]:
@@ -227,12 +226,3 @@ def deviation(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     return stdev(values) if all(map(isfinite, values)) else nan
-
-
-def second_order(network: UnrolledNetwork[Any]) -> dict[str, str]:
-    """τ_t, β_t or α_t as learned, from t = 1 on, for readers. Near 0, the network hardly uses what they multiply."""
-    parts = {f"{name}_t, learned": part for name, part in network.scalars().items() if name != "lambda" and part}
-    return {
-        name: "; ".join(", ".join(f"{value:.3f}" for value in scalar.flatten().tolist()) for scalar in part)
-        for name, part in parts.items()
-    }

@@ -12,10 +12,6 @@ from qnmixer.engine.checkpoints import built_from, digest_of_weights, steps_of
 from qnmixer.engine.config.compose import quoted, values_of
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import without_places
-<<<<<<< HEAD
-from qnmixer.engine.evaluation.scores import second_order
-=======
->>>>>>> 4a4cb97052df691646ea9ad8d79f08771fa765fc
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.reconstructor import Reconstructor, method_name, second_order
 from qnmixer.engine.reports.terminal import markdown_table
