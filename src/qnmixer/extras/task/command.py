@@ -78,7 +78,7 @@ def task_scores(module: Reconstructor, task: TaskConfig, console: Console) -> It
         discs = phantom.edges(task.edge_hu, rng) if _KINDS[kind] == "edges" else inserts * kind
         fine = phantom.draw(_FINER * phantom.size, [], rng)
         body, fine = fine, fine + phantom.draw_discs(_FINER * phantom.size, discs)
-        for method, image in _reconstructed(module, task, fine, body, key).items():
+        for method, image in reconstructed(module, task, fine, body, key).items():
             if _KINDS[kind] == "edges":
                 profiles = [of.edge_profile(image, d.x, d.y, d.radius, phantom.pixel_size) for d in discs]
                 image = torch.stack(profiles)
@@ -89,7 +89,7 @@ def task_scores(module: Reconstructor, task: TaskConfig, console: Console) -> It
 
 
 @torch.no_grad()
-def _reconstructed(
+def reconstructed(
     module: Reconstructor, task: TaskConfig, fine: Tensor, body: Tensor, key: tuple[int, ...]
 ) -> dict[str, Tensor]:
     """HU [H, W] by every method of the sinogram of a phantom [f·H, f·W] in HU, with the noise that its body draws.

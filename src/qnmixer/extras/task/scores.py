@@ -85,7 +85,7 @@ def task_transfer(profiles: Tensor, pixel_size: float) -> tuple[Tensor, Tensor]:
     reach = profiles.shape[-1] * pixel_size / _BINS_PER_PIXEL / 2
     spread = values.diff() * (1 + middles / (reach / EDGE_REACH)).sqrt()
     frequencies = torch.linspace(0, 1 / pixel_size, 201, dtype=torch.float64)
-    modulation = (torch.exp(-2j * math.pi * frequencies[:, None] * middles) @ spread.cdouble()).abs()
+    modulation = (torch.exp(-2j * math.pi * frequencies[:, None] * middles) @ spread.to(torch.complex128)).abs()
     modulation /= torch.sinc(frequencies * pixel_size / _BINS_PER_PIXEL).square()  # of bins, and of their differences
     return frequencies, modulation / modulation[0]
 
@@ -166,7 +166,7 @@ def detected(absent: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     difference, scatter = differences.mean(0), differences.T.cov()
     deviations = torch.stack([absent - absent.mean(0), present - present.mean(0)])
     flat = deviations.flatten(0, 2)
-    freedom = 2 * places * (n - 1)
+    freedom = 2.0 * places * (n - 1)
     inverse = torch.linalg.pinv(flat.T @ flat / freedom, hermitian=True)  # flat images have no inverse
     square = difference @ inverse @ difference
     template = inverse @ difference / square.clamp_min(1e-12).sqrt()
