@@ -36,7 +36,7 @@ from qnmixer.engine.config.targets import (
     ScheduleConfig,
     check_monitor,
 )
-from qnmixer.engine.plugins import check_plugin, is_trusted
+from qnmixer.engine.plugins import check_plugin, is_trusted, with_public_names
 from qnmixer.errors import ConfigError, suggest
 
 FIT = "qnmixer.fit.fit"
@@ -101,7 +101,7 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     So arguments of targets and rules are not checked: `checked` does that, once the targets are trusted. Raises
     ConfigError, which names the key.
     """
-    config: Config = validated(Config, plain_values(cfg))
+    config: Config = validated(Config, with_public_names(plain_values(cfg)))
     return config
 
 

@@ -17,10 +17,10 @@ from qnmixer.engine.plugins import Kind, defaults_of, is_trusted, load_plugin, p
 from qnmixer.engine.reports.names import LOSS, taken_names
 from qnmixer.errors import ConfigError, first_line
 
-METRICS_FILE = "qnmixer.engine.tracking.loggers.MetricsFile"
+METRICS_FILE = "qnmixer.lightning.MetricsFile"
 """The target of logger=csv. Every run has this logger."""
-_WANDB = "qnmixer.engine.tracking.loggers.WandbRun"
-_MEAN_WEIGHTS = "qnmixer.engine.training.callbacks.MeanWeights"
+_WANDB = "qnmixer.lightning.WandbRun"
+_MEAN_WEIGHTS = "qnmixer.lightning.EMA"
 _CUSTOM = "custom"
 """The name of a logger that the group itself describes."""
 
@@ -216,7 +216,7 @@ class DataModuleConfig(Target):
     @property
     def is_of_slices(self) -> bool:
         """Whether the target is a SliceDataModule. Imports it."""
-        return subclass_of("qnmixer.engine.data.datamodule.SliceDataModule").fits(self.load())
+        return subclass_of("qnmixer.data.SliceDataModule").fits(self.load())
 
     def positional(self, function: Any) -> int:
         """One, the section `data`, for a SliceDataModule."""
