@@ -24,7 +24,7 @@ from qnmixer.engine.training.steps import (
     prepared_module,
     resume_checkpoint,
     session,
-    train,
+    training,
     validate_last_steps,
 )
 from qnmixer.engine.training.terminal import print_end
@@ -50,7 +50,7 @@ __all__ = [
     "print_end",
     "resume_checkpoint",
     "session",
-    "train",
+    "training",
     "validate_last_steps",
 ]
 
