@@ -10,7 +10,7 @@ import pickle
 import warnings
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -31,10 +31,6 @@ from qnmixer.errors import CheckpointError, first_line
 from qnmixer.files import digest
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, checkpoint_in, located
-
-if TYPE_CHECKING:
-    from qnmixer.engine.run_module import RunModule
-
 
 # Checkpoints of a run
 
@@ -175,8 +171,8 @@ def _require_fit(config: Config, state: dict[str, Any], path: Path) -> None:
         raise misfit
 
 
-def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
-    """Load the weights of a run into a module that was built from another config.
+def load_weights(module: Any, run: str | Path) -> None:
+    """Load the weights of a run into a module of a run, or a Reconstructor, that was built from another config.
 
     Raises CheckpointError if the networks or their image sizes differ. The numbers of views may differ.
     """
@@ -194,7 +190,7 @@ def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
     _load_state(module, state, path)
 
 
-def _load_state(module: "Reconstructor | RunModule", state: dict[str, Any], path: Path) -> None:
+def _load_state(module: Any, state: dict[str, Any], path: Path) -> None:
     kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     if dtypes := [tensor.dtype for name, tensor in state.items() if tensor.dtype != kinds.get(name, tensor.dtype)]:
         raise CheckpointError(f"{path} has {str(dtypes[0]).removeprefix('torch.')} weights: use one of float32")

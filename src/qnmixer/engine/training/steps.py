@@ -281,9 +281,9 @@ def training(config: Config, run: Run, trainer: L.Trainer, module: RunModule, da
     """
     print_start(config, module, data, trainer, run.console)
     debugging = naming_nan_gradients() if config.trainer.detect_anomaly else nullcontext()
-    with recording_training(run, trainer), out_of_memory_advice(config, module, trainer), debugging:
-        with interrupts_as_raised():
-            yield
+    advising = out_of_memory_advice(config, module, trainer)
+    with recording_training(run, trainer), advising, debugging, interrupts_as_raised():
+        yield
     # The profile is written. torch's profiler refuses a validation alone, which may follow.
     trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]  # Lightning's, untyped
 
