@@ -38,8 +38,8 @@ class Own(RunModule):
     def __init__(self, network, loss, optimizer, schedule, metrics, weights: tuple[float, ...], critic):
         super().__init__()
         self.save_hyperparameters()
-        self.network, self.loss, self.optimizer, self.schedule, self.metrics = network, loss, optimizer, schedule, metrics
-        self.weights, self.critic = weights, critic
+        self.network, self.loss, self.optimizer = network, loss, optimizer
+        self.schedule, self.metrics, self.weights, self.critic = schedule, metrics, weights, critic
 
     def training_step(self, batch, batch_idx):
         image = self.network(self.measure(batch, "train"))
