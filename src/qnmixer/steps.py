@@ -6,13 +6,14 @@ process of a run calls it. Each step raises UserError for what the user can fix.
 A program that has no run takes the parts alone: `config_of`, then `build_module`, `evaluate` or a `Planner`.
 """
 
-from qnmixer.engine.build import build_module, build_optimizer, learning_rate_factor
+from qnmixer.engine.build import build_module
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.override import override
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.engine.evaluation.scores import by_patient
 from qnmixer.engine.memory.plan import Planner
+from qnmixer.engine.parts import build_optimizer, learning_rate_factor
 from qnmixer.engine.reconstructor import build_network
 from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.tracking.run import Run
@@ -24,7 +25,7 @@ from qnmixer.engine.training.steps import (
     prepared_module,
     resume_checkpoint,
     session,
-    train,
+    training,
     validate_last_steps,
 )
 from qnmixer.engine.training.terminal import print_end
@@ -50,7 +51,7 @@ __all__ = [
     "print_end",
     "resume_checkpoint",
     "session",
-    "train",
+    "training",
     "validate_last_steps",
 ]
 

@@ -10,7 +10,7 @@ import pickle
 import warnings
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -39,10 +39,6 @@ from qnmixer.files import digest
 from qnmixer.models.data_term import follow_scan
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, checkpoint_in, located
-
-if TYPE_CHECKING:
-    from qnmixer.engine.run_module import RunModule
-
 
 # Checkpoints of a run
 
@@ -183,8 +179,8 @@ def _require_fit(config: Config, state: dict[str, Any], path: Path) -> None:
         raise misfit
 
 
-def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
-    """Load the weights of a run into a module that was built from another config.
+def load_weights(module: Any, run: str | Path) -> None:
+    """Load the weights of a run into a module of a run, or a Reconstructor, that was built from another config.
 
     The scans may differ: then the step sizes follow the scan of the module, and a line says so. Raises CheckpointError
     if the networks or their image sizes differ.
@@ -205,7 +201,7 @@ def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
         say_scan(config, module.config, follow_scan(module.network, build_projector(config)))
 
 
-def _load_state(module: "Reconstructor | RunModule", state: dict[str, Any], path: Path) -> None:
+def _load_state(module: Any, state: dict[str, Any], path: Path) -> None:
     kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     if dtypes := [tensor.dtype for name, tensor in state.items() if tensor.dtype != kinds.get(name, tensor.dtype)]:
         raise CheckpointError(f"{path} has {str(dtypes[0]).removeprefix('torch.')} weights: use one of float32")

@@ -157,6 +157,8 @@ def _profile_in(path: str) -> list[float]:
 class OptimizerConfig(Target):
     """A torch.optim.Optimizer, built with `(parameter groups, lr=…, **arguments)`.
 
+    A key that a file of one's own leaves out has the default of the class, or else that of here.
+
     Attributes:
         lr: learning rate of the weights.
         weight_decay: of the weights; each parameter group has its own.
@@ -168,13 +170,17 @@ class OptimizerConfig(Target):
     n_positional: ClassVar[int] = 1
     supplied: ClassVar[tuple[str, ...]] = ("lr",)
 
-    lr: Annotated[float, Gt(0), Le(1e9)]
-    weight_decay: Annotated[float, Ge(0)]
-    step_size_lr_factor: Annotated[float, Gt(0), Le(1e9)]
+    lr: Annotated[float, Gt(0), Le(1e9)] = 1e-3
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    step_size_lr_factor: Annotated[float, Gt(0), Le(1e9)] = 10.0
 
     def checked(self) -> Self:
         """Let torch check the arguments of its own optimizers: their signatures have no bounds."""
         section = super().checked()
+        of_class = defaults_of(parameters_of(section.load()) or ())
+        left_out = {"lr", "weight_decay"} - section.model_fields_set
+        if given := {key: of_class[key] for key in left_out if of_class.get(key) is not None}:
+            section = section.changed(**given)
         if section.target.startswith("torch."):
             weight = importlib.import_module("torch").zeros(1, requires_grad=True)
             section.build([{"params": [weight]}], lr=section.lr)
@@ -193,7 +199,7 @@ class ScheduleConfig(Target):
     n_positional: ClassVar[int] = 2
     supplied: ClassVar[tuple[str, ...]] = ("n_warmup",)
 
-    warmup: Annotated[float, Ge(0), Le(1)]
+    warmup: Annotated[float, Ge(0), Le(1)] = 0.0
 
 
 class ModuleConfig(Target):
