@@ -59,9 +59,7 @@ def main(run: str, folder: Path) -> None:
     geometry = module.projector.geometry
     span = abs(geometry.angle_span) * 180 / torch.pi
     print(f"# Measured scans: {geometry.n_views} views over {span:.0f}°\n\n{markdown_table(['', *methods], rows)}\n")
-    print(
-        "Of scans: ‖A x − y‖/‖y‖. There is no truth. A smaller residual is no better image where it explains noise."
-    )
+    print("Of scans: ‖A x − y‖/‖y‖. There is no truth. A smaller residual is no better image where it explains noise.")
 
 
 if __name__ == "__main__":
