@@ -267,6 +267,15 @@ def method_name(config: Config) -> str:
     return config.model.load().title
 
 
+def second_order(network: UnrolledNetwork[Any]) -> dict[str, str]:
+    """τ_t, β_t or α_t as learned, from t = 1 on, for readers. Near 0, the network hardly uses what they multiply."""
+    parts = {f"{name}_t, learned": part for name, part in network.scalars().items() if name != "lambda" and part}
+    return {
+        name: "; ".join(", ".join(f"{value:.3f}" for value in scalar.flatten().tolist()) for scalar in part)
+        for name, part in parts.items()
+    }
+
+
 def build_noise(config: Config) -> KeyedNoise:
     """Build the measurement noise that `noise` names. Raises PluginError for one that does not fit."""
     noise: KeyedNoise = config.noise.build(supplied={"hu_max": config.data.hu_max})

@@ -22,13 +22,12 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.scores import Conditions, Evaluation, ImageScore, titles_of, with_usual
 from qnmixer.engine.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.engine.processes.process import rank
-from qnmixer.engine.reconstructor import Reconstructor, symmetries_of
+from qnmixer.engine.reconstructor import Reconstructor, second_order, symmetries_of
 from qnmixer.engine.reports.names import IN_WINDOW
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.reports.terminal import Console, csv_table, markdown_table, progress, terminal_table
 from qnmixer.files import digest, digest_of_bytes, write_text
 from qnmixer.models.total_variation import TotalVariation
-from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import NoNoise, Symmetry, images_by_symmetry
 
 PICTURE, PAGE = "picture.png", "page.html"
@@ -163,15 +162,6 @@ def evaluate(
         note="" if first_order is None else "".join(f". {name}: {it}" for name, it in second_order(network).items()),
         test=conditions_of(module, data, [scores[n][0].content for n in sorted(scores)]),
     )
-
-
-def second_order(network: UnrolledNetwork[Any]) -> dict[str, str]:
-    """τ_t, β_t or α_t as learned, from t = 1 on, for readers. Near 0, the network hardly uses what they multiply."""
-    parts = {f"{name}_t, learned": part for name, part in network.scalars().items() if name != "lambda" and part}
-    return {
-        name: "; ".join(", ".join(f"{value:.3f}" for value in scalar.flatten().tolist()) for scalar in part)
-        for name, part in parts.items()
-    }
 
 
 def mean_over(turns: Sequence[Symmetry]) -> str:

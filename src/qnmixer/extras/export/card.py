@@ -12,9 +12,8 @@ from qnmixer.engine.checkpoints import built_from, digest_of_weights, steps_of
 from qnmixer.engine.config.compose import quoted, values_of
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import without_places
-from qnmixer.engine.evaluation.evaluate import second_order
 from qnmixer.engine.plugins import trust_words
-from qnmixer.engine.reconstructor import Reconstructor, method_name
+from qnmixer.engine.reconstructor import Reconstructor, method_name, second_order
 from qnmixer.engine.reports.terminal import markdown_table
 from qnmixer.engine.tracking.records import duration, read_results, read_text
 from qnmixer.weights import CHECKPOINT_KEY
