@@ -35,6 +35,7 @@ RESULTS = [
     "± seeds",
     "scalars, t ≥ 1",
 ]
+ACROSS = ["method", "minus", "PSNR, dB", "± seeds", "seeds"]
 EIGENVALUES = ["A†", "largest", "next", "above 1/2", "above 1/10", "above 1/100", "above 1/1000"]
 NOTE = """\
 PSNR: mean over seeds of the mean over patients, ± standard deviation over seeds. Differences on the same patients and
@@ -98,8 +99,28 @@ def rows_of(sweep: Path) -> list[list[str]]:
             of_seeds = scalars[data_term, curvature]
             means = [mean(column) for column in zip(*of_seeds, strict=True)]
             shown = f"{SYMBOLS[curvature]}: {', '.join(f'{value:.2f}' for value in means)}" if means else "–"
-            rows.append([data_term, "BFGS" if curvature == "trust" else curvature, *cells, shown])
+            rows.append([data_term, name_of(curvature), *cells, shown])
     return rows
+
+
+def across(sweep: Path) -> list[list[str]]:
+    """Rows that compare the adjoint with FBP, on the same seeds and patients."""
+    scores, rows = scores_of(sweep), []
+    pairs = [(curvature, curvature) for curvature in ("identity", "momentum", "gradients", "trust")]
+    for of_adjoint, of_fbp in [*pairs, ("trust", "identity")]:
+        own, other = method_of(scores, "adjoint", of_adjoint), method_of(scores, "fbp", of_fbp)
+        seeds = own.keys() & other.keys()
+        minus = difference(*({key: of[key] for key in seeds} for of in (own, other))) if seeds else None
+        if minus is not None:
+            names = (f"{kind}, {name_of(of)}" for kind, of in (("adjoint", of_adjoint), ("fbp", of_fbp)))
+            digits = in_digits(minus.mean, minus.over_patients, 10), in_digits(minus.over_seeds, reference=10)
+            rows.append([*names, *digits, str(minus.n_seeds)])
+    return rows
+
+
+def name_of(curvature: str) -> str:
+    """The name of an H in the tables."""
+    return {"trust": "BFGS", "identity": "H = I"}.get(curvature, curvature)
 
 
 def eigenvalues(projector: FanBeamProjector) -> dict[str, np.ndarray]:
@@ -133,7 +154,7 @@ def write(sweeps: list[Path]) -> None:
             f"\n## Steps along the data term in an iteration: {data_steps}; of training: {', '.join(map(str, steps))}"
         )
         print(f"\n{title[1]}. Jobs that are done: {len(done)} of {len(jobs_of(sweep))}.\n")
-        print(markdown_table(RESULTS, rows_of(sweep)))
+        print(f"{markdown_table(RESULTS, rows_of(sweep))}\n\n{markdown_table(ACROSS, across(sweep))}")
     print(f"\n{NOTE}\n\n{spectrum(module.projector)}")
 
 

@@ -37,6 +37,8 @@ def test_files_of_today_name_what_is_public(tiny_module: Callable[..., Reconstru
 
 
 def test_names_of_before_are_renamed_at_any_depth() -> None:
-    before = {"data": {"sources": {"slices": {"_target_": "qnmixer.engine.data.numpy_files.NumpyReader", "root": None}}}}
+    before = {
+        "data": {"sources": {"slices": {"_target_": "qnmixer.engine.data.numpy_files.NumpyReader", "root": None}}}
+    }
     after = {"data": {"sources": {"slices": {"_target_": "qnmixer.data.NumpyReader", "root": None}}}}
     assert with_public_names(before) == after

@@ -28,7 +28,7 @@ def test_patients_count_equally(tmp_path: Path, capsys: pytest.CaptureFixture[st
         half_width = 4.3027 * stdev(of_patients) / math.sqrt(3)  # t of 2 degrees of freedom
         return f"{mean(of_patients):.2f} ± {half_width:.2f}"
 
-    expected = f"{cell(33.5, 38, 43)} | 90.00 ± 0.00 | – | {cell(2.5, 2, 3)}"
+    expected = f"{cell(33.5, 38, 43)} | 90.00 ± 0.00 | {cell(2.5, 2, 3)}"
     assert f"| QN-Mixer | {expected} |" in printed
     assert "over 3 patients" in printed
     assert printed.startswith("**Warning: one**\n\n**three patients**\n\n|")

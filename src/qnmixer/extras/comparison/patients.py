@@ -34,20 +34,18 @@ def read_images(path: Path) -> Values:
 
 def patients_table(values: Values) -> str:
     """Means over patients ± half of the 95 % interval. Last the PSNR minus that of total variation, else of FBP."""
-    titles = {name: title for name, title in titles_of({}).items() if name != "window_ssim"}
-    rivals = [name for name in values if name in ("FBP", "TV")][-1:]
+    titles = {name: title for name, title in titles_of({}).items() if name in ("psnr", "ssim")}
+    rivals = [name for name in values if name in ("FBP", "TV")]
     rows = []
     for method, metrics in values.items():
         columns = [[*metrics.get(metric, {}).values()] for metric in titles]
         cells = [in_digits(mean(of), half_width(of)) if of else NOTHING for of in columns]
-        for rival in rivals:
+        for rival in rivals[-1:]:
             minus = difference({(0, 0): metrics["psnr"]}, {(0, 0): values[rival]["psnr"]})
-            cells.append(
-                NOTHING if minus is None or method == rival else in_digits(minus.mean, minus.over_patients, 10)
-            )
+            cells.append(in_digits(minus.mean, minus.over_patients, 10) if minus and method not in rivals else NOTHING)
         rows.append([method, *cells])
     n_patients = len(next(iter(values.values()))["psnr"])
-    table = markdown_table(["method", *titles.values(), *(f"over {rival}, dB" for rival in rivals)], rows)
+    table = markdown_table(["method", *titles.values(), *(f"over {rival}, dB" for rival in rivals[-1:])], rows)
     return f"{table}\n\nMeans over {n_patients} patients, ± half of the 95 % interval for other patients. Data range 1."
 
 
