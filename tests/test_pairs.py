@@ -126,7 +126,7 @@ def test_a_class_of_ones_own_brings_sinograms(tmp_path: Path) -> None:
     data = custom()
     (batch,) = data.test_dataloader()
     config = parse(compose("train", [*TINY, "trainer.accelerator=cpu", "logger=csv"]))
-    assert title_of(config.noise, config.geometry.n_views, data, "test").endswith("8 views, measured")
+    assert title_of(config, config.geometry.n_views, data, "test").endswith("8 views, measured")
     trainer, text = build_trainer(config, tmp_path, [], []), io.StringIO()
     print_start(config, build_module(config), data, trainer, Console(file=text))
     assert "8 views × 24 detector bins, measured\n" in text.getvalue()
@@ -151,7 +151,7 @@ def test_a_lower_dose_is_inserted_into_what_was_measured(tmp_path: Path) -> None
     assert torch.equal(twice[0], build_noise(config)(y, keys))
     train = data.dataset("train")
     assert not torch.equal(train[0]["sinogram"], train[3]["sinogram"])
-    assert title_of(config.noise, config.geometry.n_views, data, "test").endswith("8 views, measured, noise insert")
+    assert title_of(config, config.geometry.n_views, data, "test").endswith("8 views, measured, noise insert")
     run = save(tmp_path / "run", *TINY, *own)
     words = [f"run={run}", "accelerator=cpu", f"trust={__name__}"]
     folders = [tmp_path / name for name in ("full", "quarter")]

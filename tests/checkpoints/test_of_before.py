@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from qnmixer.engine.checkpoints import encode, load_run, read_checkpoint
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse
 from qnmixer.engine.plugins import with_public_names
 from qnmixer.module import ReconstructionModule
 from qnmixer.weights import CHECKPOINT_KEY, SHIPPED
@@ -26,7 +28,8 @@ def test_they_load(path: Path) -> None:
 
 
 def test_files_of_today_name_what_is_public(tiny_module: Callable[..., ReconstructionModule]) -> None:
-    module = tiny_module("callbacks=ema", "logger=[csv,wandb]", "data=dicom", "data.root=.", "metrics=rmse_hu")
+    module = tiny_module("callbacks=ema", "logger=[csv,wandb]", "metrics=rmse_hu")
+    module.settings["data"] = parse(compose("train", ["data=dicom", "data.root=."])).data.plain()
     checkpoint = {"state_dict": module.state_dict(), "epoch": 1}
     module.on_save_checkpoint(checkpoint)
     settings = json.dumps(checkpoint[CHECKPOINT_KEY])

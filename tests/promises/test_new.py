@@ -65,7 +65,10 @@ with torch.no_grad():
 group = module.optimizer(module.network).param_groups[0]
 print(json.dumps([type(module).__name__, group["momentum"], module.loss(image, batch["image"]).shape, float(psnr)]))
 """
-FEW_CONDITIONS = [f"{key}=[]" for key in ("noises", "views", "field_of_view", "detector_offset", "source_distance")]
+FEW_CONDITIONS = ["views=null", *(
+    f"{axis}=[]" for axis in ("noises", "arc", "patient_size", "detector_offset", "source_distance", "tube_kv",
+                              "scatter", "smooth_scatter", "crosstalk", "motion", "truncation", "metal")
+)]  # fmt: skip
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:

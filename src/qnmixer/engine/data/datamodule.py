@@ -80,9 +80,10 @@ class SliceDataModule(LightningDataModule):
             n = min(limit, length)
             # Evenly spaced: the first n would come from a few patients.
             self.parts["train"] = self.parts["train"].only([k * length // n for k in range(n)])
-        self.parts = {
-            name: part.only(range(self._first_of(name, len(part.source)))) for name, part in self.parts.items()
-        }
+        for name, part in self.parts.items():
+            length = len(part.source)
+            if (n := self._first_of(name, length)) < length:  # whole, a mix has new phantoms in every epoch
+                self.parts[name] = part.only(range(n))
 
     def _first_of(self, part: str, length: int) -> int:
         """How many of the slices of a part are used."""
