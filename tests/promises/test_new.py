@@ -4,6 +4,7 @@ The command `new`: a project of one's own, which takes no place of files, and wh
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from qnmixer import new
+from qnmixer.torch_builds import INDEX, TORCH
 
 from ..conftest import TINY as COMMON
 from ..conftest import environment, metrics
@@ -149,6 +151,29 @@ def test_a_project_names_the_library_as_it_was_installed(
     assert done.stdout.strip() == (f"qnmixer @ {expected}" if expected else "qnmixer==9.9"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (f"{TORCH}+cpu", f"torch=={TORCH}+cpu --index-url {INDEX}/cpu"),
+        (f"{TORCH}+cu126", f"torch=={TORCH}+cu126 --index-url {INDEX}/cu126"),
+        (TORCH, f"torch=={TORCH}"),  # PyPI's
+        ("2.99.0a0+git1f", ""),
+    ],
+)
+def test_a_project_has_this_build_of_torch_and_is_linked_to_this_clone(
+    version: str, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By what its Makefile would run."""
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("qnmixer.torch_builds.version", lambda _: version)
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
+    new.new(tmp_path / "mine")
+    done = subprocess.run(["make", "-n", "install"], cwd=tmp_path / "mine", capture_output=True, text=True, check=True)
+    installed = re.findall(r"pip install --quiet --disable-pip-version-check (.*)", done.stdout)
+    clone = new.PACKAGE.parents[1].as_uri()
+    assert installed == [*filter(None, [expected]), '-e ".[dev]"', f"--no-deps -e {clone}"]
+
+
 @pytest.mark.slow
 def test_its_training_step_is_the_users_and_goes_on(tmp_path: Path, command: Command) -> None:
     folder = tmp_path / "mine"
@@ -199,7 +224,7 @@ def test_its_slices_and_its_module_come_back(tmp_path: Path, command: Command, w
     again = record(folder / "again")
     assert (again["test"], again["evaluated"]["data"]) == (after["test"], "mine.slices.Slices")
     done("robustness", "run=one", "photons=[1e5]", *FEW_CONDITIONS, "hydra.run.dir=robust")
-    assert "| Mine |" in (folder / "robust" / "robustness.md").read_text()
+    assert "| Mine |" in (folder / "robust" / "table.md").read_text()
 
     loaded = warm.run("-c", LOADS, cwd=folder, env=environment(**path))
     assert loaded.returncode == 0, loaded.stderr
