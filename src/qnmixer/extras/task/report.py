@@ -51,8 +51,12 @@ class DoseScores:
 
 def headings(edge_hu: Sequence[float]) -> list[str]:
     """The scores of a table, in their order."""
-    edges = [f"edge of {contrast:g} HU, 1/mm" for contrast in edge_hu]
-    return ["noise, HU", "its mean frequency, 1/mm", *edges, _KEPT, _DETECTED]
+    return ["noise, HU", "its mean frequency, 1/mm", *map(edge_heading, edge_hu), _KEPT, _DETECTED]
+
+
+def edge_heading(contrast: float) -> str:
+    """The heading of the edge of a disc with a contrast in HU."""
+    return f"edge of {contrast:g} HU, 1/mm"
 
 
 def scores_by_name(scores: Sequence[DoseScores]) -> dict[str, float]:
@@ -110,11 +114,13 @@ def _draw(path: Path, scores: Sequence[DoseScores]) -> None:
             values, halves = zip(*(point.scores[name] for point in points), strict=True)
             beside = [point.photons * 1.05 ** (k - 1) for point in points]
             panel.errorbar(beside, values, halves, marker="o", capsize=3, label=result.method)
+            panel.margins(y=0.1)
             panel.set(xscale="log", ylim=(0, None), xlabel=_FIRST[0], title=f"{name} of the inserts")
         panels[2].loglog(*result.spectrum, label=result.method)
         for (contrast, curve), style in zip(result.transfer.items(), ("-", "--", ":"), strict=False):
             label = f"{contrast:g} HU" if k == len(shown) - 1 else None  # the colours are those of the other panels
-            panels[3].plot(*curve, style, color=f"C{k}", label=label)
+            hidden = isnan(result.scores[edge_heading(contrast)][0])
+            panels[3].plot(*([], []) if hidden else curve, style, color=f"C{k}", label=label)
     for panel in panels[:2]:
         panel.set_xticks(doses, [f"{photons:,.0f}" for photons in doses])
     panels[2].set(xlabel="1/mm", title=f"noise power, HU² mm², at {dose:,.0f}")
