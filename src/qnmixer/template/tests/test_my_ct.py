@@ -1,4 +1,4 @@
-"""The project trains, and what it is made of fits together. Sizes are tiny: all of it takes less than a minute."""
+"""The project trains, and what it is made of fits together. It takes one to two minutes, mostly to load libraries."""
 
 import csv
 import subprocess
