@@ -16,7 +16,6 @@ from qnmixer.engine.evaluation.evaluate import (
     PAGE,
     RunData,
     evaluate,
-    evaluated_name,
     evaluated_source,
     what_was_evaluated,
     write_evaluation,
@@ -113,9 +112,9 @@ def on_test(
     else:
         slices = build_own_data(test, config.split)
     if config.noise is not None and slices.measured and not for_measured:
+        named = f"data={data.name}" if test.datamodule.is_of_slices else test.datamodule.as_typed
         raise ConfigError(
-            f"noise={config.noise.name} has no effect on the sinograms of {evaluated_name(test)}, which were measured: "
-            "leave it out"
+            f"noise={config.noise.name} has no effect on the sinograms of {named}, which were measured: leave it out"
         )
     return on_scan(trained, test), slices, split_record
 
