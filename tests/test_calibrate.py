@@ -125,8 +125,9 @@ def test_scans_as_scanners_make_them_have_intervals_that_hold_or_a_line() -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
-def test_of_sixty_scans_of_a_kind_nine_in_ten_intervals_hold(name: str) -> None:
-    assert held(name, 60).coverage >= 0.92
+def test_of_many_scans_of_a_kind_nine_in_ten_intervals_hold(name: str) -> None:
+    """Of 60 draws, intervals that hold with 0.95 fall below 0.92 one time in six; of 150, one in twenty-five."""
+    assert held(name, 150).coverage >= 0.92
 
 
 @pytest.mark.parametrize("unit", ["counts", "attenuation"])
