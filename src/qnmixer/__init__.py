@@ -4,6 +4,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qnmixer.installed import require
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -31,12 +33,19 @@ def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ())
 
     Raises:
         CheckpointError: there are no weights, or the file cannot be read.
-        ConfigError: hf:// needs huggingface_hub, which is not installed.
+        NotInstalled: hf:// needs `qnmixer[hub]`; a network of one's own, or total variation, needs `qnmixer[train]`.
         PluginError: the file names a class of a module that is not in `trust`.
     """
-    from qnmixer.engine.checkpoints import load_run
+    from qnmixer.pretrained import load_network
+    from qnmixer.weights import find_checkpoint
 
-    return load_run(run, trust=trust).network.eval()
+    path = find_checkpoint(run)
+    if (network := load_network(path)) is None:
+        require("train", f"the network of {path}")
+        from qnmixer.engine.checkpoints import load_run
+
+        network = load_run(path, trust=trust).network
+    return network.eval()
 
 
 def phantom(size: int, *, seed: int, part: str, index: int) -> "np.ndarray[Any, np.dtype[np.float32]]":

@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import qnmixer.needs_train  # noqa: F401
+
 from qnmixer.engine.cli.errors import explain
 from qnmixer.errors import ConfigError
 

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.checkpoints import digest_of_weights
 from qnmixer.engine.config.run import Config, section
 from qnmixer.engine.evaluation.command import on_test
 from qnmixer.engine.evaluation.evaluate import evaluate, evaluated_name
@@ -26,6 +25,7 @@ from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import ConfigError, UserError, first_line, say
 from qnmixer.extras.robustness.config import RobustnessConfig
 from qnmixer.files import atomic_file, write_text
+from qnmixer.pretrained import digest_of_weights
 
 PLOT = "robustness.png"
 _KNOWN = (

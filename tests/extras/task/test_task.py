@@ -13,7 +13,7 @@ from qnmixer.evaluate import check, evaluate, into_new_folder
 from qnmixer.extras.task.phantoms import Disc, TaskPhantom
 from qnmixer.physics import FanBeamGeometry
 
-from ..test_export import TINY, run, save
+from ...saved import TINY, run, save
 
 
 def geometry(size: int = 64) -> FanBeamGeometry:

@@ -17,7 +17,7 @@ from qnmixer.extras.calibration.report import calibrate_input
 from qnmixer.extras.calibration.variances import of_series
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
 
-from .data.conftest import MakeCt, make_ct
+from ..data.conftest import MakeCt, make_ct
 
 __all__ = ["make_ct"]
 

@@ -16,7 +16,7 @@ from qnmixer.engine.tracking.records import read_results
 from qnmixer.extras.export.card import evaluations
 from qnmixer.models import UnrolledNetwork
 
-from .test_export import TINY, save
+from ..saved import TINY, save
 
 
 class WeightOfEachView(UnrolledNetwork):
