@@ -27,6 +27,8 @@ TOP = (".github", ".gitignore", "Makefile", "README.md", "conf", "notebooks", "p
 """What a project has at its top. Linters leave caches beside it."""
 NAME, DISTRIBUTION, LIBRARY = "my_ct", "my-ct", "QNMIXER"
 """What stands in the template for the project's name, for its name as a distribution, and for this library."""
+INSTALLED = "qnmixer[train,dicom]"
+"""This library with the extras that a project needs."""
 
 
 def files(name: str) -> Iterator[tuple[Path, str]]:
@@ -49,11 +51,15 @@ def dependency() -> str:
     """
     source = PACKAGE.parents[1]
     if PACKAGE.parent.name == "src" and (source / "pyproject.toml").is_file():  # a clone, whoever put it on the path
-        return f"qnmixer @ {source.as_uri()}"
+        return f"{INSTALLED} @ {source.as_uri()}"
     for distribution in distributions(name="qnmixer"):
         if Path(str(distribution.locate_file("qnmixer"))).resolve() == PACKAGE.resolve():
             origin = distribution.read_text("direct_url.json")
-            return f"qnmixer=={distribution.version}" if origin is None else f"qnmixer @ {_address(json.loads(origin))}"
+            return (
+                f"{INSTALLED}=={distribution.version}"
+                if origin is None
+                else f"{INSTALLED} @ {_address(json.loads(origin))}"
+            )
     raise ConfigError(f"{PACKAGE} is not installed: pip install qnmixer first, so that a project can name it")
 
 
