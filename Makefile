@@ -8,7 +8,7 @@ into_page = $(BIN)/python -c "import re, pathlib as p; r = p.Path('$(1)'); t = p
 	r.write_text(re.sub(r'(<!-- $(2) -->\n).*?(<!-- end of $(2))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train compare test test-all test-gpu lint site dist release bench readme real task robustness results levers clean
+.PHONY: help install lock train compare test test-all test-gpu lint site notebooks dist release bench readme real task robustness results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
@@ -71,6 +71,9 @@ site: install ## build the website into build/site, without a network
 	$(BIN)/python -m qnmixer.evaluate run=pretrained data=phantoms data.n_test=2 noise=field accelerator=cpu \
 		evaluation.n_pictures=2 hydra.run.dir=build/gallery
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --config-file docs/site/mkdocs.yml
+
+notebooks: install ## run the notebooks, without a browser, into build/notebooks
+	$(BIN)/python -m nbconvert --to notebook --execute --output-dir build/notebooks notebooks/*.ipynb
 
 dist: install ## build the packages into dist, check them, and try the wheel outside of this folder
 	$(BIN)/python .ci/release.py dist

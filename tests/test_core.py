@@ -49,9 +49,28 @@ def test_the_run_is_resumed_and_evaluated(core: Path) -> None:
         assert "QN-Mixer over FBP" in done.stdout
     done = python(core, "-m", "qnmixer.evaluate", "run=resumed", "accelerator=cpu", "hydra.run.dir=scores")
     assert done.returncode == 0, done.stderr
-    refused = python(core, "-m", "qnmixer.export", "run=resumed", "output=a.safetensors")
-    assert refused.stderr.startswith("error: this copy has no qnmixer.extras, which this command needs: ")
-    assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "compare sweep=sweep", "robustness run=pretrained", "calibrate input=a output=b", "export run=a output=b",
+        "evaluate run=pretrained evaluation=task", "train data=lodopab data.root=.",
+    ],
+)  # fmt: skip
+def test_what_needs_extras_is_one_line(core: Path, words: str) -> None:
+    name, *arguments = words.split()
+    refused = python(core, "-m", f"qnmixer.{name}", *arguments)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    (line,) = refused.stderr.splitlines()
+    assert line.endswith("needs qnmixer.extras, which this copy does not have: install qnmixer anew")
+
+
+@pytest.mark.slow
+def test_all_other_tests_are_collected(core: Path) -> None:
+    done = python(core, "-m", "pytest", "--collect-only", "-qq")
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.long

@@ -49,6 +49,11 @@ def not_installed(package: str, extra: str, user: str) -> NotInstalled:
     return NotInstalled(f'{user} needs {package}, which is not installed: pip install "qnmixer[{extra}]"')
 
 
+def without_extras(user: str) -> NotInstalled:
+    """The error for a part of `qnmixer.extras` in a copy that has left them out."""
+    return NotInstalled(f"{user} needs qnmixer.extras, which this copy does not have: install qnmixer anew")
+
+
 @contextmanager
 def extras() -> Iterator[None]:
     """Imports of `qnmixer.extras`, which a copy may have left out. Raises NotInstalled."""
@@ -57,9 +62,7 @@ def extras() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("qnmixer.extras"):
             raise
-        raise NotInstalled(
-            "this copy of qnmixer is without qnmixer.extras, which this needs: install it anew"
-        ) from None
+        raise without_extras("this") from None
 
 
 _hook = sys.excepthook
