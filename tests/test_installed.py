@@ -27,6 +27,7 @@ from .limits import within_limits
 from .pages import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+HYDRAS = ["hydra_plugins.hydra_optuna_sweeper"]
 NAMES = {"hydra": "hydra-core", "yaml": "PyYAML", "gdcm": "python-gdcm", "PIL": "Pillow"}
 """Packages whose distributions have another name."""
 
@@ -34,16 +35,6 @@ NAMES = {"hydra": "hydra-core", "yaml": "PyYAML", "gdcm": "python-gdcm", "PIL": 
 def python(folder: Path, hidden: Collection[str], *words: str) -> subprocess.CompletedProcess[str]:
     variables = environment(PYTHONPATH=path_hiding(folder, hidden))
     return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, env=variables)
-
-
-def line(folder: Path, extra: str, *words: str) -> str:
-    """The one line of a command without an extra. It leaves nothing behind."""
-    done = python(folder, PACKAGES[extra], "-m", *words)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert [path.name for path in folder.iterdir()] == ["sitecustomize.py"]
-    (error,) = done.stderr.splitlines()
-    assert error.endswith(f'which is not installed: pip install "qnmixer[{extra}]"')
-    return error
 
 
 def test_the_base_is_small_and_every_extra_brings_its_packages() -> None:
@@ -86,11 +77,16 @@ def test_physics_models_and_trained_networks_need_the_base_only(tmp_path: Path) 
         ("tensorboard", ["qnmixer.train", "logger=[csv,tensorboard]"]),
         ("mlflow", ["qnmixer.train", "logger=mlflow"]),
         ("hub", ["qnmixer.evaluate", "run=hf://mine/own"]),
+        ("search", ["qnmixer.train", "-m", "hydra/sweeper=search", "seed=1,2"]),
     ],
     ids=str,
 )
 def test_without_an_extra_a_command_is_one_line(tmp_path: Path, extra: str, words: list[str]) -> None:
-    line(tmp_path, extra, *words)
+    done = python(tmp_path, PACKAGES.get(extra, HYDRAS), "-m", *words)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["sitecustomize.py"]
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(f'which is not installed: pip install "qnmixer[{extra}]"')
 
 
 @pytest.mark.long
