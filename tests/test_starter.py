@@ -80,6 +80,7 @@ def test_the_map_of_rooms_is_that_of_the_import_contracts(pyproject: dict[str, A
 
     front, engine = text.split("**The engine**")
     below = {
+        "__main__",
         "engine",
         "extras",
         "needs_train",
