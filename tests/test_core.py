@@ -16,10 +16,12 @@ CORE = ["test_build.py", "test_build_own.py", "models", "physics/test_geometry.p
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("core")
-    for name in ("src", "conf", "tests"):
+    for name in ("src", "conf", "tests", "docs", "notebooks", ".ci", ".github"):
         ignored = shutil.ignore_patterns("extras", "__pycache__", "*.egg-info", "local", ".*cache")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored, symlinks=True)
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder)
     assert not (folder / "src" / "qnmixer" / "extras").exists()
     return folder
 
