@@ -125,7 +125,7 @@ def test_a_class_of_ones_own_brings_sinograms(tmp_path: Path) -> None:
     data = custom()
     (batch,) = data.test_dataloader()
     config = parse(compose("train", [*TINY, "trainer.accelerator=cpu", "logger=csv"]))
-    assert title_of(config.noise, config.geometry.n_views, data, "test").endswith("8 views, measured")
+    assert title_of(config, config.geometry.n_views, data, "test").endswith("8 views, measured")
     trainer, text = build_trainer(config, tmp_path, [], []), io.StringIO()
     print_start(config, build_module(config), data, trainer, Console(file=text))
     assert "8 views × 24 detector bins, measured\n" in text.getvalue()
