@@ -7,8 +7,11 @@ ARGS ?=
 into_page = $(BIN)/python -c "import re, pathlib as p; r = p.Path('$(1)'); t = p.Path('$(3)').read_text(); \
 	r.write_text(re.sub(r'(<!-- $(2) -->\n).*?(<!-- end of $(2))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
+CARD := src/qnmixer/weights/qn_mixer_256_64views.md
+
 .DEFAULT_GOAL := help
-.PHONY: help install lock train compare test test-all test-gpu lint site notebooks dist release bench readme real task robustness results levers clean
+.PHONY: help install lock train compare test test-all test-gpu lint site notebooks dist release bench readme real picture symmetric \
+	task robustness second-order results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
@@ -94,27 +97,53 @@ readme: install ## run the demo and put its table and picture into README.md
 	cp runs/readme/evaluation/picture.png notebooks/demo.png
 	$(call into_page,README.md,table,runs/readme/evaluation/table.md)
 
-# The README shows TotalSegmentator's test case (Apache-2.0): CT is a folder with its 20 DICOM files.
-real: install ## compare run=pretrained with total variation on the slices in CT=/path/to/dicom, for README.md
+# CT has a folder of slices for each patient: DICOM, or .npy with DATA=numpy. SPLIT says who is for validation and who for the test:
+# "data.split=explicit data.val_patients=[…] data.test_patients=[…]". Without it all patients are tested.
+DATA ?= dicom
+OF_PATIENTS = data=$(DATA) data.root=$(CT) $(SPLIT) data.simulation_factor=2 noise=field
+real: install ## compare run=pretrained with total variation over the patients in CT=/path/to/patients, for README.md
 	rm -rf runs/real
+	$(BIN)/python -m qnmixer.evaluate run=pretrained $(OF_PATIENTS) evaluation.tv_weight=9e-5 symmetries=8 \
+		hydra.run.dir=runs/real $(ARGS)
+	$(BIN)/python -m qnmixer.extras.comparison.patients runs/real > runs/real/patients.md
+	$(call into_page,README.md,real,runs/real/patients.md)
+
+# The README shows TotalSegmentator's test case (Apache-2.0): CT is a folder with its 20 DICOM files.
+picture: install ## reconstruct the one patient in CT=/path/to/dicom, for the picture of README.md and the card
+	rm -rf runs/picture
 	$(BIN)/python -m qnmixer.evaluate run=pretrained data=dicom data.root=$(CT) data.simulation_factor=2 noise=field \
-		evaluation.tv_weight=9e-5 evaluation.n_pictures=1 hydra.run.dir=runs/real
-	cp runs/real/picture.png notebooks/real_ct.png
-	$(call into_page,README.md,real,runs/real/table.md)
+		evaluation.tv_weight=9e-5 evaluation.n_pictures=1 hydra.run.dir=runs/picture
+	cp runs/picture/picture.png notebooks/real_ct.png
+	$(call into_page,$(CARD),one_patient,runs/picture/table.md)
+
+# The factors of the spread are chosen on the validation patients and tested on the test patients.
+symmetric: install ## the mean over turns and flips of run=pretrained and its spread, for its card: CT, DATA, SPLIT as in make real
+	rm -rf runs/symmetric_mean runs/uncertainty
+	$(BIN)/python -m qnmixer.evaluate run=pretrained $(OF_PATIENTS) split=val symmetries=8 evaluation.first_order=true \
+		hydra.run.dir=runs/symmetric_mean
+	$(BIN)/python -m qnmixer.evaluate run=pretrained $(OF_PATIENTS) evaluation=uncertainty symmetries=8 hydra.run.dir=runs/uncertainty
+	$(call into_page,$(CARD),symmetric,runs/symmetric_mean/table.md)
+	$(call into_page,$(CARD),uncertainty,runs/uncertainty/table.md)
 
 # On phantoms. A quarter of an hour of one CPU core. CARD shows the table and the picture.
-CARD := src/qnmixer/weights/qn_mixer_256_64views.md
 task: install ## what can be found in the images of run=pretrained, for its card
 	rm -rf runs/task
 	$(BIN)/python -m qnmixer.evaluate run=pretrained evaluation=task accelerator=cpu hydra.run.dir=runs/task
 	cp runs/task/picture.png notebooks/results/task.png
 	$(call into_page,$(CARD),task,runs/task/table.md)
 
-robustness: install ## how far run=pretrained can be trusted on other scans, for its card: minutes of two CPU cores
+N_SLICES ?= 5
+robustness: install ## how far run=pretrained can be trusted, for its card: CT, DATA, SPLIT as in make real; 20 minutes of a CPU core
 	rm -rf runs/robustness
-	$(BIN)/python -m qnmixer.robustness run=pretrained data=phantoms n_slices=4 accelerator=cpu logger=csv hydra.run.dir=runs/robustness
+	$(BIN)/python -m qnmixer.robustness run=pretrained $(OF_PATIENTS) noises=[none,physical] n_slices=$(N_SLICES) accelerator=cpu \
+		logger=csv hydra.run.dir=runs/robustness $(ARGS)
 	cp runs/robustness/robustness.png notebooks/results/robustness.png
 	$(call into_page,$(CARD),robustness,runs/robustness/table.md)
+
+# SWEEPS: those of experiment=data_term, after qnmixer.compare sweep=DIR for each
+second-order: install ## the table of experiment=data_term: make second-order SWEEPS="runs/data_term runs/data_term_4"
+	$(BIN)/python notebooks/studies/second_order.py $(SWEEPS) > runs/data_term.md
+	cp runs/data_term.md notebooks/results/data_term.md
 
 results: install ## copy the tables of make compare, bench and test-gpu into notebooks/results
 	mkdir -p notebooks/results

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 
-MODULES = ("qnmixer", "qnmixer.models", "qnmixer.physics", "qnmixer.lightning", "qnmixer.steps")
+MODULES = ("qnmixer", "qnmixer.models", "qnmixer.physics", "qnmixer.data", "qnmixer.lightning", "qnmixer.steps")
 
 
 def arguments(value: object) -> str:

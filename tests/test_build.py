@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from qnmixer.engine.build import build_loss, build_optimizer, learning_rate_factor
 from qnmixer.engine.config.run import Config, section
 from qnmixer.engine.config.targets import ScheduleConfig
+from qnmixer.engine.parts import build_loss, build_optimizer, learning_rate_factor
 from qnmixer.module import ReconstructionModule
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.build import build_module, build_optimizer, learning_rate_factor
+from qnmixer.engine.build import build_module
 from qnmixer.engine.config.run import Config
+from qnmixer.engine.parts import build_optimizer, learning_rate_factor
 from qnmixer.engine.reconstructor import build_noise
 from qnmixer.errors import PluginError
 from qnmixer.module import ReconstructionModule

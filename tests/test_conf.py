@@ -19,7 +19,7 @@ OPTIONS = [
     (group, path.stem)
     for group in TRAINING_GROUPS
     for path in sorted((CONF / group).glob("*.yaml"))
-    if path.stem != "as_trained" and not path.stem.startswith("_") and (group, path.stem) != ("evaluation", "task")
+    if not path.stem.startswith("_") and path.stem not in ("as_trained", "task", "uncertainty")
 ]
 NEEDS = {
     ("strategy", "pipeline"): ["trainer.devices=2"],

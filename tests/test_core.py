@@ -58,7 +58,8 @@ def test_the_run_is_resumed_and_evaluated(core: Path) -> None:
     "words",
     [
         "compare sweep=sweep", "robustness run=pretrained", "calibrate input=a output=b", "export run=a output=b",
-        "evaluate run=pretrained evaluation=task", "train data=lodopab data.root=.",
+        "evaluate run=pretrained evaluation=task", "evaluate run=pretrained evaluation=uncertainty symmetries=8",
+        "train data=lodopab data.root=.",
     ],
 )  # fmt: skip
 def test_what_needs_extras_is_one_line(core: Path, words: str) -> None:

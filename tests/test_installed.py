@@ -14,8 +14,8 @@ import torch
 import qnmixer
 from qnmixer.engine.checkpoints import encode, load_run
 from qnmixer.engine.config.files import options
-from qnmixer.engine.reconstructor import Reconstructor
-from qnmixer.errors import CheckpointError
+from qnmixer.engine.reconstructor import Reconstructor, on_scan
+from qnmixer.errors import CheckpointError, ConfigError, GeometryError
 from qnmixer.installed import PACKAGES
 from qnmixer.pretrained import load_network
 from qnmixer.steps import config_of
@@ -53,6 +53,7 @@ A = FanBeamProjector(FanBeamGeometry.paper(n_views=8, image_size=16))
 LEARN(A, n_iterations=1)(FieldNoise()(A(x), [(1, 2, 3)])).sum().backward()
 network = qnmixer.load_pretrained()
 print(type(network).__name__, network.projector.geometry.n_views)
+print(qnmixer.load_pretrained(n_views=48).projector.geometry.n_views)
 """
 
 
@@ -61,7 +62,9 @@ def test_physics_models_and_trained_networks_need_the_base_only(tmp_path: Path) 
     hidden = {package for packages in PACKAGES.values() for package in packages}
     done = python(tmp_path, hidden, "-c", BASE)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "QNMixer 64\n"
+    name, line, n_views = done.stdout.splitlines()
+    assert (name, n_views) == ("QNMixer 64", "48")
+    assert line.startswith("the network was trained with geometry.n_views=64, not 48: its step sizes follow the scan, ")
 
 
 @pytest.mark.slow
@@ -153,3 +156,51 @@ def test_a_file_that_somebody_made_is_refused_in_a_line(tmp_path: Path, section:
         qnmixer.load_pretrained(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"n_views": 8}, {"n_views": 6}, {"fbp_filter": "hann"}, {"angle_span": 3.5, "first_angle": None}],
+    ids=str,
+)
+def test_another_scan_is_the_same_with_the_base_and_with_all(
+    tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = Reconstructor(config_of("model=qn_mixer", "model.channels=4", "model.n_iterations=2", *SCAN))
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(encode(trained.config, trained.state_dict()))
+    network = load_network(path, **changes)
+    line = capsys.readouterr().out
+    whole = on_scan(trained, trained.config.changed(geometry=trained.config.geometry.changed(**changes))).network
+    assert capsys.readouterr().out == line
+    assert bool(line) == (changes not in ({}, {"n_views": 8}))
+    assert network is not None
+    assert network.projector.geometry == whole.projector.geometry
+    y = torch.rand(1, 1, whole.projector.geometry.n_views, 24)
+    with torch.no_grad():
+        assert torch.equal(network(y), whole(y))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"views": 6}, ConfigError, "geometry has no key views: did you mean n_views"),
+        ({"n_views": 6.5}, ConfigError, "geometry.n_views=6.5 must be a whole number"),
+        ({"n_views": True}, ConfigError, "geometry.n_views=True must be a whole number"),
+        ({"beam": 3}, ConfigError, "geometry.beam=3 must be text"),
+        ({"beam": "cone"}, GeometryError, "beam='cone'"),
+        ({"fbp_filter": "best"}, ConfigError, "best"),
+        ({"n_views": 10**9}, GeometryError, "n_views"),
+        ({"field_of_view": float("nan")}, GeometryError, "pixel_size"),
+        ({"source_to_axis": 1.0}, GeometryError, "source_to_axis"),
+    ],
+)  # fmt: skip
+def test_a_scan_that_is_none_is_one_line(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    trained = Reconstructor(config_of("model=qn_mixer", "model.channels=4", "model.n_iterations=2", *SCAN))
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(encode(trained.config, trained.state_dict()))
+    with pytest.raises(error, match=re.escape(words)) as refused:
+        load_network(path, **changes)
+    assert "\n" not in str(refused.value)

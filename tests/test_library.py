@@ -27,6 +27,20 @@ def test_the_shipped_network_comes_with_its_scan() -> None:
     assert geometry.image_size * geometry.pixel_size == pytest.approx(400)
 
 
+def test_the_shipped_network_on_another_scan(capsys: pytest.CaptureFixture[str]) -> None:
+    """With λ_t as trained it diverges here, to −100 dB."""
+    x = torch.from_numpy(qnmixer.phantom(256, seed=0, part="test", index=0))[None, None].clamp(-1000, 2000)
+    x = (x + 1000) / 3000
+    network = qnmixer.load_pretrained(n_views=48)
+    assert "geometry.n_views=64, not 48: its step sizes follow" in capsys.readouterr().out
+    y = network.projector(x)
+    with torch.no_grad():
+        errors = [(image - x).square().mean() for image in (network(y), network.projector.fbp(y))]
+    assert 10 * torch.log10(errors[1] / errors[0]) > 10
+    with pytest.raises(ConfigError, match="views"):
+        qnmixer.load_pretrained(views=48)
+
+
 def test_an_empty_batch_is_refused_in_one_line(tiny_config: Callable[..., Config]) -> None:
     network = Reconstructor(tiny_config()).network
     for call, size in ((network, (8, 24)), (network.projector.fbp, (8, 24)), (network.projector, (16, 16))):

@@ -14,7 +14,7 @@ from lightning.pytorch.tuner import Tuner
 import qnmixer.lightning
 from qnmixer.engine.processes import process
 from qnmixer.errors import CheckpointError
-from qnmixer.lightning import Checkpointing, MeanWeights, Measurement, MemoryMonitor, ReconstructionModule, slices
+from qnmixer.lightning import EMA, Checkpointing, Measurement, MemoryMonitor, ReconstructionModule, slices
 from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
 from qnmixer.train import train
@@ -88,7 +88,7 @@ def test_a_script_resumes_bit_for_bit_and_its_checkpoint_loads(tmp_path: Path) -
 
 def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
     module = ReconstructionModule(network())
-    callbacks = [Checkpointing(tmp_path / "run"), MeanWeights(), MemoryMonitor()]
+    callbacks = [Checkpointing(tmp_path / "run"), EMA(), MemoryMonitor()]
     trainer = L.Trainer(fast_dev_run=True, callbacks=callbacks, **QUIET)
     trainer.fit(module, datamodule=data())
     assert trainer.global_step == 1
@@ -145,8 +145,8 @@ def test_every_public_name_exists() -> None:
 
 OF_TWO = {
     "one": ('"auto"', 1),
-    "ddp": ("CopiesStrategy()", 2),
-    "fsdp": ("ShardedStrategy(2)", 2),
+    "ddp": ("DDPStrategy()", 2),
+    "fsdp": ("FSDPStrategy(2)", 2),
     "pipeline": ("PipelineStrategy(2, batch_size=2)", 2),
 }
 ON_TWO = """

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.engine.build import build_loss
 from qnmixer.engine.config.run import section
 from qnmixer.engine.metrics import psnr, ssim
+from qnmixer.engine.parts import build_loss
 
 
 def images(n: int = 3, size: int = 24) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.engine.build import build_module, build_optimizer
+from qnmixer.engine.build import build_module
 from qnmixer.engine.config.run import Config
+from qnmixer.engine.parts import build_optimizer
 from qnmixer.muon import Muon, orthogonalized
 
 MODELS = ["qn_mixer", "learn", "learned_primal_dual", "learn_pp", "itnet model.channels=8"]

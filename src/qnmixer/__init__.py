@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 __all__ = ["load_pretrained", "phantom"]
 
 
-def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ()) -> "UnrolledNetwork[Any]":
+def load_pretrained(
+    run: str | Path = "pretrained", trust: Collection[str] = (), **geometry: Any
+) -> "UnrolledNetwork[Any]":
     """Load a trained network as a plain `torch.nn.Module`, on the CPU and in eval mode.
 
     `network.projector` is A of the scan that the network was trained for. `network.projector.geometry` is that scan.
+    For another one name what differs, as `load_pretrained(n_views=48)`: the step sizes of the network follow, and a
+    line says so.
 
         sinogram = network.projector(image)  # [B, 1, V, D] from [B, 1, H, W]: line integrals, value × mm
         image = network(sinogram)            # [B, 1, H, W] from [B, 1, V, D]
@@ -30,9 +34,12 @@ def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ())
         run: a run folder of `qnmixer.train`, a checkpoint, a .safetensors file, or hf://OWNER/NAME for weights on
             Hugging Face's hub. Default: the shipped weights.
         trust: modules outside qnmixer whose classes the file may name.
+        geometry: keys of the scan that differ from the training, as in conf/geometry: mm and radians.
 
     Raises:
         CheckpointError: there are no weights, or the file cannot be read.
+        ConfigError: there is no such key of a scan, or no such value.
+        GeometryError: the scan is impossible.
         NotInstalled: hf:// needs `qnmixer[hub]`; a network of one's own, or total variation, needs `qnmixer[train]`.
         PluginError: the file names a class of a module that is not in `trust`.
     """
@@ -40,11 +47,14 @@ def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ())
     from qnmixer.weights import find_checkpoint
 
     path = find_checkpoint(run)
-    if (network := load_network(path)) is None:
+    if (network := load_network(path, **geometry)) is None:
         require("train", f"the network of {path}")
         from qnmixer.engine.checkpoints import load_run
+        from qnmixer.engine.reconstructor import on_scan
 
-        network = load_run(path, trust=trust).network
+        trained = load_run(path, trust=trust)
+        scan = trained.config.geometry.changed(**geometry)
+        network = on_scan(trained, trained.config.changed(geometry=scan)).network
     return network.eval()
 
 

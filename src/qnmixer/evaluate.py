@@ -21,9 +21,12 @@ from qnmixer.weights import check_weights
 
 if TYPE_CHECKING:
     from qnmixer.extras.task.config import EvaluateTaskConfig
+    from qnmixer.extras.uncertainty.config import EvaluateUncertaintyConfig
+
+    AnyConfig = EvaluateConfig | EvaluateTaskConfig | EvaluateUncertaintyConfig
 
 
-def evaluate(config: "EvaluateConfig | EvaluateTaskConfig") -> None:
+def evaluate(config: "AnyConfig") -> None:
     """Print the table of one evaluation, and write table, picture and scores per image into a folder."""
     say(visible(f"evaluating {config.run} (loading PyTorch …)"))
     with tracking.new_folder() as (folder, overrides):
@@ -31,24 +34,39 @@ def evaluate(config: "EvaluateConfig | EvaluateTaskConfig") -> None:
             from qnmixer.engine.evaluation.command import evaluate_run
 
             evaluate_run(config, folder, overrides)
-        else:
+            return
+
+        from qnmixer.extras.task.config import EvaluateTaskConfig
+
+        if isinstance(config, EvaluateTaskConfig):
             from qnmixer.extras.task.command import evaluate_task
 
             evaluate_task(config, folder, overrides)
+        else:
+            from qnmixer.extras.uncertainty.command import evaluate_uncertainty
+
+            evaluate_uncertainty(config, folder, overrides)
 
 
-def check(cfg: DictConfig) -> "EvaluateConfig | EvaluateTaskConfig":
+def check(cfg: DictConfig) -> "AnyConfig":
     """Parse and check the config. Raises UserError also if the run or the slices do not exist."""
-    config = _parsed_task(cfg) if "photons" in cfg.evaluation else EvaluateConfig.parse(cfg)
+    config = _parsed(cfg)
     check_weights("run", config.run)
     check_slices(config.data)
     return config
 
 
-def _parsed_task(cfg: DictConfig) -> "EvaluateTaskConfig":
-    with extras():
-        from qnmixer.extras.task.config import EvaluateTaskConfig
-    return EvaluateTaskConfig.parse(cfg)
+def _parsed(cfg: DictConfig) -> "AnyConfig":
+    """The config by the class that has the keys of its evaluation."""
+    if "photons" in cfg.evaluation:
+        with extras():
+            from qnmixer.extras.task.config import EvaluateTaskConfig
+        return EvaluateTaskConfig.parse(cfg)
+    if "levels" in cfg.evaluation:
+        with extras():
+            from qnmixer.extras.uncertainty.config import EvaluateUncertaintyConfig
+        return EvaluateUncertaintyConfig.parse(cfg)
+    return EvaluateConfig.parse(cfg)
 
 
 into_new_folder = partial(tracking.into_new_folder, "evaluate")

@@ -13,33 +13,39 @@ from qnmixer.engine.config.run import section
 from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.metrics import psnr, ssim
+from qnmixer.engine.metrics import psnr, rmse, ssim, ssim_percent
 from qnmixer.engine.parallel.pipeline import PipelineStrategy
-from qnmixer.engine.parallel.strategies import CopiesStrategy, ShardedStrategy
+from qnmixer.engine.parallel.strategies import DDPStrategy, FSDPStrategy
 from qnmixer.engine.reconstructor import Measurement
 from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.training.callbacks import MeanWeights, MemoryMonitor
+from qnmixer.engine.tracking.loggers import MetricsFile, WandbRun
+from qnmixer.engine.training.callbacks import EMA, IteratePictures, MemoryMonitor
 from qnmixer.engine.training.checkpointing import Checkpointing
 from qnmixer.models import UnrolledNetwork
 from qnmixer.module import ReconstructionModule
 from qnmixer.physics import FanBeamGeometry
 
 __all__ = [
+    "EMA",
     "Batch",
     "Checkpointing",
-    "CopiesStrategy",
-    "MeanWeights",
+    "DDPStrategy",
+    "FSDPStrategy",
+    "IteratePictures",
     "Measurement",
     "MemoryMonitor",
+    "MetricsFile",
     "PipelineStrategy",
     "ReconstructionModule",
     "RunModule",
-    "ShardedStrategy",
     "SliceDataModule",
+    "WandbRun",
     "memory_mode",
     "psnr",
+    "rmse",
     "slices",
     "ssim",
+    "ssim_percent",
     "to_hu",
 ]
 

@@ -20,13 +20,14 @@ import qnmixer.needs_train  # noqa: F401
 
 from qnmixer.engine.cli.errors import explain
 from qnmixer.errors import ConfigError
+from qnmixer.torch_builds import TORCH, installed_build, is_on_pypi, pinned
 
 PACKAGE = Path(__file__).parent
 TEMPLATE = PACKAGE / "template"
 TOP = (".github", ".gitignore", "Makefile", "README.md", "conf", "notebooks", "pyproject.toml", "src", "tests")
 """What a project has at its top. Linters leave caches beside it."""
-NAME, DISTRIBUTION, LIBRARY = "my_ct", "my-ct", "QNMIXER"
-"""What stands in the template for the project's name, for its name as a distribution, and for this library."""
+NAME, DISTRIBUTION = "my_ct", "my-ct"
+"""What stands in the template for the project's name, and for its name as a distribution."""
 INSTALLED = "qnmixer[train,dicom]"
 """This library with the extras that a project needs."""
 
@@ -34,14 +35,29 @@ INSTALLED = "qnmixer[train,dicom]"
 def files(name: str) -> Iterator[tuple[Path, str]]:
     """The files of a project: the path of each in its folder, and its text."""
     paths = [TEMPLATE / top for top in TOP] + [path for top in TOP for path in (TEMPLATE / top).rglob("*")]
+    words = {"QNMIXER": dependency(), "TORCH_HERE": torch_here(), "CLONE_HERE": clone(), NAME: name}
+    words[DISTRIBUTION] = name.replace("_", "-").lower()
     for path in sorted(path for path in paths if path.is_file()):
         if path.suffix != ".pyc":  # pip compiles the template on install
             place = Path(*(name if part == NAME else part for part in path.relative_to(TEMPLATE).parts))
-            text = path.read_text(encoding="utf-8").replace(LIBRARY, dependency()).replace(NAME, name)
-            yield (
-                place.with_name(place.name.replace(NAME, name)),
-                text.replace(DISTRIBUTION, name.replace("_", "-").lower()),
-            )
+            text = path.read_text(encoding="utf-8")
+            for word, value in words.items():
+                text = text.replace(word, value)
+            yield place.with_name(place.name.replace(NAME, name)), text
+
+
+def clone() -> str:
+    """The address of the clone that this file is in; "" if it is none, whoever put it on the path."""
+    source = PACKAGE.parents[1]
+    return source.as_uri() if PACKAGE.parent.name == "src" and (source / "pyproject.toml").is_file() else ""
+
+
+def torch_here() -> str:
+    """The installed build of torch, as pip takes it; "" for one that pip would not find."""
+    build = installed_build()
+    if build is None:
+        return ""
+    return f"torch=={TORCH}" if is_on_pypi(build) else " ".join(pinned(build))
 
 
 def dependency() -> str:
@@ -49,9 +65,8 @@ def dependency() -> str:
 
     Raises ConfigError for a copy that pip does not know.
     """
-    source = PACKAGE.parents[1]
-    if PACKAGE.parent.name == "src" and (source / "pyproject.toml").is_file():  # a clone, whoever put it on the path
-        return f"{INSTALLED} @ {source.as_uri()}"
+    if address := clone():
+        return f"{INSTALLED} @ {address}"
     for distribution in distributions(name="qnmixer"):
         if Path(str(distribution.locate_file("qnmixer"))).resolve() == PACKAGE.resolve():
             origin = distribution.read_text("direct_url.json")

@@ -14,8 +14,10 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,12 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from qnmixer.errors import CheckpointError, GeometryError, first_line
+from qnmixer.errors import CheckpointError, ConfigError, GeometryError, first_line, say
 from qnmixer.files import digest
+from qnmixer.models.data_term import follow_scan
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.physics.fbp import FBP_WINDOWS
 from qnmixer.weights import CHECKPOINT_KEY, SUFFIX
 
 _NETWORK = "network."
@@ -38,15 +42,17 @@ _TARGET = "_target_"
 _MODELS = "qnmixer.models"
 _LARGEST = 8192
 """Pixels of a side, views and bins of a scan, as in `qnmixer.engine.config`."""
+_WORDS, _COUNTS = ("name", "beam", "fbp_filter"), ("n_views", "n_detectors")
 _MOST_VALUES, _DEEPEST = 1_000_000, 32
 """Limits of a checkpoint. Measured: 16 values for each tensor of weights, 7 levels deep."""
 
 
-def load_network(path: Path) -> UnrolledNetwork[Any] | None:
+def load_network(path: Path, **changes: Any) -> UnrolledNetwork[Any] | None:
     """The network of a checkpoint or weights file, on the CPU, if it is one of `qnmixer.models` with plain arguments.
 
-    None for another one, such as a class of the user's: `qnmixer.engine.checkpoints.load_run` builds it. Raises
-    CheckpointError for a file that cannot be read, or whose weights do not fit.
+    None for another one, such as a class of the user's: `qnmixer.engine.checkpoints.load_run` builds it. `changes`: of
+    its scan. Then its step sizes follow, and a line says so. Raises CheckpointError for a file that cannot be read, or
+    whose weights do not fit, ConfigError for a change that is none, and GeometryError for an impossible scan.
     """
     config, state = read(path)
     try:
@@ -56,13 +62,58 @@ def load_network(path: Path) -> UnrolledNetwork[Any] | None:
         geometry = scan_of(config["geometry"], config["data"]["image_size"])
         with in_float32():
             require_fit(build, geometry, state, path)
-            network = build(FanBeamProjector(geometry, fbp_filter=config["geometry"]["fbp_filter"]))
+            trained = FanBeamProjector(geometry, fbp_filter=config["geometry"]["fbp_filter"])
+            network = build(trained)
     except CheckpointError:
         raise
     except Exception as error:  # a section may contain anything
         raise of_another_version(path, error) from error
     load_state(network, state, path)
+    if changes:
+        network = _on_scan(network, build, config, changes)
     return network
+
+
+def _on_scan(
+    network: UnrolledNetwork[Any],
+    build: Callable[[FanBeamProjector], UnrolledNetwork[Any]],
+    config: Mapping[str, Any],
+    changes: Mapping[str, Any],
+) -> UnrolledNetwork[Any]:
+    """A network on its scan with changes: the same one if nothing differs."""
+    section = changed_scan(config["geometry"], changes)
+    geometry, trained = scan_of(section, config["data"]["image_size"]), network.projector
+    if geometry == trained.geometry and section["fbp_filter"] == config["geometry"]["fbp_filter"]:
+        return network
+    with in_float32():
+        moved = build(FanBeamProjector(geometry, fbp_filter=section["fbp_filter"]))
+    moved.load_state_dict(network.state_dict())
+    say(line_of_scan(config["geometry"], section, follow_scan(moved, trained)))
+    return moved
+
+
+def changed_scan(section: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A section `geometry` with changes. Raises ConfigError for an unknown key, and for a value of another type."""
+    changed = {"beam": "fan_flat", "detector_offset": 0.0} | dict(section)  # what a file may leave out
+    for key, value in changes.items():
+        if key not in changed:
+            near = get_close_matches(key, changed, 1)
+            raise ConfigError(f"geometry has no key {key}" + (f": did you mean {near[0]}?" if near else ""))
+        kind: Any = str if key in _WORDS else Integral if key in _COUNTS else Real
+        if (not isinstance(value, kind) or isinstance(value, bool)) and not (key == "first_angle" and value is None):
+            what = {str: "text", Integral: "a whole number", Real: "a number"}[kind]
+            raise ConfigError(f"geometry.{key}={value} must be {what}")
+        changed[key] = value if value is None or kind is str else int(value) if kind is Integral else float(value)
+    if (name := changed["fbp_filter"]) not in FBP_WINDOWS:
+        raise ConfigError(f"geometry.fbp_filter={name} is not known: choose {', '.join(FBP_WINDOWS)}")
+    return changed
+
+
+def line_of_scan(before: Mapping[str, Any], now: Mapping[str, Any], factor: float) -> str:
+    """What differs from the scan of the training, and by what the step sizes are multiplied."""
+    differing = [f"{key}={value}, not {now[key]}" for key, value in before.items() if now[key] != value]
+    follows = "" if factor == 1 else f": its step sizes follow the scan, × {factor:.4g}"
+    return f"the network was trained with geometry.{', '.join(differing)}{follows}"
 
 
 def _builder(section: Mapping[str, Any]) -> Callable[[FanBeamProjector], UnrolledNetwork[Any]] | None:

@@ -8,7 +8,7 @@ A program that has no run takes the parts alone: `config_of`, then `build_module
 
 import qnmixer.needs_train  # noqa: F401
 
-from qnmixer.engine.build import build_module, build_optimizer, learning_rate_factor
+from qnmixer.engine.build import build_module
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.override import override
 from qnmixer.engine.config.run import Config, parse
@@ -16,6 +16,7 @@ from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.engine.evaluation.scores import by_patient
 from qnmixer.engine.evaluation.statistics import difference, spread
 from qnmixer.engine.memory.plan import Planner
+from qnmixer.engine.parts import build_optimizer, learning_rate_factor
 from qnmixer.engine.reconstructor import build_network
 from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.tracking.run import Run
@@ -27,7 +28,7 @@ from qnmixer.engine.training.steps import (
     prepared_module,
     resume_checkpoint,
     session,
-    train,
+    training,
     validate_last_steps,
 )
 from qnmixer.engine.training.terminal import print_end
@@ -55,7 +56,7 @@ __all__ = [
     "resume_checkpoint",
     "session",
     "spread",
-    "train",
+    "training",
     "validate_last_steps",
 ]
 

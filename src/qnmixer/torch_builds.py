@@ -114,11 +114,17 @@ def fix(gpus: Sequence[GPU]) -> str:
         build = choose(gpus)
     except NoBuildError as error:
         return str(error)
-    return f"make install TORCH={build}, or pip install {' '.join(_pinned(build))}"
+    return f"make install TORCH={build}, or pip install {' '.join(pinned(build))}"
 
 
-def _pinned(build: str) -> list[str]:
+def pinned(build: str) -> list[str]:
+    """The arguments of pip that install this build, also in place of another."""
     return [f"torch=={TORCH}+{build}", "--index-url", f"{os.environ.get('TORCH_INDEX') or INDEX}/{build}"]
+
+
+def is_on_pypi(build: str) -> bool:
+    """Whether pip finds this build without another index."""
+    return build == ON_PYPI or sys.platform == "darwin"
 
 
 def installed_build() -> str | None:
@@ -166,14 +172,14 @@ def install(build: str, lock: Path) -> None:
     if installed_build() not in (None, build):  # the two builds would overwrite each other's CUDA libraries
         names = {distribution.metadata["Name"].lower() for distribution in distributions()}
         _pip("uninstall", "--yes", *sorted(name for name in names if re.fullmatch(_OF_TORCH, name)))
-    on_pypi = build == ON_PYPI or sys.platform == "darwin"
+    on_pypi = is_on_pypi(build)
     text, locked = lock.read_text(encoding="utf-8"), Path(sys.prefix) / "requirements.txt"
     if not on_pypi:
         text = re.sub(rf"^{_OF_TORCH}==.*\n( .*\n)*", "", text, flags=re.MULTILINE)
     locked.write_text(text, encoding="utf-8")
     _pip("install", "--require-hashes", "--no-deps", "-r", str(locked))
     if not on_pypi:
-        _pip("install", *_pinned(build))
+        _pip("install", *pinned(build))
     _pip("install", "--no-deps", "--no-build-isolation", "-e", ".")
 
 

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from qnmixer.engine.cli import command
 from qnmixer.engine.cli.errors import explain
-from qnmixer.engine.cli.project import with_options_of
+from qnmixer.engine.cli.project import in_project
 from qnmixer.engine.config.compose import search_path_in
 from qnmixer.engine.config.data import check_data
 from qnmixer.engine.config.run import Config, parse
@@ -54,7 +54,8 @@ def train(*overrides: str) -> Trained:
         network = qnmixer.load_pretrained(trained.folder)
 
     Args:
-        overrides: as on the command line; also `--config-dir=FOLDER`. Sweeps (-m) work on the command line only.
+        overrides: as on the command line, in the folder of a project too; also `--config-dir=FOLDER`. Sweeps (-m) work
+            on the command line only.
 
     Raises:
         UserError: as the command does. Its message says what to change.
@@ -64,7 +65,7 @@ def train(*overrides: str) -> Trained:
         raise ConfigError(f"{flags[0]} is no override (KEY=VALUE): for a sweep, use python -m qnmixer.train -m")
     try:
         with private_files():
-            words = command.completed([*overrides], Config, resume_overrides)
+            words = command.completed(in_project(overrides, "train"), Config, resume_overrides)
             trained: Trained = command.run_once(run, check, "train", words)
     except HydraException as error:  # an unknown key
         raise ConfigError(explain(error, "train", [*overrides])) from error
@@ -132,12 +133,13 @@ def check(cfg: DictConfig) -> Config:
     return config
 
 
-def main(conf: Path | None = None, experiment: str | None = None) -> None:
+def main(project: Path = Path()) -> None:
     """Run the command. It is also installed as `qnmixer-train`, so that a shell can complete its keys.
 
-    A project's own command calls it with its folder of configs, and the experiment that a command without one trains.
+    A project's own command calls it with the folder of its pyproject.toml.
     """
-    sys.argv[1:] = with_options_of(conf, experiment, sys.argv[1:])
+    if project != Path():
+        sys.argv[1:] = in_project(sys.argv[1:], "train", project)
     command.run(run, check, Config, sweep, resume_overrides, job)
 
 

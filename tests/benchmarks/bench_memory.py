@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from measuring import GIVE_BACK, MIB, Row, in_own_process, markdown, peak_mib
 
-from qnmixer.engine.build import build_module, build_optimizer
+from qnmixer.engine.build import build_module
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.override import override
 from qnmixer.engine.config.run import Config, batch_of_replica, parse
@@ -27,6 +27,7 @@ from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.memory.tracker import batch_of
 from qnmixer.engine.parallel.devices import compile_blocks
 from qnmixer.engine.parallel.pipeline import Pipeline, sum_gradients
+from qnmixer.engine.parts import build_optimizer
 from qnmixer.engine.reconstructor import AUTOCAST
 
 CONFIGS = [

@@ -105,7 +105,7 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
 def test_another_run_starts_from_it_but_none_resumes(
     module: ReconstructionModule, tiny_module: Build, tmp_path: Path
 ) -> None:
-    path, other = write(module, tmp_path / "a.safetensors"), tiny_module("noise=none")
+    path, other = write(module, tmp_path / "a.safetensors"), tiny_module("noise=none", "geometry.n_views=6")
     load_weights(other, path)
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), module.parameters(), strict=True))
     with pytest.raises(CheckpointError, match=r"without the optimizer state .* finetune="):

@@ -65,6 +65,7 @@ LINES = {
     "train --": "-- is not known",
     "train --info --cfg job": "--info --cfg job does not work (Only one of ",
     "train --cfg jb": "--cfg jb does not work (argument --cfg/-c: invalid choice: 'jb' (choose from ",
+    "plan -sc trainer.max_steps=[": "-sc does not work (while parsing a flow node)",
     "train -sc install=tcsh": "-sc does not work (No completion plugin for 'tcsh'",
 }
 

@@ -1,10 +1,12 @@
 """A command in the folder of a project takes its options and its experiment."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from qnmixer.engine.config.files import CONF
 from qnmixer.new import TEMPLATE
 
 from .conftest import Typed
@@ -53,3 +55,16 @@ def test_a_table_that_is_none(table: str, typed: Typed, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(table)
     outcome = typed("plan")
     assert outcome.code == 0 if table == "tool = 3" else "tool.qnmixer=3 should be a valid dict" in outcome.line
+
+
+def test_a_project_has_an_example_of_each_group(typed: Typed, project: Path) -> None:
+    """Of each with arguments of one's own. All are chosen at once, and each begins with what it is for."""
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()} - {"debug", "hydra", "memory"}
+    files = [*(project / "conf").rglob("*.yaml")]
+    assert {file.parent.name for file in files} == groups
+    assert all(re.match(r"(# @package .*\n)?# .{20}", file.read_text()) for file in files)
+    chosen = [f"{group}=mine" for group in sorted(groups - {"data", "experiment"})]
+    outcome = typed("train", *chosen, "trainer.devices=2", "data.batch_size=4")
+    assert outcome.stderr == ""
+    assert (outcome.config.optimizer.target, outcome.config.optimizer.lr) == ("torch.optim.NAdam", 3e-3)
+    assert outcome.config.schedule.warmup == 0

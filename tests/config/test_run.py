@@ -1,6 +1,7 @@
 """The config of a run: types, bounds, rules between keys. Wrong keys on real command lines are in tests/promises."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,18 @@ def test_values_are_typed_and_the_plain_form_is_read_back() -> None:
         assert parse(plain) == it
 
 
+def test_a_profile_is_read_from_its_file_once_and_has_the_bins_of_the_scan(tmp_path: Path) -> None:
+    (tmp_path / "profile.txt").write_text("0.5\n1\n0.5\n")
+    given = "noise=physical", f"noise.profile={tmp_path}/profile.txt"
+    config = train(*given, "geometry.n_detectors=3", "geometry.detector_pitch=100")
+    assert config.noise.profile == [0.5, 1, 0.5]
+    assert parse(config.plain()) == config
+    with pytest.raises(ConfigError, match=r"noise.profile has 3 bins, and the scan 512"):
+        train(*given)
+    with pytest.raises(ConfigError, match=r"noise.profile=none.npy cannot be read"):
+        train("noise=physical", "noise.profile=none.npy")
+
+
 BOUNDS = {
     "data=phantoms": "image_size=4 image_size=65536 batch_size=0 num_workers=-1 prefetch_factor=0 hu_max=-1000 "
     "n_train=0 n_val=0 anatomy_share=1.1 simulation_factor=0 seed=4294967296 train_slices=0",
@@ -82,7 +95,8 @@ BOUNDS = {
     "model=tv": "n_iterations=0 weight=1e-20 noise_weight=-1.0 gap=-0.1",
     "model=learned_primal_dual": "n_primal=1 n_dual=0",
     "model=regformer": "channels=20 window_size=1",
-    "noise=physical": "photons=0 water_attenuation=0 electronic_sigma=-1",
+    "noise=physical": "photons=0 water_attenuation=0 electronic_sigma=-1 crosstalk=0.3",
+    "noise=insert": "dose=0 dose=1.1",
     "noise=mixed": "physical_share=-1 field_photons=0",
     "loss=ssim_mix": "ssim_weight=1.1",
     "optimizer=adamw": "lr=0 lr=1e+39 weight_decay=-0.1 step_size_lr_factor=0",

@@ -2,14 +2,15 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qnmixer.engine.config import compose as composing
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.files import CONF
-from qnmixer.engine.config.run import parse, parse_file, without_places
-from qnmixer.engine.config.targets import CallbackConfig, LoggerConfig, MetricConfig, modes_of
+from qnmixer.engine.config.run import parse, parse_file, section, without_places
+from qnmixer.engine.config.targets import CallbackConfig, LoggerConfig, MetricConfig, OptimizerConfig, modes_of
 
 METRIC, CALLBACK = "+metrics.mine._target_=collections.Counter", "+callbacks.mine._target_=collections.Counter"
 LOGGER = ["logger._target_=collections.Counter", "+logger.key=3"]
@@ -58,3 +59,23 @@ def test_what_is_this_machines_is_under_the_command_line(tmp_path: Path, monkeyp
     config = parse(compose("train", []))
     assert (config.seed, config.plain()["logger"]["wandb"]["entity"]) == (7, "us")
     assert [*parse(compose("train", ["logger=csv"])).logger] == ["csv"]  # its settings of another logger
+
+
+@pytest.mark.parametrize(
+    ("keys", "lr", "weight_decay"),
+    [
+        ({"_target_": "torch.optim.NAdam"}, 2e-3, 0.0),
+        ({"_target_": "torch.optim.AdamW"}, 1e-3, 0.01),
+        ({"_target_": "torch.optim.AdamW", "lr": 0.5, "weight_decay": 0.25}, 0.5, 0.25),
+        ({"_target_": "qnmixer.muon.Muon"}, 1e-3, 0.0),  # its class has none
+    ],
+)
+def test_an_optimizer_of_ones_own_has_the_defaults_of_its_class_then_of_the_group(
+    keys: dict[str, Any], lr: float, weight_decay: float
+) -> None:
+    optimizer = OptimizerConfig.model_validate(keys).checked()
+    assert (optimizer.lr, optimizer.weight_decay) == (lr, weight_decay)
+    assert (
+        optimizer.step_size_lr_factor == section("optimizer", "custom", _target_="torch.optim.SGD").step_size_lr_factor
+    )
+    assert OptimizerConfig.model_validate(optimizer.plain()).checked() == optimizer  # as from a checkpoint

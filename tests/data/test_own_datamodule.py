@@ -30,13 +30,10 @@ from ..warm import FORK_RANKS, Done, Warm
 PAGE = Path(__file__).parents[2] / "docs" / "other_loops.md"
 OWN = ["datamodule._target_=my_slices.MySlices", "+datamodule.folder=pairs"]
 FEW_CONDITIONS = [
-    "photons=[1e5]",
-    "noises=[]",
-    "views=[]",
-    "field_of_view=[]",
-    "detector_offset=[]",
-    "source_distance=[]",
-]
+    "photons=[1e5]", "views=null", "crosstalk=[0.02]", "truncation=[1.5]",
+    *(f"{axis}=[]" for axis in ("noises", "arc", "patient_size", "detector_offset", "source_distance", "tube_kv",
+                                "scatter", "smooth_scatter", "motion", "metal")),
+]  # fmt: skip
 IMAGES_ONLY = """
 import torch
 from torch import distributed as dist
@@ -46,6 +43,9 @@ from my_slices import MySlices
 class Images(MySlices):
     def on_before_batch_transfer(self, batch, dataloader_idx):
         return batch if isinstance(batch, dict) else {"image": batch[0]}
+
+    def train_dataloader(self):
+        return self.pairs("train")
 
     def predict_dataloader(self):
         return DataLoader([{"image": torch.rand(1, 16, 16), "name": "/a/../b"}])
@@ -61,7 +61,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_images.py").write_text(IMAGES_ONLY)
     (folder / "pairs").mkdir()
     generator = torch.Generator().manual_seed(0)
-    for part, n in (("train", 8), ("val", 4), ("test", 3)):
+    for part, n in (("train", 7), ("val", 3), ("test", 3)):
         pairs = torch.rand(n, 1, 16, 16, generator=generator), torch.rand(n, 1, 8, 24, generator=generator)
         torch.save(pairs, folder / "pairs" / f"{part}.pt")
     return folder
@@ -124,14 +124,19 @@ def test_two_processes_share_its_slices(here: Path, warm: Warm, target: str) -> 
     words = [*TINY, *OWN, *two, f"datamodule._target_={target}", "schedule=constant", f"hydra.run.dir={run}"]
     done = train(warm, here, *words, "test_after_training=true")
     assert (done.returncode, done.stderr) == (0, "")
-    assert steps_of(here / run) == [1, 2, 3, 4]  # eight slices, one on each of two devices
+    assert steps_of(here / run) == [1, 2, 3, 4]  # seven slices, one on each of two devices
     assert float(read_metrics(here / run / "metrics.csv")[-1]["samples"]) == 8
     assert images_of(here / run / "evaluation") == ["test_0", "test_1", "test_2"]
     if target == "my_images.Images":
+        alone = ["strategy=single", "trainer.devices=null", "data.batch_size=2", "hydra.run.dir=one"]
+        done = train(warm, here, *words, *alone)
+        assert (done.returncode, done.stderr) == (0, "")
+        of_one, of_two = (read_results(here / name)["best"]["val/psnr"] for name in ("one", run))
+        assert of_two == pytest.approx(of_one, rel=1e-5)  # also with a device that has no slice in the last step
         words = [f"run={run}", "hydra.run.dir=robust", "n_slices=2", *FEW_CONDITIONS]
         done = warm.run("-m", "qnmixer.robustness", *words, cwd=here, env=environment())
         assert done.returncode == 0, done.stderr
-        assert "Slices of my_images.Images: 2." in " ".join(done.stdout.split())
+        assert "my_images.Images: 2 slices of its test_dataloader." in " ".join(done.stdout.split())
         words = [f"run={run}", "input=predict_dataloader", "output=inside", "formats=[npy]"]
         done = warm.run("-m", "qnmixer.reconstruct", *words, cwd=here, env=environment())
         assert (done.returncode, (here / "inside/a/b.npy").is_file()) == (0, True), done.stderr

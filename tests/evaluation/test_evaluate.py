@@ -12,7 +12,7 @@ from qnmixer.engine.config.run import section
 from qnmixer.engine.config.sections import EvaluationConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import Overlap
-from qnmixer.engine.evaluation.evaluate import evaluate, pictured, worst_of, write_evaluation
+from qnmixer.engine.evaluation.evaluate import evaluate, pictured, what_was_evaluated, worst_of, write_evaluation
 from qnmixer.engine.evaluation.scores import Evaluation, ImageScore
 from qnmixer.engine.metrics import psnr, ssim, to_window
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages
@@ -73,6 +73,39 @@ def test_every_slice_is_scored_once_by_each_method_on_the_same_sinogram(module: 
     assert [row.name for row in found.rows] == [f"slice {n}" for n in found.pictured]
 
 
+def test_rows_of_the_mean_over_symmetries_and_of_first_order(module: ReconstructionModule) -> None:
+    """From the images themselves: turned, reconstructed, turned back. The views are 8, at half a step."""
+    with torch.no_grad():
+        for parameter in module.network.parameters():
+            parameter += 0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    settings = EvaluationConfig(window=WINDOW, n_pictures=1, first_order=True)
+    found = evaluate(module, slices_of(1), "test", settings, torch.device("cpu"), 8)
+    assert found.methods == ["FBP", "QN-Mixer, H = I", "QN-Mixer", "QN-Mixer, symmetric"]
+    assert found.title.endswith("symmetric: mean over 8 turns and flips")
+    assert found.metrics()["psnr"] == found.means()["QN-Mixer, symmetric"]["psnr"]
+    assert not found.warnings()[1:]  # of a row beside its own network
+    (batch,) = slices_of(1).loader("test")
+    images = []
+    with torch.no_grad():
+        y = module.measure(batch, "test")
+        for flip in (False, True):
+            # −β is the view at the other end: angles are at half steps.
+            flipped = y.flip(2, 3) if flip else y
+            for quarters in range(4):
+                x = torch.rot90(module.network(flipped.roll(2 * quarters, 2)), -quarters, (2, 3))
+                images.append(x.flip(3) if flip else x)
+    expected = psnr(torch.stack(images).mean(0), batch["image"]).item()
+    assert found.means()["QN-Mixer, symmetric"]["psnr"] == pytest.approx(expected, abs=1e-3)
+    assert expected != pytest.approx(found.means()["QN-Mixer"]["psnr"], abs=1e-2)
+    module.network.hessian = "identity"
+    with torch.no_grad():
+        first_order = psnr(module.network(y), batch["image"]).item()
+    assert found.means()["QN-Mixer, H = I"]["psnr"] == pytest.approx(first_order, abs=1e-3)
+    trust = what_was_evaluated(module, found)["scalars"]["tau"]
+    assert trust == [parameter.tolist() for parameter in module.network.trust]
+    assert found.gain().endswith(f". tau_t, learned: {'; '.join(f'{value:.3f}' for (value,) in trust)}")
+
+
 def test_a_page_has_the_slices_of_the_picture_and_the_worst_others() -> None:
     image = torch.zeros(16, 16)
     psnrs = [30.0 + abs(n - 9.2) for n in range(18)] + [math.nan, math.inf]  # the worst ones in the middle
@@ -102,7 +135,7 @@ def scores() -> Evaluation:
 def test_a_network_below_another_method_is_told_before_the_table(scores: Evaluation) -> None:
     assert scores.warnings() == []
     worse = [changed(s, psnr=s.values["psnr"] - 20) if s.method == "QN-Mixer" else s for s in scores.scores]
-    (line,) = Evaluation(worse).warnings()
+    (line,) = replace(scores, scores=worse, baselines=["FBP"]).warnings()
     assert line.startswith("QN-Mixer is BELOW FBP by 10.25 dB")
     seen = replace(scores, trained=Overlap(2, 3))
     first, second = seen.warnings()

@@ -58,6 +58,8 @@ def test_wandb_gets_the_scores_of_an_evaluation_by_task(trained: Path, offline_r
     folder = evaluated(trained, *task, "evaluation.insert_diameter=40", "logger=wandb")
     (logged,) = offline_runs(folder)
     for method in ("", "fbp/", "tv/"):
-        assert {f"task/100000/{method}{score}" for score in ("noise_HU", "edge_of_500_HU_1_mm", "d")} <= logged.metrics
+        assert {
+            f"task/100000/{method}{score}" for score in ("noise_HU", "its_mean_frequency_1_mm", "d")
+        } <= logged.metrics
     files = logged.folder / "files"
     assert {"picture.png", "table.csv"} <= {path.name for path in files.iterdir()}

@@ -4,6 +4,7 @@ import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ import torch
 from qnmixer.calibrate import check, main
 from qnmixer.engine.cli.command import TRACEBACK
 from qnmixer.engine.config.compose import compose
+from qnmixer.errors import DataError
 from qnmixer.extras.calibration.dose import Dose, Variances, fit_dose
 from qnmixer.extras.calibration.report import calibrate_input
 from qnmixer.extras.calibration.variances import of_series
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
 
+from ..benchmarks.calibrate_coverage import KINDS, draw, held
 from ..data.conftest import MakeCt, make_ct
 
 __all__ = ["make_ct"]
@@ -107,6 +110,66 @@ def test_intervals_hold_the_truth_nineteen_times_of_twenty() -> None:
         pairs = ((5e4, dose.photons_interval), (12, dose.sigma_interval))
         held += [low < value < high for value, (low, high) in pairs]
     assert ((held / n > 0.9) & (held / n < 1)).all()
+
+
+def test_scans_as_scanners_make_them_have_intervals_that_hold_or_a_line() -> None:
+    """Three of each kind: bow-tie, drift, equal frames, turned axes, much electronic noise, crosstalk, two repeats."""
+    of = {name: held(name, 3) for name in KINDS}
+    assert sum(kind.given for kind in of.values()) >= 3 * (len(KINDS) - 3)
+    assert sum(kind.photons + kind.n - kind.given for kind in of.values()) >= 0.92 * 3 * len(KINDS)
+    assert sum(kind.sigma + kind.n - kind.given for kind in of.values()) >= 0.92 * 3 * len(KINDS)
+    assert not of["repeats on the last axis"].given
+    (line,) = of["repeats on the last axis"].lines
+    assert "[views, bins, repeats]" in line
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
+def test_of_sixty_scans_of_a_kind_nine_in_ten_intervals_hold(name: str) -> None:
+    assert held(name, 60).coverage >= 0.92
+
+
+@pytest.mark.parametrize("unit", ["counts", "attenuation"])
+def test_a_bow_tie_is_found_and_simulates_the_same_noise(unit: str, tmp_path: Path) -> None:
+    kind, rng = replace(KINDS["bow-tie, 1 to 0.3"], n=30, unit=unit), np.random.default_rng(0)
+    words, photons, _ = draw(kind, rng, tmp_path)
+    dose = calibration(*words)
+    assert dose.photons == pytest.approx(photons, rel=0.05)
+    profile = np.load(tmp_path / "dose" / "profile.npy")
+    expected = 0.3 + 0.7 * np.cos(np.pi / 2 * np.linspace(-1, 1, len(profile))) ** 2
+    assert np.abs(profile - expected).max() < 0.06
+    assert profile.max() == 1
+
+
+def test_crosstalk_is_measured_and_taken_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, photons, _ = draw(KINDS["crosstalk of 5 %"], np.random.default_rng(1), tmp_path)
+    dose = calibration(*words)
+    assert dose.photons == pytest.approx(photons, rel=0.05)
+    assert dose.crosstalk == pytest.approx(0.05, abs=0.005)
+    assert f" noise.crosstalk={dose.crosstalk:.2g}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("scan", "line"),
+    [
+        (lambda scans: np.convolve(scans.ravel(), [1 / 3] * 3, "same").reshape(scans.shape), "filtered or interp"),
+        (lambda scans: scans * np.where(np.arange(40)[:, None, None] < 20, 1, np.linspace(1, 1.03, 160)), "bins drift"),
+        (lambda scans: scans * np.random.default_rng(0).choice([1, 0.05], (1, 24, 1)), "The variances fit no I₀ and σ"),
+    ],
+)
+def test_what_does_not_fit_is_said_and_has_no_interval(scan: Any, line: str, tmp_path: Path) -> None:
+    counts = np.random.default_rng(2).poisson(1e4 * np.exp(-repeats(1e9, 0.0, n=1)), (40, 24, 160)).astype(float)
+    np.save(tmp_path / "scans.npy", -np.log(np.maximum(scan(counts), 1) / 1e4))
+    dose = calibration(f"input={tmp_path}/scans.npy", f"output={tmp_path}/dose")
+    assert dose.photons_interval is None
+    assert line in " ".join(dose.remarks)
+
+
+def test_frames_of_different_means_are_no_repeats(tmp_path: Path) -> None:
+    counts = repeats(1e4, 5.0) + np.log(np.linspace(1, 2, N_REPEATS))[:, None, None]
+    np.save(tmp_path / "scans.npy", counts)
+    with pytest.raises(DataError, match="means differ by 7"):
+        calibration(f"input={tmp_path}/scans.npy", f"output={tmp_path}/dose")
 
 
 def test_the_fit_of_exact_variances_is_exact() -> None:

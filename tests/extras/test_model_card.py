@@ -66,6 +66,24 @@ def test_it_says_what_it_was_trained_on_and_for_how_long(network: Build, tmp_pat
     assert "tf32 True" in found["trainer"]
 
 
+@pytest.mark.parametrize(
+    ("hessian", "name", "shown"),
+    [
+        ("bfgs", "tau", "0.250; 0.500"),
+        ("momentum", "beta", "0.250; 0.500"),
+        ("gradients", "alpha", "0.250; 0.500, 0.500"),
+    ],
+)
+def test_it_says_how_far_second_order_is_used(
+    network: Build, tmp_path: Path, hessian: str, name: str, shown: str
+) -> None:
+    its = network("model.n_iterations=3", f"model.hessian={hessian}")
+    with torch.no_grad():
+        for t, scalar in enumerate(its.network.scalars()[name]):
+            scalar.fill_(0.25 * (t + 1))
+    assert rows(card(its, tmp_path))[f"{name}_t, learned"] == shown
+
+
 def test_every_table_of_these_weights_is_there_and_no_other(network: Build, tmp_path: Path) -> None:
     its = network()
     ours = {"evaluated": {"weights": digest_of_weights(its.state_dict())}}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.build import build_module
+from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.checkpoints import load_run
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse, section
@@ -19,7 +19,7 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.command import evaluate_run
 from qnmixer.engine.evaluation.config import EvaluateConfig
 from qnmixer.engine.evaluation.evaluate import title_of
-from qnmixer.engine.reconstructor import build_geometry
+from qnmixer.engine.reconstructor import STREAMS, build_geometry, build_noise
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.training.steps import build_trainer
 from qnmixer.engine.training.terminal import print_start
@@ -27,6 +27,7 @@ from qnmixer.errors import ConfigError, DataError
 from qnmixer.train import train
 
 from ..conftest import TINY
+from ..saved import save
 from ..sets import write_lodopab, write_two_detect
 from ..warm import Warm
 
@@ -133,6 +134,31 @@ def test_a_class_of_ones_own_brings_sinograms(tmp_path: Path) -> None:
     assert batch["sinogram"][:, 0, 0, 0].tolist() == [0, 1, 2]
     module = custom(train_slices=2)
     assert sorted(int(it["sinogram"][0, 0, 0]) for it in map(module.dataset("train").__getitem__, range(2))) == [0, 1]
+
+
+INSERT = ["noise=insert", "noise.dose=0.25", "noise.photons=1e4"]
+
+
+def test_a_lower_dose_is_inserted_into_what_was_measured(tmp_path: Path) -> None:
+    """In training and in evaluation. New in each epoch, and for validation and test always the same."""
+    own = ["data=custom", f"data._target_={__name__}.Pairs", "data.num_workers=0"]
+    config = parse(compose("train", [*TINY, *own, "trainer.accelerator=cpu", "logger=csv", *INSERT]))
+    data = build_data_module(config)
+    twice = [torch.cat([batch["sinogram"] for batch in data.test_dataloader()]) for _ in range(2)]
+    assert torch.equal(*twice)
+    keys = [(config.seed, STREAMS["test"], k) for k in range(3)]
+    y = torch.stack([torch.full((1, 8, 24), float(k)) for k in range(3)])
+    assert torch.equal(twice[0], build_noise(config)(y, keys))
+    train = data.dataset("train")
+    assert not torch.equal(train[0]["sinogram"], train[3]["sinogram"])
+    assert title_of(config, config.geometry.n_views, data, "test").endswith("8 views, measured, noise insert")
+    run = save(tmp_path / "run", *TINY, *own)
+    words = [f"run={run}", "accelerator=cpu", f"trust={__name__}"]
+    folders = [tmp_path / name for name in ("full", "quarter")]
+    for folder, noise in zip(folders, ([], INSERT), strict=True):
+        evaluate_run(EvaluateConfig.parse(compose("evaluate", [*words, *noise])), folder, [])
+    full, quarter = (scores(folder)["test 2", "FBP"][0] for folder in folders)
+    assert full > quarter
 
 
 def test_sinograms_of_another_scan_and_images_that_change_are_refused() -> None:

@@ -12,12 +12,16 @@ import torch
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.inference.config import ReconstructConfig
+from qnmixer.engine.inference.reconstruct import reconstruct_input
 from qnmixer.engine.inference.regrid import regrid_scan
 from qnmixer.engine.inference.sinograms import read_mat
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import DataError
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.projector import system_matrix
+
+from ..saved import TINY, save
 
 SIZE = 64
 
@@ -217,3 +221,24 @@ def test_measured_scans_have_the_geometry_of_the_config(real_ct: Path, name: str
     radius = np.hypot(depth, aside) * np.sin((right - left) / 2)
     assert np.abs(radius - 35).max() < 0.4
     assert np.hypot(*centre) < 3
+
+
+def test_a_matlab_scan_of_another_arc_is_taken_with_its_geometry(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A network of a full turn gets a scan of 90° and another source: its step sizes follow."""
+    run = save(tmp_path / "run", *TINY)
+    keys = ["geometry.n_views=12", f"geometry.angle_span={math.pi / 2}", "geometry.source_to_axis=700"]
+    geometry = build_geometry(parse(compose("train", [*TINY, *keys])))
+    x = torch.from_numpy((phantom(geometry.image_size, seed=0, part="test", index=2) + 1000) / 1000 * 0.0192)
+    y = FanBeamProjector(geometry)(x[None, None])[0, 0].numpy()
+    rays = {"distanceSourceOrigin": 700.0, "distanceSourceDetector": 700 + geometry.axis_to_detector}
+    angles = np.degrees(geometry.angles())
+    mat(tmp_path / "a.mat", y, angles=angles, pixelSizePost=geometry.detector_pitch, **rays)
+    words = [f"run={run}", f"input={tmp_path}/a.mat", f"output={tmp_path}/out", "formats=[npy]", "accelerator=cpu"]
+    with pytest.raises(DataError, match="give the scanner's geometry=, or train with it"):
+        reconstruct_input(ReconstructConfig.parse(compose("reconstruct", words)))
+    reconstruct_input(ReconstructConfig.parse(compose("reconstruct", [*words, *keys])))
+    printed = capsys.readouterr().out
+    assert "its step sizes follow the scan" in printed
+    assert "a: A x differs from the sinogram by" in printed

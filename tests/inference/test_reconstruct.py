@@ -15,6 +15,7 @@ from pydicom import dcmread
 
 from qnmixer.engine.batch import to_hu
 from qnmixer.engine.build import build_module
+from qnmixer.engine.checkpoints import load_run
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
 from qnmixer.engine.data.datamodule import SliceDataModule
@@ -24,8 +25,11 @@ from qnmixer.engine.inference.input_slices import read_slices, simulated_scans, 
 from qnmixer.engine.inference.reconstruct import images_of, reconstruct_input
 from qnmixer.engine.inference.scan import Scan
 from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
+from qnmixer.engine.reconstructor import on_scan
 from qnmixer.errors import DataError, OutOfMemory
 from qnmixer.module import ReconstructionModule
+from qnmixer.physics import images_by_symmetry
+from qnmixer.physics import symmetries as symmetries_of_scan
 from qnmixer.physics.projector import system_matrix
 from qnmixer.weights import CHECKPOINT_KEY
 
@@ -69,7 +73,7 @@ def series(path: Path, count: int, size: int = 16) -> Path:
 
 def images(module: ReconstructionModule, path: Path, batch_size: int) -> list[Any]:
     scans = simulated_scans(path, slice_files(path), module)
-    return [scan.hu(x) for scan, x in images_of(module, scans, batch_size)]
+    return [scan.hu(x) for scan, x, _ in images_of(module, scans, batch_size)]
 
 
 def measured(path: Path, module: ReconstructionModule, config: ReconstructConfig) -> Iterator[Scan]:
@@ -113,7 +117,7 @@ def test_only_scans_with_missing_views_get_further_passes(tiny_module: Build, tm
     np.save(tmp_path / "gap.npy", y[1])
     config = settings(unit="value")
     scans, gap = (measured(tmp_path / f"{name}.npy", module, config) for name in ("all", "gap"))
-    together, alone = ([scan.hu(x) for scan, x in images_of(module, its, 3)] for its in (scans, gap))
+    together, alone = ([scan.hu(x) for scan, x, _ in images_of(module, its, 3)] for its in (scans, gap))
     np.testing.assert_allclose(together[1], alone[0], atol=0.05)
     with torch.no_grad():
         plain = module.network(torch.from_numpy(y[[0, 2]])[:, None])[:, 0].numpy() * 3000 - 1000
@@ -145,7 +149,7 @@ def test_a_sinogram_of_a_public_set_is_reconstructed_as_it_is_evaluated(
         np.save(tmp_path / f"{unit}.npy", y[0, 0].numpy() * per_value)
         (scan,) = measured(tmp_path / f"{unit}.npy", module, settings(unit=unit, water_attenuation=0.03))
         np.testing.assert_allclose(scan.sinogram, y, rtol=1e-5, atol=1e-4)
-        ((_, x),) = images_of(module, iter([scan]), 1)
+        ((_, x, _),) = images_of(module, iter([scan]), 1)
         np.testing.assert_allclose(scan.hu(x), expected, atol=0.05)
 
 
@@ -402,3 +406,49 @@ def test_a_slice_that_fails_half_way_leaves_no_file(fbp_module: ReconstructionMo
         reconstruct_input(settings(**words, output=tmp_path / "out", formats="[png,npy]"))
     names = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_file())
     assert names == ["s_0.npy", "s_0.png", "s_2.npy", "s_2.png"]
+
+
+def test_the_mean_over_symmetries_and_its_spread_are_written(
+    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both in HU. The tiny scan has 8 views."""
+    run = save(trained(tiny_module, 0.05), tmp_path / "net.ckpt")
+    inputs = {"run": run, "input": series(tmp_path / "a.npy", 2), "formats": "[npy,dicom]"}
+    for symmetries in (1, 8):
+        reconstruct_input(settings(**inputs, output=tmp_path / f"{symmetries}", symmetries=symmetries))
+    assert "NAME_spread" in capsys.readouterr().out
+    assert not [*(tmp_path / "1").glob("*spread*")]
+    module = load_run(run)
+    (scan, _) = simulated_scans(tmp_path / "a.npy", [tmp_path / "a.npy"], module)
+    with torch.no_grad():
+        turned = images_by_symmetry(module, scan.sinogram, symmetries_of_scan(module.projector)) * 3000 - 1000
+    mean, spread = (np.load(tmp_path / "8" / f"a_0{end}.npy") for end in ("", "_spread"))
+    np.testing.assert_allclose(mean, turned.mean(0)[0, 0], atol=0.05)
+    np.testing.assert_allclose(spread, turned.std(0)[0, 0], atol=0.05)
+    assert spread.max() > 1
+    assert "deviation over symmetries" in dcmread(tmp_path / "8" / "a_0_spread.dcm").SeriesDescription
+
+
+@pytest.mark.parametrize("views", [6, 16])
+def test_slices_and_sinograms_of_another_scan(
+    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str], views: int
+) -> None:
+    """Its rays are used as they are, not interpolated to those of the training."""
+    run = save(tiny_module(), tmp_path / "net.ckpt")
+    path = series(tmp_path / "a.npy", 1)
+    key = f"geometry.n_views={views}"
+    config = ReconstructConfig.parse(
+        compose("reconstruct", [f"run={run}", f"input={path}", f"output={tmp_path / 'of_slices'}", key, "unit=value"])
+    )
+    reconstruct_input(config)
+    assert f"geometry.n_views=8, not {views}: its step sizes follow the scan, ×" in capsys.readouterr().out
+    module = load_run(run)
+    scanned = on_scan(module, module.config.changed(geometry=module.config.geometry.changed(n_views=views)))
+    (scan,) = simulated_scans(path, [path], scanned)
+    assert scan.sinogram.shape[2] == views
+    np.save(tmp_path / "y.npy", scan.sinogram[0, 0].numpy())
+    reconstruct_input(config.changed(input=str(tmp_path / "y.npy"), output=str(tmp_path / "of_sinograms")))
+    with torch.no_grad():
+        expected = scan.hu(scanned(scan.sinogram))
+    for file in ("of_slices/a.npy", "of_sinograms/y.npy"):
+        np.testing.assert_allclose(np.load(tmp_path / file), expected, atol=0.05)

@@ -76,6 +76,7 @@ def loss_and_gradients(network: QNMixer, mode: MemoryConfig, dtype: torch.dtype 
         (None, True, {}),
         (torch.bfloat16, False, {"shared_regularizer": False}),
         (torch.float16, True, {"hessian_gradient": "detach"}),
+        (None, False, {"symmetric": True}),
     ],
     ids=str,
 )

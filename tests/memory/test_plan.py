@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.engine.build import build_module, build_optimizer
+from qnmixer.engine.build import build_module
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.override import override
 from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, parse
@@ -24,6 +24,7 @@ from qnmixer.engine.memory.tracker import (
 )
 from qnmixer.engine.memory.usage import MIB, Footprint
 from qnmixer.engine.parallel.pipeline import Stage, layouts, loss_of_part, stages_of
+from qnmixer.engine.parts import build_optimizer
 from qnmixer.engine.reconstructor import build_network, system_matrix_at
 from qnmixer.errors import ConfigError
 

@@ -156,3 +156,33 @@ def test_a_step_that_is_no_number_shows_in_the_image(projector: FanBeamProjector
     with torch.no_grad():
         network.regularizers[0].expansion.project[0] = torch.nan
     assert network(projector(torch.rand(1, 1, 16, 16))).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "letters"),
+    [
+        ({"hessian": "bfgs", "learned_trust": True}, {"lambda": 4, "tau": 3}),
+        ({"hessian": "bfgs", "shared_step_size": True}, {"lambda": 1}),
+        ({"hessian": "momentum"}, {"lambda": 4, "beta": 3}),
+        ({"hessian": "gradients"}, {"lambda": 4, "alpha": 3}),
+        ({"hessian": "identity"}, {"lambda": 4}),
+    ],
+)
+def test_the_same_network_of_first_order(projector: FanBeamProjector, options: dict, letters: dict) -> None:
+    network = small(projector, **{"shared_step_size": False, **options})
+    assert {name: len(part) for name, part in network.scalars().items()} == letters
+    with torch.no_grad():
+        for scalar in network.step_scalars():
+            scalar.add_(0.3)
+    y = projector(torch.rand(1, 1, 16, 16))
+    image, first_order = network(y), network.first_order()
+    if options["hessian"] == "identity":
+        assert first_order is None
+        return
+    state = network.start(y)
+    for t in range(4):  # s_t = −r_t
+        x = state.x - network.codec.decode(network.codec.encode(network.objective_gradient(t, state.x, y)))
+        state = state._replace(x=x)
+    torch.testing.assert_close(first_order(y), state.x, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(first_order(y), image)
+    torch.testing.assert_close(network(y), image, rtol=0, atol=0)  # it is as it was

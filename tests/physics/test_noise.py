@@ -5,7 +5,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from qnmixer.physics import FieldNoise, KeyedNoise, MixedNoise, NoNoise, PhysicalNoise
+from qnmixer.errors import GeometryError
+from qnmixer.physics import (
+    FanBeamGeometry,
+    FanBeamProjector,
+    FieldNoise,
+    InsertedNoise,
+    KeyedNoise,
+    MixedNoise,
+    NoNoise,
+    PhysicalNoise,
+)
 
 PHYSICAL = PhysicalNoise(photons=1e4, electronic_sigma=5.0)
 ALL: Sequence[KeyedNoise] = (FieldNoise(), PHYSICAL, MixedNoise(photons=1e4, electronic_sigma=5.0, physical_share=0.5))
@@ -96,3 +106,78 @@ def test_starved_bins_stay_finite_and_air_gets_the_gaussian_only() -> None:
 def test_a_key_too_few_is_an_error() -> None:
     with pytest.raises(ValueError, match="1 keys for a batch of 2"):
         FieldNoise()(sinogram(2), [(1,)])
+
+
+def test_the_variance_is_right_where_photons_are_few() -> None:
+    """Behind 6 to 9 attenuation lengths (12 to 250 counts) the logarithm bends, and starved bins are cut."""
+    for attenuation in (6.0, 7.0, 8.0, 8.4, 9.0):
+        noise = PhysicalNoise(1e5, 0.0192, 10.0)
+        y = torch.full((1, 1, 100, 512), attenuation / 0.0192)
+        noisy = noise(y, [(1,)])
+        assert float(noise.variance(y).mean()) == pytest.approx(float(noisy.var()), rel=0.05)
+        assert float(noise.variance(noisy).mean()) == pytest.approx(float(noisy.var()), rel=0.2)
+
+
+@pytest.mark.parametrize("crosstalk", [0.0, 0.05])
+def test_a_profile_dims_bins_and_crosstalk_correlates_neighbours(crosstalk: float) -> None:
+    profile = torch.linspace(0.3, 1, 256).tolist()
+    noise = PhysicalNoise(1e4, electronic_sigma=20.0, profile=profile, crosstalk=crosstalk)
+    y = torch.full((1, 1, 4000, 256), 50.0)
+    error = (noise(y, [(3,)]) - y)[0, 0, :, 1:-1]
+    counts = 1e4 * torch.tensor(profile)[1:-1] * 2.718281828 ** (-0.0192 * 50)
+    kept = (1 - 2 * crosstalk) ** 2 + 2 * crosstalk**2
+    expected = (kept / counts + 20.0**2 / counts**2) / 0.0192**2
+    assert float((error.var(0) / expected).mean()) == pytest.approx(1, rel=0.01)
+    assert float((error.var(0) / expected).std()) < 0.04
+    assert float((noise.variance(y)[0, 0, 0, 1:-1] / expected).mean()) == pytest.approx(1, rel=0.01)
+    along = (error[:, 1:] * error[:, :-1]).mean(0) * counts[1:] * 0.0192**2
+    assert float(along.mean()) == pytest.approx(2 * crosstalk * (1 - 2 * crosstalk), abs=0.005)
+
+
+def test_a_profile_of_other_bins_or_without_a_brightest_bin_is_refused() -> None:
+    with pytest.raises(GeometryError, match=r"noise.profile has 2 bins, and the sinogram 256"):
+        PhysicalNoise(profile=[0.5, 1])(sinogram(), [(1,)])
+    with pytest.raises(ValueError, match="the largest is 1"):
+        PhysicalNoise(profile=[0.5, 0.7])
+
+
+AXIS = torch.linspace(-1, 1, 32)
+FULL = {"photons": 4e5, "electronic_sigma": 8.0, "crosstalk": 0.03, "profile": (1 - 0.7 * AXIS.square()).tolist()}
+QUARTER = FULL | {"photons": 1e5}
+
+
+def inserted_and_measured(y: torch.Tensor) -> list[torch.Tensor]:
+    """The errors of scans of y [n, 1, V, 32]: a quarter of the dose inserted into a full one, and measured with it."""
+    keys = [[(seed, k) for k in range(len(y))] for seed in (1, 2, 3)]
+    inserted = InsertedNoise(**FULL, dose=0.25)(PhysicalNoise(**FULL)(y, keys[0]), keys[1])
+    return [of - y for of in (inserted, PhysicalNoise(**QUARTER)(y, keys[2]))]
+
+
+def test_a_quarter_of_the_dose_is_inserted_as_it_would_be_measured() -> None:
+    """Mean within 5 standard errors, variance within 2 % in each bin, up to 5 attenuation lengths; and the spectrum."""
+    y = (5 / 0.0192 * (1 - AXIS.square()).sqrt()).expand(10, 1, 10_000, 32)
+    found, expected = (of.double().transpose(0, 3).flatten(1) for of in inserted_and_measured(y))  # [bins, all]
+    error = expected.std(1)
+    assert ((found - expected).mean(1).abs() < 5 * error * (2 / found.shape[1]) ** 0.5).all()
+    torch.testing.assert_close(found.var(1), expected.var(1), rtol=0.02, atol=0)
+    spectra = [torch.fft.rfft(of / error[:, None], dim=0).abs().square().mean(1) for of in (found, expected)]
+    torch.testing.assert_close(*spectra, rtol=0.02, atol=0)
+
+
+@pytest.mark.extras
+def test_images_of_an_inserted_dose_have_the_noise_power_of_that_dose() -> None:
+    from qnmixer.extras.task.scores import noise_power, radial_mean
+
+    projector = FanBeamProjector(FanBeamGeometry(48, 4.0, 48, 32, 12.0, 600.0, 290.0))
+    disc = (torch.hypot(torch.arange(48) - 23.5, torch.arange(48)[:, None] - 23.5) < 20).float()
+    y = projector(disc[None, None]).expand(300, -1, -1, -1)
+    images = [projector.fbp(errors)[:, 0, 8:40, 8:40].double() for errors in inserted_and_measured(y)]
+    (f, found), (_, expected) = (radial_mean(noise_power(of, 4.0), 4.0) for of in images)
+    power, rings = (expected * f).sort(descending=True)
+    held = rings[: int((power.cumsum(0) < 0.95 * power.sum()).sum()) + 1]  # 95 % of the power
+    torch.testing.assert_close(found[held], expected[held], rtol=0.05, atol=0)
+
+
+def test_the_whole_dose_lacks_nothing() -> None:
+    y = PHYSICAL(sinogram(), [(1,)])
+    torch.testing.assert_close(InsertedNoise(1e4, electronic_sigma=5.0, dose=1.0)(y, [(2,)]), y)

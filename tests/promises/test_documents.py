@@ -77,7 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     (place / "my_gan.py").write_text(own("my_gan.py"))
     (place / "my_slices.py").write_text(own("my_slices.py"))
     (place / "pairs").mkdir()
-    for part in ("train", "val"):
+    for part in ("train", "val", "test"):
         torch.save((torch.rand(8, 1, 32, 32), torch.rand(8, 1, 32, 48)), place / "pairs" / f"{part}.pt")
     for part in ("train", "val", "test"):
         (place / "scans" / part).mkdir(parents=True)

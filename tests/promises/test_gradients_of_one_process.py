@@ -43,7 +43,7 @@ COMPETITORS = {
     "itnet": "model=itnet model.n_iterations=4 model.channels=4 model.depth=1",
     "regformer": "model=regformer model.n_iterations=4 model.channels=6 model.window_size=4",
 }
-OTHERS = COMPETITORS | {"muon": f"{MODEL} optimizer=muon"}
+OTHERS = COMPETITORS | {"muon": f"{MODEL} optimizer=muon", "symmetric": f"{MODEL} model.symmetric=true"}
 # 44 slices: with 16 a step, the third step of every epoch is a smaller one, of 12 slices, in 3 windows of 4.
 # The fourth is the first of another epoch.
 WINDOWS = {1: "data.n_train=11 data.batch_size=4", 4: "data.n_train=44 data.batch_size=4"}
@@ -66,7 +66,7 @@ VARIANTS = {
 }
 
 READERS = ("one", *STRATEGIES)
-SHORT_ONES = {("fbpconvnet", "ddp"), ("learned_primal_dual", "ddp"), ("muon", "fsdp")}
+SHORT_ONES = {("fbpconvnet", "ddp"), ("learned_primal_dual", "ddp"), ("muon", "fsdp"), ("symmetric", "pipeline")}
 WRITERS = {f"from {name}" for name in ("one", *STRATEGIES)}
 """The tasks whose checkpoints others resume from."""
 
@@ -179,7 +179,7 @@ def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
                 equal[by] = f"one {name}"
 
     # Eight slices a step, in one batch of eight or two of four; the checkpoint is of the middle of an epoch.
-    resumed = "data.n_train=22 schedule=constant trainer.max_steps=7"
+    resumed = "data.n_train=22 schedule=constant trainer.max_steps=7 model.symmetric=true"
     on_one = f"{resumed} data.batch_size=8"
     on_four = {n: f"{resumed} {s} trainer.accumulate_grad_batches=2" for n, s in STRATEGIES.items()}
     one += [Task("uninterrupted", on_one), Task("from one", f"{on_one} trainer.max_steps=5")]

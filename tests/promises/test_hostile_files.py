@@ -51,7 +51,7 @@ def looks_up(config: dict[str, Any]) -> None:
     config["finetune"], config["tags"] = LOOKUP, [LOOKUP]
     config["loss"] = {"_target_": "torch.nn.functional.mse_loss", "a": LOOKUP}
     config["callbacks"] = {"x": {"_target_": "lightning.pytorch.callbacks.Timer", "duration": LOOKUP}}
-    config["logger"] = {"wandb": {"_target_": "qnmixer.engine.tracking.loggers.WandbRun", "project": LOOKUP}}
+    config["logger"] = {"wandb": {"_target_": "qnmixer.lightning.WandbRun", "project": LOOKUP}}
 
 
 def looks_up_a_word(config: dict[str, Any]) -> None:

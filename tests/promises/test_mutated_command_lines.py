@@ -120,6 +120,7 @@ def without_tasks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Hydra, "run", end)
         patch.setattr(sweeps, "run_lock", end)
+        patch.setattr(command, "make_free_folder", end)
         patch.setattr(command, "_plain_sweep", lambda *words: end(plain_sweep(*words)))
         patch.delenv(command.TRACEBACK, raising=False)
         yield

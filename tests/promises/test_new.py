@@ -4,22 +4,73 @@ The command `new`: a project of one's own, which takes no place of files, and wh
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from qnmixer import new
+from qnmixer.torch_builds import INDEX, TORCH
 
 from ..conftest import TINY as COMMON
-from ..conftest import metrics
-from .commands import Command
+from ..conftest import environment, metrics
+from ..warm import Warm
+from .commands import Command, record, weights
 
 TINY = [word for word in COMMON if not word.startswith(("model.n_mixer", "trainer.max"))]
 HELD = ["data.n_train=8", "data.n_held_out=2"]
 MINE = ["--config-dir", "conf", "experiment=mine", *TINY, *HELD, "trainer.max_steps=2"]
+GROUPS = (
+    "callbacks", "datamodule", "evaluation", "geometry", "logger", "metrics", "noise", "optimizer", "schedule",
+    "strategy", "trainer",
+)  # fmt: skip
+"""The groups of which a project has one example only to copy."""
+SLICES = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+
+class Slices(L.LightningDataModule):
+    def __init__(self, batch_size):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def loader(self, seed, n):
+        images = torch.rand(n, 1, 16, 16, generator=torch.Generator().manual_seed(seed))
+        return DataLoader([{"image": image} for image in images], batch_size=self.batch_size)
+
+    def train_dataloader(self):
+        return self.loader(1, 8)
+
+    def val_dataloader(self):
+        return self.loader(2, 4)
+
+    def test_dataloader(self):
+        return self.loader(3, 3)
+"""
+LOADS = """
+import json
+import torch
+from mine.module import MyModule
+from mine.slices import Slices
+
+module = MyModule.load_from_checkpoint("one/checkpoints/best.ckpt").eval()
+(batch,) = Slices(batch_size=3).test_dataloader()
+with torch.no_grad():
+    image = module(module.measurement.projector(batch["image"]))
+    psnr = module.metrics["psnr"](image, batch).mean()
+group = module.optimizer(module.network).param_groups[0]
+print(json.dumps([type(module).__name__, group["momentum"], module.loss(image, batch["image"]).shape, float(psnr)]))
+"""
+FEW_CONDITIONS = ["views=null", *(
+    f"{axis}=[]" for axis in ("noises", "arc", "patient_size", "detector_offset", "source_distance", "tube_kv",
+                              "scatter", "smooth_scatter", "crosstalk", "motion", "truncation", "metal")
+)]  # fmt: skip
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -32,7 +83,8 @@ def test_a_project_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     run(monkeypatch, str(folder))
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     package = {f"src/mine/{name}.py" for name in ("__init__", "data", "fit", "losses", "module", "network", "train")}
-    options = ("data/bodies", "experiment/mine", "loss/edges", "loss/mine", "model/mine", "module/mine")
+    options = {f"{group}/mine" for group in (*GROUPS, "experiment", "loss", "model", "module")}
+    options |= {"data/bodies", "loss/edges"}
     assert found == package | {f"conf/{name}.yaml" for name in options} | {
         ".github/workflows/ci.yml", ".gitignore", "Makefile", "README.md", "notebooks/look.ipynb", "pyproject.toml",
         "tests/test_mine.py",
@@ -101,6 +153,29 @@ def test_a_project_names_the_library_as_it_was_installed(
     )
 
 
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (f"{TORCH}+cpu", f"torch=={TORCH}+cpu --index-url {INDEX}/cpu"),
+        (f"{TORCH}+cu126", f"torch=={TORCH}+cu126 --index-url {INDEX}/cu126"),
+        (TORCH, f"torch=={TORCH}"),  # PyPI's
+        ("2.99.0a0+git1f", ""),
+    ],
+)
+def test_a_project_has_this_build_of_torch_and_is_linked_to_this_clone(
+    version: str, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By what its Makefile would run."""
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("qnmixer.torch_builds.version", lambda _: version)
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
+    new.new(tmp_path / "mine")
+    done = subprocess.run(["make", "-n", "install"], cwd=tmp_path / "mine", capture_output=True, text=True, check=True)
+    installed = re.findall(r"pip install --quiet --disable-pip-version-check (.*)", done.stdout)
+    clone = new.PACKAGE.parents[1].as_uri()
+    assert installed == [*filter(None, [expected]), '-e ".[dev]"', f"--no-deps -e {clone}"]
+
+
 @pytest.mark.slow
 def test_its_training_step_is_the_users_and_goes_on(tmp_path: Path, command: Command) -> None:
     folder = tmp_path / "mine"
@@ -123,3 +198,38 @@ def test_its_training_step_is_the_users_and_goes_on(tmp_path: Path, command: Com
     assert stranger.error.endswith("add trust=mine.network")
     assert command(folder, "evaluate", *evaluate, **path).code == 0
     assert "| Mine |" in (folder / "evaluated" / "table.md").read_text()
+
+
+@pytest.mark.slow
+def test_its_slices_and_its_module_come_back(tmp_path: Path, command: Command, warm: Warm) -> None:
+    """What is trained on a LightningDataModule of one's own, by a RunModule of one's own, on one device and on two."""
+    folder = tmp_path / "mine"
+    new.new(folder)
+    (folder / "src" / "mine" / "slices.py").write_text(SLICES)
+    path = {"PYTHONPATH": str(folder / "src")}
+    words = [*TINY, "datamodule._target_=mine.slices.Slices", "optimizer=sgd", "schedule=constant", "callbacks=none"]
+    words += ["trainer.max_steps=2", "trainer.val_every_n_steps=2"]
+
+    def done(name: str, *words: str) -> None:
+        outcome = command(folder, name, *words, **path)
+        assert (outcome.code, outcome.stderr) == (0, "")
+
+    done("train", *words, "data.batch_size=4", "test_after_training=true", "hydra.run.dir=one")
+    two = ["data.batch_size=2", "strategy=ddp", "trainer.devices=2", "hydra.run.dir=two"]
+    done("train", *words, *two)
+    one, both = weights(folder / "one"), weights(folder / "two")
+    for name, tensor in one.items():
+        torch.testing.assert_close(both[name], tensor, rtol=1e-5, atol=1e-7)
+
+    after = record(folder / "one")
+    done("evaluate", "run=one", "hydra.run.dir=again")
+    again = record(folder / "again")
+    assert (again["test"], again["evaluated"]["data"]) == (after["test"], "mine.slices.Slices")
+    done("robustness", "run=one", "photons=[1e5]", *FEW_CONDITIONS, "hydra.run.dir=robust")
+    assert "| Mine |" in (folder / "robust" / "table.md").read_text()
+
+    loaded = warm.run("-c", LOADS, cwd=folder, env=environment(**path))
+    assert loaded.returncode == 0, loaded.stderr
+    *parts, psnr = json.loads(loaded.stdout)
+    assert parts == ["MyModule", 0.9, [3]]
+    assert psnr == pytest.approx(after["test"]["Mine"]["psnr"], rel=1e-5)

@@ -27,8 +27,8 @@ SHORT = "trainer.max_steps=2"
 TINY = [word for word in COMMON if not word.startswith(("model.n_mixer", "trainer.max"))] + [SHORT]
 FILES = {
     "loss/huber": "_target_: own.huber\ndelta: 0.1",
-    "optimizer/lion": "_target_: own.Lion\nlr: 1.0e-3\nweight_decay: 0.0\nstep_size_lr_factor: 10.0\nbeta: 0.95",
-    "schedule/triangle": "_target_: own.triangle\nwarmup: 0.0\npeak: 0.3",
+    "optimizer/lion": "_target_: own.Lion\nlr: 1.0e-3\nbeta: 0.95",
+    "schedule/triangle": "_target_: own.triangle\npeak: 0.3",
     "noise/speckle": "_target_: own.Speckle\nstrength: 0.1",
     "model/mine": "_target_: own.MyNetwork\nn_iterations: 2\nchannels: 4\nwidth: 12",
     "data/mine": "_target_: own.MySlices\ndefaults: [_common]\nyear: 2016",

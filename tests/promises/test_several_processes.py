@@ -167,7 +167,7 @@ def test_two_nodes_train_as_one_process_does(start: Start, warm: Warm, tmp_path:
 
 DDP = ["hydra.run.dir={}", "strategy=ddp", "trainer.devices=2"]
 AT_ODDS = {
-    "no common folder": ([], {}, "process 1 of 2, and each would make its own run folder: give all of them the same"),
+    "no common folder": ([], {}, "2 processes would make a run folder each: give them one, as hydra.run.dir=FOLDER"),
     "a sweep": (["-m", "seed=1,2"], {}, "a sweep starts the processes of each job itself"),
     "one device": (DDP[:1], {}, "strategy=single, but 2 processes were started: choose strategy=ddp"),
     "too many": ([*DDP[:2], "trainer.devices=4"], {}, "is not the number of processes that were started, 2"),

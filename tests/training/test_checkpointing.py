@@ -79,14 +79,11 @@ def rows(folder: Path) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("stream", "step", "number", "kept_at", "more"),
     [
-        pytest.param(
-            *("train", 4, signal.SIGUSR1, 5, ["trainer.accumulate_grad_batches=2", "data.batch_size=1"]),
-            marks=pytest.mark.long,
-        ),
+        ("train", 4, signal.SIGUSR1, 5, ["trainer.accumulate_grad_batches=2", "data.batch_size=1"]),
         ("val", 3, signal.SIGTERM, 3, ["callbacks=ema", "callbacks.ema.decay=0.5"]),
         # At the end of an epoch, and after training.
-        pytest.param("val", 4, signal.SIGTERM, 4, ["trainer.val_every_n_steps=null"], marks=pytest.mark.long),
-        pytest.param("val", 7, signal.SIGTERM, 7, [], marks=pytest.mark.long),
+        ("val", 4, signal.SIGTERM, 4, ["trainer.val_every_n_steps=null"]),
+        ("val", 7, signal.SIGTERM, 7, []),
     ],
 )
 def test_a_stopped_run_resumes_as_if_it_had_not_stopped(

@@ -105,7 +105,7 @@ def test_a_resume_that_is_refused_or_fails_leaves_what_the_run_is(
     assert read_results(tmp_path)["overrides"] == ["trainer.max_steps=2"]
     assert read_results(tmp_path)["status"] == "done"
     with monkeypatch.context() as other:  # before the first step
-        other.setattr("qnmixer.steps.train", raising(RuntimeError("the device is busy")))
+        other.setattr("qnmixer.steps.training", raising(RuntimeError("the device is busy")))
         with pytest.raises(RuntimeError):
             resume("trainer.max_steps=6")
     after = read_results(tmp_path)

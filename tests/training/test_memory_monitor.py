@@ -17,7 +17,7 @@ from qnmixer.engine.memory.usage import MIB
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.tracking.records import read_results
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.callbacks import MeanWeights, MemoryMonitor
+from qnmixer.engine.training.callbacks import EMA, MemoryMonitor
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
 
@@ -53,7 +53,7 @@ def test_after_the_second_step_a_line_says_what_the_plan_says_too(
     tiny_module: TinyModule, tmp_path: Path, overrides: list[str]
 ) -> None:
     watching, module = monitor(), tiny_module("model.n_iterations=4", *overrides)
-    averaging = [MeanWeights()] if "ema" in module.config.callbacks else []
+    averaging = [EMA()] if "ema" in module.config.callbacks else []
     rows = train(module, tmp_path, watching, *averaging, max_steps=4, gradient_clip_val=1.0)
     assert watching.measured_mib is not None
     assert lines(watching) == [f"memory: {watching.measured_mib:.0f} MiB in tensors at the peak of a step"]

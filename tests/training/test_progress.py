@@ -161,3 +161,11 @@ def test_the_end_names_the_page_and_the_profile(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.splitlines()[1:] == [
         f"to look through: {tmp_path}/evaluation/page.html", f"profile: {tmp_path}/profile"
     ]  # fmt: skip
+
+
+def test_a_network_knows_the_seed_and_the_optimizer_step(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    """By which it draws random turns: the same in both batches of a step, and another one in the next."""
+    seen: list[tuple[int, int]] = []
+    watch = LambdaCallback(on_after_backward=lambda _, module: seen.append(module.network.step_key))
+    train(tiny_config(*SEVEN, "trainer.max_steps=3", "seed=5"), tmp_path, watch)
+    assert seen == [(5, 0), (5, 0), (5, 1), (5, 1), (5, 2), (5, 2)]

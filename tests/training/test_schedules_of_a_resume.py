@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from qnmixer.engine.build import learning_rate_factor
 from qnmixer.engine.config.run import Config
+from qnmixer.engine.parts import learning_rate_factor
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.checkpointing import BuiltSchedule
 from qnmixer.fit import fit

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.engine.training.callbacks import MeanWeights
+from qnmixer.engine.training.callbacks import EMA
 
 
 def test_the_mean_is_of_optimizer_steps_and_stands_for_the_weights_in_a_checkpoint() -> None:
@@ -15,7 +15,7 @@ def test_the_mean_is_of_optimizer_steps_and_stands_for_the_weights_in_a_checkpoi
     weights = [1.0, 2.0, 4.0, 8.0]
     trainer: Any = SimpleNamespace(accumulate_grad_batches=2, global_step=0)
     module.weight.data.fill_(1.0)
-    averaging = MeanWeights(decay=0.75)
+    averaging = EMA(decay=0.75)
     averaging.on_fit_start(trainer, module)
     for trainer.global_step, weight in enumerate(weights, 1):
         averaging.on_train_batch_end(trainer, module, None, None, 0)

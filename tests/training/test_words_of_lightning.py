@@ -48,7 +48,8 @@ def watched(config: Config, folder: Path) -> Seen:
             data = steps.build_data(config, run, None)
             loggers = steps.build_loggers(config, folder, [])
             trainer = steps.build_trainer(config, folder, [*callbacks, seen], loggers)
-            steps.train(config, run, trainer, module, data, None)
+            with steps.training(config, run, trainer, module, data):
+                trainer.fit(module, datamodule=data)
             steps.validate_last_steps(config, run, trainer, module, data)
 
     watching_fit(config, Run(folder))

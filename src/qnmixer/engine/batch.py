@@ -28,6 +28,7 @@ class Batch(TypedDict):
     sample: Tensor  # int64: epoch · length + index; on the host in training and evaluation
     weight: Tensor  # weight in the loss; 0 for a sample that only fills the batch
     name: list[str]
+    unscored: NotRequired[Tensor]  # [B or 1, 1, S, S] bool: pixels that no metric sees, as those of metal
 
 
 def to_hu(batch: Batch, image: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +14,17 @@ from qnmixer.engine.config.run import Config, checked, effective_batch, parse_fi
 from qnmixer.engine.config.target import Target
 from qnmixer.engine.data.splits import SplitRecord, is_split_record
 from qnmixer.engine.plugins import check_trusted, is_trusted
-from qnmixer.engine.reconstructor import Reconstructor, build_geometry, build_network
+from qnmixer.engine.reconstructor import (
+    Reconstructor,
+    build_geometry,
+    build_network,
+    build_projector,
+    same_scan,
+    say_scan,
+)
 from qnmixer.engine.tracking.records import own_modules
 from qnmixer.errors import CheckpointError
+from qnmixer.models.data_term import follow_scan
 from qnmixer.pretrained import (
     digest_of_file,
     in_float32,
@@ -28,10 +36,6 @@ from qnmixer.pretrained import (
     require_fit,
 )
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, find_checkpoint
-
-if TYPE_CHECKING:
-    from qnmixer.engine.run_module import RunModule
-
 
 # Checkpoints of a run
 
@@ -81,10 +85,11 @@ def load_run(run: str | Path, checkpoint: str = "best", trust: Collection[str] =
     return module
 
 
-def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
-    """Load the weights of a run into a module that was built from another config.
+def load_weights(module: Any, run: str | Path) -> None:
+    """Load the weights of a run into a module of a run, or a Reconstructor, that was built from another config.
 
-    Raises CheckpointError if the networks or their image sizes differ. The numbers of views may differ.
+    The scans may differ: then the step sizes follow the scan of the module, and a line says so. Raises CheckpointError
+    if the networks or their image sizes differ.
     """
     path = find_checkpoint(run)
     config, state = read_checkpoint(path)
@@ -98,6 +103,8 @@ def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
         words += [f"model.{key}={'null' if value is None else value}" for key, (value, _) in differing.items()]
         raise CheckpointError(f"{path} has another network: to build the same one, set {' '.join(words)}")
     load_state(module.network, state, path)
+    if not same_scan(config, module.config):
+        say_scan(config, module.config, follow_scan(module.network, build_projector(config)))
 
 
 def built_from(config: Config, *sections: str) -> dict[str, str]:

@@ -6,12 +6,14 @@ They are why `lightning<2.7` is required. A scheduled workflow tries the newest.
 - `count_training_steps`: a `global_step` that counts training steps also with manual optimization.
 - `find_unused_parameters`: arguments of DDP that are chosen when the strategy has the module.
 - `number_rows`: rows that are numbered by `global_step`, also after a resume.
+- `set_hparams`: a `save_hyperparameters` that takes the place of an earlier one.
 - `set_position`: a public place in the data, which a run sets when it resumes with another strategy.
 """
 
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
@@ -61,6 +63,11 @@ def find_unused_parameters(strategy: DDPStrategy) -> None:
 def number_rows(trainer: L.Trainer) -> None:
     """Set the step of the next rows in the logs. Lightning counts it wrongly after a resume."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
+def set_hparams(module: L.LightningModule, values: dict[str, Any]) -> None:
+    """Set the hyperparameters that checkpoints keep. Loggers have all of the config already, and get none of them."""
+    vars(module).update(_hparams=AttributeDict(values), _hparams_initial=AttributeDict(values), _log_hyperparams=False)
 
 
 def set_position(checkpoint: dict[str, Any], epoch: int, batches: int, batches_before: int, validating: bool) -> None:

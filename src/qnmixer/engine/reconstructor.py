@@ -16,14 +16,16 @@ from torch.nn.parameter import is_lazy
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import GeometryConfig
-from qnmixer.errors import GeometryError, PluginError
+from qnmixer.engine.processes.process import rank
+from qnmixer.errors import GeometryError, PluginError, say
+from qnmixer.models.data_term import follow_scan
 from qnmixer.models.plain import PlainNetwork
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise, Symmetry, symmetries
 from qnmixer.physics.projector import system_matrix
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.physics.sparse import apply_linear
-from qnmixer.pretrained import scan_of
+from qnmixer.pretrained import line_of_scan, scan_of
 
 AUTOCAST = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -68,10 +70,13 @@ class Measurement(nn.Module):
         """
         if "sinogram" in batch:
             return batch["sinogram"]
+        return self.with_noise(self.project(batch["image"], batch.get("fine")), batch, stream)
+
+    def with_noise(self, p: Tensor, batch: Batch, stream: str) -> Tensor:
+        """Line integrals p [B, 1, V, D] with the noise of the samples of a batch."""
         if self.overfit and stream == "val":
             stream = "train"
-        keys = [(self.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()]
-        return self.noise(self.project(batch["image"], batch.get("fine")), keys)
+        return self.noise(p, [(self.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()])
 
     def project(self, image: Tensor, fine: Tensor | None = None) -> Tensor:
         """A x [B, 1, V, D] of images [B, 1, S, S], or of the same images on the finer grid [B, 1, f·S, f·S] if given.
@@ -116,8 +121,44 @@ class Reconstructor(nn.Module):
         return self.measurement(batch, stream)
 
 
+def on_scan(trained: Reconstructor, config: Config) -> Reconstructor:
+    """A trained network under another config: other slices, noise or scan.
+
+    If the scan differs, the step sizes follow it, and a line says so. Else the network is the same bit for bit. Raises
+    GeometryError for an impossible scan, and RuntimeError for a network whose weights do not fit the scan.
+    """
+    is_same = same_scan(trained.config, config)
+    module = Reconstructor(config, trained.projector if is_same else None)
+    module.load_state_dict(trained.state_dict())
+    if not is_same:
+        say_scan(trained.config, config, follow_scan(module.network, trained.projector))
+    return module
+
+
+def same_scan(config: Config, other: Config) -> bool:
+    """Whether two configs have the same A and FBP."""
+    filters = {scan.geometry.fbp_filter for scan in (config, other)}
+    return len(filters) == 1 and build_geometry(config) == build_geometry(other)
+
+
+def say_scan(trained: Config, config: Config, factor: float) -> None:
+    """Print what differs from the scan of the training, and by what the step sizes are multiplied."""
+    if rank() == 0:
+        say(line_of_scan(trained.geometry.plain(), config.geometry.plain(), factor))
+
+
+def symmetries_of(projector: FanBeamProjector, most: int) -> list[Symmetry]:
+    """The symmetries of a scan, at most so many. Prints a line if it has fewer."""
+    found = symmetries(projector, most) if most > 1 else []
+    if len(found) < most and most > 1 and rank() == 0:
+        say(f"symmetries={most}: this scan has {len(found)}" + " (the identity)" * (len(found) == 1))
+    return found
+
+
 class SampleMeasurement:
     """Measures samples on the host, one by one: A x + noise → y. The workers of a loader do it ahead of time.
+
+    A measured sinogram gets only noise that is for measured ones.
 
     Noise is drawn on the host. With sinograms on a GPU, the host would have to wait for each of them. The values equal
     those of `Measurement` on a CPU to the last bit.
@@ -125,13 +166,19 @@ class SampleMeasurement:
 
     def __init__(self, config: Config, noise: KeyedNoise) -> None:
         self.seed, self.noise = config.seed, noise
-        self.matrix = system_matrix_at(config, config.data.image_size * config.data.simulation_factor)
+        self.matrix = None
+        if not config.data.measured:
+            self.matrix = system_matrix_at(config, config.data.image_size * config.data.simulation_factor)
 
     @torch.no_grad()
     def __call__(self, part: str, sample: Mapping[str, Any]) -> Tensor:
         """The noisy sinogram [1, V, D] of a sample of train, val or test."""
-        image = sample.get("fine", sample["image"])[None]
-        y = apply_linear(image, self.matrix, self.matrix.transpose)
+        if self.matrix is None or "sinogram" in sample:
+            if not self.noise.for_measured:
+                return sample["sinogram"]
+            y = sample["sinogram"][None]
+        else:
+            y = apply_linear(sample.get("fine", sample["image"])[None], self.matrix, self.matrix.transpose)
         return self.noise(y, [(self.seed, STREAMS[part], sample["sample"])])[0]
 
 
@@ -149,10 +196,11 @@ def build_measurement(config: Config, projector: FanBeamProjector | None = None)
 def sample_measurement(config: Config) -> SampleMeasurement | None:
     """The measurement of a run's samples in its loaders; None if no noise is drawn on the host.
 
-    It is also None if a scanner has measured the sinograms.
+    It is also None if a scanner has measured the sinograms, unless the noise is for those too.
     """
     noise = build_noise(config)
-    return None if config.data.measured or isinstance(noise, NoNoise) else SampleMeasurement(config, noise)
+    none = isinstance(noise, NoNoise) or (config.data.measured and not noise.for_measured)
+    return None if none else SampleMeasurement(config, noise)
 
 
 def fine_size(config: Config) -> int:
@@ -229,6 +277,15 @@ def _variance(config: Config, y: Tensor) -> Tensor:
 def method_name(config: Config) -> str:
     """The name of the network in tables and pictures."""
     return config.model.title
+
+
+def second_order(network: UnrolledNetwork[Any]) -> dict[str, str]:
+    """τ_t, β_t or α_t as learned, from t = 1 on, for readers. Near 0, the network hardly uses what they multiply."""
+    parts = {f"{name}_t, learned": part for name, part in network.scalars().items() if name != "lambda" and part}
+    return {
+        name: "; ".join(", ".join(f"{value:.3f}" for value in scalar.flatten().tolist()) for scalar in part)
+        for name, part in parts.items()
+    }
 
 
 def build_noise(config: Config) -> KeyedNoise:

@@ -1,8 +1,9 @@
 """What a run adds to a LightningModule: the measurement, shards, means over all devices, and complete checkpoints."""
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import lightning as L
 import torch
@@ -10,17 +11,26 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from qnmixer.engine.batch import Batch
+from qnmixer.engine.checkpoints import load_run, run_of
+from qnmixer.engine.config.run import Config, checked
+from qnmixer.engine.config.targets import ModuleConfig
 from qnmixer.engine.data.own import n_batches
-from qnmixer.engine.lightning_private import set_position
+from qnmixer.engine.lightning_private import set_hparams, set_position
 from qnmixer.engine.parallel.shards import gather
+from qnmixer.engine.parts import parts_of
+from qnmixer.engine.plugins import check_trusted, module_of
 from qnmixer.engine.reconstructor import Measurement
-from qnmixer.errors import ConfigError
+from qnmixer.engine.tracking.records import own_modules
+from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, TRAINED_KEY
+from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, SUFFIX, TRAINED_KEY, find_checkpoint
 
 if TYPE_CHECKING:
-    from qnmixer.engine.config.run import Config
     from qnmixer.physics import FanBeamProjector
+
+
+_PARTS = "network", "loss", "optimizer", "schedule", "metrics"
+"""What a run gives to a module, beside its own arguments."""
 
 
 class RunModule(L.LightningModule):
@@ -38,7 +48,7 @@ class RunModule(L.LightningModule):
     """
 
     network: UnrolledNetwork[Any]
-    config: "Config"
+    config: Config
     measurement: Measurement
 
     def __init__(self) -> None:
@@ -46,9 +56,69 @@ class RunModule(L.LightningModule):
         self.means = nn.ModuleDict()
         self.settings: dict[str, Any] = {}
 
-    def attach(self, config: "Config", settings: dict[str, Any], measurement: Measurement) -> None:
+    def attach(self, config: Config, settings: dict[str, Any], measurement: Measurement) -> None:
         """Give the module what the run knows. The builder of a run calls it once."""
         self.config, self.settings, self.measurement = config, settings, measurement
+        self._keep_arguments(config.module)
+
+    def _keep_arguments(self, section: ModuleConfig) -> None:
+        """Set Lightning's hyperparameters to the arguments of the class that are its own, as plain values."""
+        # A class may have saved all its arguments, but nobody could read a checkpoint of objects.
+        saved = {name: value for name, value in self.hparams.items() if name not in _PARTS}
+        set_hparams(self, saved | section.keywords())
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]  # a run's checkpoint needs no arguments
+        cls, checkpoint_path: str | Path, *, trust: Collection[str] = (), **arguments: Any
+    ) -> Self:
+        """The module of a checkpoint, with its weights, on the CPU. No code of the file is executed.
+
+        That of a run gets the network, loss, optimizer, schedule, metrics and own arguments of the run.
+
+        Args:
+            checkpoint_path: of a run, or of a script.
+            trust: modules outside qnmixer whose classes and functions the config of the run may name. The class that
+                is called needs no word.
+            arguments: of the class, in place of those of the file, or of Lightning's `load_from_checkpoint`. A
+                checkpoint of a script needs those that are no numbers or texts, such as `network`.
+
+        Raises:
+            CheckpointError: the file cannot be read, or its network is not known.
+            PluginError: the file names something of a module that is not in `trust`.
+        """
+        # A file may name a function of Lightning that builds the module. Nothing but the class does.
+        arguments = {"map_location": "cpu", "weights_only": True, "_instantiator": None} | arguments
+        if "network" in arguments:
+            return cls._loaded(checkpoint_path, **arguments)
+        path = find_checkpoint(checkpoint_path)
+        if path.suffix == SUFFIX:
+            raise CheckpointError(f"{path} has weights of a network only: qnmixer.load_pretrained loads it")
+        try:
+            trained = load_run(path, "best", trust, "loss.", "schedule.", "metrics.")
+        except CheckpointError as error:
+            try:
+                return cls._loaded(path, **arguments)
+            except Exception as further_error:
+                line = f"{error}, or give network=… for the checkpoint of a script"
+                raise CheckpointError(line) from further_error
+        section, named = trained.config.module, trained.config.optimizer.targets()
+        is_of_class = section.target == f"{cls.__module__}.{cls.__qualname__}"
+        named |= {key: target for key, target in section.targets().items() if is_of_class and key != section.key}
+        named = {key: target for key, target in named.items() if module_of(target) != "torch.optim"}
+        check_trusted(str(path), named, [*trust, *own_modules(run_of(path))])
+        parts = parts_of(checked(trained.config, "loss", "optimizer", "schedule")) | {"network": trained.network}
+        own = section.built(cls, parts) if is_of_class else {}  # another class gets those that it takes, from Lightning
+        module = cls._loaded(path, **{**parts, **own, **arguments})
+        module.measurement = trained.measurement
+        module._keep_arguments(section)
+        return module
+
+    @classmethod
+    def _loaded(cls, path: str | Path, **arguments: Any) -> Self:
+        """The module, as Lightning builds it: by arguments, and by the hyperparameters of the file."""
+        loaded = super().load_from_checkpoint(path, **arguments)
+        assert isinstance(loaded, cls)
+        return loaded
 
     @property
     def projector(self) -> "FanBeamProjector":
@@ -70,6 +140,10 @@ class RunModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss of a batch: a mean over its images."""
         raise NotImplementedError(f"{type(self).__name__} has no training_step")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Tell the network the optimizer step, by which it draws random numbers. It is that of all devices."""
+        self.network.step_key = (self.config.seed if self.settings else 0, self.global_step)
 
     def configure_model(self) -> None:
         """Shard all networks of the module for fsdp, in the hook that Lightning has for it.

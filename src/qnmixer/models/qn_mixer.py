@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from annotated_types import Ge, Gt, Le, MultipleOf
@@ -14,6 +14,7 @@ from qnmixer.models.bfgs import Pair, apply_inverse_hessian, make_pair, split_sc
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 from qnmixer.models.data_term import data_gradient, nonnegative, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptMixer, MixerLayer
+from qnmixer.models.symmetric import turned_at_random
 from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork, check_choice
 
 
@@ -64,6 +65,8 @@ class QNMixer(UnrolledNetwork[QNState]):
             β_t s_{t−1}, ours) or "gradients" (s_t = −r_t − Σ_{k<t} α_{tk} r_k, as the memory of DeMUN, arXiv
             2501.04608). β and α are learned, from 0.
         hessian_gradient: "full" differentiates through H; "detach" treats its pairs as constants.
+        symmetric: in training, G_t sees x_t under a random turn or flip, and its image is turned back
+            (`turned_at_random`).
         learned_trust: use τ_t, with hessian="bfgs". False: H_t itself (figure).
         regularizer: a module x → G(x) in place of the Incept-Mixer, copied for each iteration that has its own, or a
             function (image_size, channels) → such a module. It needs detail_channels=0.
@@ -117,6 +120,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         hessian: Literal["bfgs", "identity", "momentum", "gradients"] = "bfgs",
         hessian_gradient: Literal["full", "detach"] = "full",
         learned_trust: bool = True,
+        symmetric: bool = False,
         regularizer: Callable[[int, int], nn.Module] | nn.Module | None = None,
     ) -> None:
         self.rules(locals())
@@ -130,6 +134,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         self.nonnegative = nonnegative
         self.hessian = hessian
         self.hessian_gradient = hessian_gradient
+        self.symmetric = symmetric
         self.codec = (
             OrthonormalCodec(latent_factor, latent_channels, codec_kernel)
             if codec == "orthonormal"
@@ -221,19 +226,36 @@ class QNMixer(UnrolledNetwork[QNState]):
         for step_size in self.step_sizes[t % len(self.step_sizes)]:
             u = u - step_size * data_gradient(self.projector, self.data_term, u, y)
         descent = x - u
-        # At x_t too, as the formula has it: not at u. With details it gives features of x, from which they make G(x).
+        return self.regularization(t, x, descent) + descent
+
+    @turned_at_random
+    def regularization(self, t: int, x: Tensor, descent: Tensor) -> Tensor:
+        """G_t(x), [B, 1, H, W]. The details also see the descent along the data term.
+
+        It is taken at x_t, as the formula has it, and not after that descent.
+        """
+        # With details it gives features of x, from which they make G(x).
         G = self.regularizers[t % len(self.regularizers)](x)
         if self.details:
             G = self.details[t](torch.cat([x, descent], 1) if self.detail_data_step else x, G)
-        return G + descent
+        return G
 
     def large_parts(self) -> list[nn.Module]:
         """The layers of the mixer. Their inner features are about half of what an iteration stores."""
         return [module for module in self.modules() if isinstance(module, MixerLayer)]
 
-    def step_scalars(self) -> list[nn.Parameter]:
-        """λ_t, β_t, α_t and τ_t."""
-        return [*self.step_sizes, *self.momenta, *self.mixes, *self.trust]
+    def scalars(self) -> dict[str, nn.ParameterList]:
+        """λ_t, and from t = 1 on β_t, α_t and τ_t, if it has them."""
+        learned = {"beta": self.momenta, "alpha": self.mixes, "tau": self.trust}
+        return super().scalars() | {letter: part for letter, part in learned.items() if part}
+
+    def first_order(self) -> Self | None:
+        """The same network, with the same weights, and s_t = −r_t."""
+        if self.hessian == "identity":
+            return None
+        network = copy.copy(self)
+        network.hessian = "identity"
+        return network
 
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
         """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems early."""

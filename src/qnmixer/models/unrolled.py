@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from annotated_types import Ge, Le
 from torch import Tensor, nn
@@ -41,11 +41,17 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     projector: Projector
     """A, Aᵀ and FBP of the scan. A subclass sets it from its first argument."""
 
+    data_term: str = "fbp"
+    """A† of its steps λ_t A†(A x − y): "fbp" (`filtered_residual`) or "adjoint" (Aᵀ/‖A‖²)."""
+
     def __init__(self, n_iterations: int) -> None:
         super().__init__()
         self.n_iterations = n_iterations
         self.step_sizes = nn.ParameterList()
-        """λ_t, if the network has them. They are logged."""
+        """λ_t, if the network has them. They are logged, and follow the scan where a trained network gets another."""
+        self.step_key: tuple[int, int] = (0, 0)
+        """Seed and optimizer step, set from outside in training. A network that draws random numbers draws them by this
+        and t. Then all devices draw the same ones, and so does what is computed again."""
         self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = UnrolledNetwork.run
         """Runs some iterations. `engine/memory/modes.py` puts one that recomputes or offloads in its place."""
 
@@ -95,9 +101,17 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """
         return []
 
+    def scalars(self) -> dict[str, nn.ParameterList]:
+        """The few scalars that size a step, by their letter in the formula, an entry for each t. Records have them."""
+        return {"lambda": self.step_sizes}
+
     def step_scalars(self) -> list[nn.Parameter]:
-        """The few scalars that size a step. They have a learning rate of their own, a multiple of the weights'."""
-        return [*self.step_sizes]
+        """All `scalars`. They have a learning rate of their own, a multiple of the weights'."""
+        return [scalar for part in self.scalars().values() for scalar in part]
+
+    def first_order(self) -> Self | None:
+        """The same network with H = I, to see what its second order adds; None for a network of first order."""
+        return None
 
     def hidden_weights(self) -> list[nn.Parameter]:
         """Matrices and kernels for the orthogonal steps of `optimizer=muon`; AdamW changes all others.

@@ -7,15 +7,16 @@ the device, the rank or the worker. It is drawn on the CPU by numpy's Philox gen
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
+from torch.nn.functional import avg_pool2d
 
-from qnmixer.errors import PluginError, first_line
+from qnmixer.errors import GeometryError, PluginError, first_line
 
 Key = Sequence[int]
 """The key of a draw, for instance (seed, epoch, index); whole numbers from 0."""
@@ -26,6 +27,10 @@ Deviation = Annotated[float, Ge(0)]
 """A standard deviation."""
 _FEWEST_COUNTS = 1.0
 """Counts that a starved bin is taken to have, so that its logarithm is finite."""
+_LOCAL = 5
+"""Neighbouring bins whose mean counts stand for the expected ones: a single starved bin says little."""
+_NODES = torch.linspace(-5, 5, 33).tolist()
+"""Standard deviations from the mean at which the logarithm of counts is taken, to find its variance."""
 
 
 class KeyedNoise(ABC):
@@ -35,9 +40,11 @@ class KeyedNoise(ABC):
 
     Attributes:
         needs_one_scale: whether it makes sense only if all slices have the same scale of attenuation.
+        for_measured: whether it is added to measured sinograms too, which have noise already.
     """
 
     needs_one_scale: ClassVar[bool] = False
+    for_measured: ClassVar[bool] = False
 
     @abstractmethod
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -125,17 +132,21 @@ class FieldNoise(KeyedNoise):
 
 @dataclass(frozen=True)
 class PhysicalNoise(KeyedNoise):
-    """Counting noise of a real dose: N = Poisson(I₀ e^{−μp}) + N(0, σₑ²), p' = −log(N/I₀)/μ.
+    """Counting noise of a real dose: N = K Poisson(I₀ w e^{−μp}) + N(0, σₑ²), p' = −log(N/(I₀ w))/μ.
 
     μ turns value × mm into attenuation, see `attenuation_per_value`. Counts below c are set to c, so a starved bin
-    has the value log(I₀/c)/μ.
+    has the value log(I₀ w/c)/μ. K is crosstalk: each bin gives a share of its counts to each of its two neighbours.
 
     Args:
-        photons: I₀, counts of an unattenuated ray.
+        photons: I₀, counts of an unattenuated ray in the brightest bin.
         water_attenuation: of water in mm⁻¹; the default is that at about 70 keV.
         electronic_sigma: σₑ, standard deviation of the electronic noise in counts.
         hu_max: HU of x = 1; 0 where x = 1 is water.
         fewest_counts: c, the lower limit of counts.
+        profile: w [D], the counts of each bin by a bow-tie filter, as a share of the brightest; None: all are equal.
+        crosstalk: the share that K gives to each neighbour.
+
+    Raises ValueError for a profile whose largest value is not 1, and GeometryError for sinograms of other bins.
     """
 
     needs_one_scale: ClassVar[bool] = True
@@ -145,19 +156,95 @@ class PhysicalNoise(KeyedNoise):
     electronic_sigma: Deviation = 0.0
     hu_max: float = 0.0
     fewest_counts: Annotated[float, Gt(0)] = _FEWEST_COUNTS
+    profile: Sequence[Annotated[float, Gt(0), Le(1)]] | None = None
+    crosstalk: Annotated[float, Ge(0), Le(0.25)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.profile is not None:
+            object.__setattr__(self, "profile", tuple(map(float, self.profile)))
+            if not self.profile or min(self.profile) <= 0 or abs(max(self.profile) - 1) > 1e-3:
+                raise ValueError("profile needs values above 0, of which the largest is 1: photons is that of this bin")
 
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One sinogram with noise."""
-        mu = attenuation_per_value(self.water_attenuation, self.hu_max)
-        counts = rng.poisson(self.photons * np.exp(-mu * p)).astype(np.float64)
+        mu, unattenuated = self._mu, self._unattenuated(p.shape[-1])
+        counts = self._shared(rng.poisson(unattenuated * np.exp(-mu * p)).astype(np.float64))
         counts += self.electronic_sigma * rng.standard_normal(p.shape)
-        return -np.log(np.maximum(counts, self.fewest_counts) / self.photons) / mu
+        return -np.log(np.maximum(counts, self.fewest_counts) / unattenuated) / mu
 
     def variance(self, y: Tensor) -> Tensor:
-        """(N + σₑ²)/(μ N)², with N = I₀ e^{−μ y} counts, at least `fewest_counts`."""
-        mu = attenuation_per_value(self.water_attenuation, self.hu_max)
-        counts = (self.photons * torch.exp(-mu * y)).clamp_min(self.fewest_counts)
-        return (counts + self.electronic_sigma**2) / (mu * counts).square()
+        """The variance of −log(max(N, c))/μ for normal N, with the mean counts of neighbouring bins of y.
+
+        Where counts are many this is (N + σₑ²)/(μ N)². Behind six attenuation lengths the logarithm bends, and starved
+        bins are cut at c.
+        """
+        unattenuated = torch.as_tensor(self._unattenuated(y.shape[-1])).to(y)
+        counts = unattenuated * torch.exp(-self._mu * y)
+        counts = avg_pool2d(counts, (1, _LOCAL), 1, (0, _LOCAL // 2), count_include_pad=False)
+        kept = (1 - 2 * self.crosstalk) ** 2 + 2 * self.crosstalk**2  # of the variance: crosstalk smooths
+        deviation = (kept * counts + self.electronic_sigma**2).sqrt()
+        weights = torch.exp(-torch.tensor(_NODES).square() / 2)
+        mean, square = torch.zeros_like(y), torch.zeros_like(y)
+        for node, weight in zip(_NODES, (weights / weights.sum()).tolist(), strict=True):
+            # About the logarithm of the mean, so that the difference below keeps its digits.
+            logarithm = ((counts + node * deviation).clamp_min(self.fewest_counts) / counts).log()
+            mean += weight * logarithm
+            square += weight * logarithm.square()
+        return (square - mean.square()) / self._mu**2
+
+    @property
+    def _mu(self) -> float:
+        return attenuation_per_value(self.water_attenuation, self.hu_max)
+
+    def _unattenuated(self, n_bins: int) -> np.ndarray:
+        """I₀ w, [D], or [1] without a profile."""
+        profile = np.asarray((1.0,) if self.profile is None else self.profile)
+        if self.profile is not None and len(profile) != n_bins:
+            raise GeometryError(f"noise.profile has {len(profile)} bins, and the sinogram {n_bins}")
+        return self.photons * profile
+
+    def _shared(self, counts: np.ndarray) -> np.ndarray:
+        """K counts, [1, V, D]. The first and the last bin have themselves as their missing neighbour."""
+        if not self.crosstalk:
+            return counts
+        wide = np.pad(counts, ((0, 0), (0, 0), (1, 1)), mode="edge")
+        return counts + self.crosstalk * (wide[..., :-2] + wide[..., 2:] - 2 * counts)
+
+
+@dataclass(frozen=True)
+class InsertedNoise(PhysicalNoise):
+    """The noise that a measured sinogram lacks to a lower dose. The other arguments are those of the measured scan.
+
+    From the measured counts N, which have the noise of I₀ already: N' = d N + K(Poisson(q) − q) + √(1 − d²) N(0, σₑ²)
+    with q = d (1 − d) K⁻¹ N, and p' = −log(N'/(d I₀ w))/μ. So mean, quantum variance and electronic variance are those
+    of a scan with d I₀. In attenuation this adds (1 − d)/d of the quantum variance.
+
+    Yu et al., J. Comput. Assist. Tomogr. 36 (2012) 477–487 insert noise like this (equation not looked up). Zeng et
+    al., IEEE Trans. Nucl. Sci. 62 (2015) 2226–2233, draw all noise anew from d N (p. 2227, equation 1 and steps 3 to
+    6), which counts the noise of the measured scan twice.
+
+    Args:
+        dose: d, the lower dose as a share of the measured one.
+    """
+
+    for_measured: ClassVar[bool] = True
+
+    dose: Annotated[float, Gt(0), Le(1)] = 0.25
+
+    def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """One sinogram [1, V, D] at the lower dose, from a measured one."""
+        mu, unattenuated = self._mu, self._unattenuated(p.shape[-1])
+        counts = unattenuated * np.exp(-mu * p)
+        before_crosstalk = np.maximum(2 * counts - self._shared(counts), 0)  # K⁻¹ counts, to first order
+        quantum = self.dose * (1 - self.dose) * before_crosstalk
+        lower = self.dose * counts + self._shared(rng.poisson(quantum) - quantum)
+        lower += self.electronic_sigma * np.sqrt(1 - self.dose**2) * rng.standard_normal(p.shape)
+        return -np.log(np.maximum(lower, self.fewest_counts) / (self.dose * unattenuated)) / mu
+
+    def variance(self, y: Tensor) -> Tensor:
+        """As of `PhysicalNoise`, at the lower dose."""
+        values = {item.name: getattr(self, item.name) for item in fields(PhysicalNoise)}
+        return PhysicalNoise(**values | {"photons": self.dose * self.photons}).variance(y)
 
 
 @dataclass(frozen=True)

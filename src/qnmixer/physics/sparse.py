@@ -32,6 +32,8 @@ from qnmixer.physics.geometry import FanBeamGeometry
 _UNNEEDED = "Sparse (CSR tensor support is in beta|invariant checks are implicitly disabled)"
 # For the whole process: `catch_warnings` around each product is not safe in threads.
 warnings.filterwarnings("ignore", message=_UNNEEDED, category=UserWarning)
+# Torch warns once a process: here, because pytest forgets the filter before it runs the tests of a project.
+torch.sparse_csr_tensor([0, 1], [0], [1.0], (1, 1), device="cpu")
 _WIDE = 16
 """Columns from which torch's embedding bag, a sparse product with prefetching, is faster than the CSR product."""
 

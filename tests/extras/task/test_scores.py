@@ -2,13 +2,16 @@
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
 from qnmixer.extras.task.scores import (
     channel_outputs,
     detectability,
+    detected,
     dog_channels,
+    edge_contrast_to_noise,
     edge_profile,
     half_modulation,
     noise_of,
@@ -36,10 +39,32 @@ def test_the_spectrum_of_white_noise_is_flat_and_integrates_to_its_variance() ->
 
 
 def test_noise_of_one_frequency_has_that_mean_frequency_and_deviation() -> None:
-    wave = 3 * torch.cos(2 * math.pi * 4 * torch.arange(32, dtype=torch.float64) / 32).expand(1, 32, 32)
+    phases = torch.arange(8, dtype=torch.float64)[:, None, None] / 8
+    wave = 3 * torch.cos(2 * math.pi * (4 * torch.arange(32, dtype=torch.float64) / 32 + phases)).expand(8, 32, 32)
     deviation, frequency = noise_of(noise_power(wave, PIXEL), PIXEL)
     assert math.isclose(deviation, 3 / math.sqrt(2), rel_tol=1e-9)
     assert math.isclose(frequency, 4 / (32 * PIXEL), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["low", "ramp", "ramp with a window"])
+def test_the_spectrum_of_coloured_noise_is_the_analytic_one(name: str) -> None:
+    """Within 5 % in the rings that hold 95 % of the power: each region sees the noise through a window of its own."""
+
+    def analytic(f: Tensor) -> Tensor:
+        smooth = torch.exp(-((2 * math.pi * 2 * f) ** 2))  # a blur of σ = 2 mm
+        return {"low": smooth, "ramp": f, "ramp with a window": f * torch.cos(math.pi * f * PIXEL).clamp_min(0) ** 2}[
+            name
+        ]
+
+    f = torch.fft.fftfreq(256, PIXEL, dtype=torch.float64)
+    amplitudes = analytic(torch.hypot(f[:, None], f)).sqrt() / PIXEL
+    images = torch.fft.ifft2(torch.fft.fft2(white(0, 24, 256, 256)) * amplitudes).real
+    _, found = radial_mean(noise_power(images.unfold(1, 32, 32).unfold(2, 32, 32), PIXEL), PIXEL)
+    f = torch.fft.fftfreq(32, PIXEL, dtype=torch.float64)
+    frequencies, expected = radial_mean(analytic(torch.hypot(f[:, None], f)), PIXEL)
+    power, order = (expected * frequencies).sort(descending=True)
+    n = int((power.cumsum(0) < 0.95 * power.sum()).sum()) + 1
+    torch.testing.assert_close(found[order[:n]], expected[order[:n]], rtol=0.05, atol=0)
 
 
 def blurred_disc(blur: float, x: float, y: float, radius: float) -> Tensor:
@@ -58,6 +83,28 @@ def test_the_transfer_function_of_a_gaussian_blur_is_a_gaussian() -> None:
     expected = torch.exp(-2 * (math.pi * blur * frequencies) ** 2)
     assert (modulation - expected).abs().max() < 0.02
     assert math.isclose(half_modulation(profiles, PIXEL), math.sqrt(math.log(2) / 2) / (math.pi * blur), rel_tol=0.02)
+
+
+@pytest.mark.parametrize("blur", [1, 2, 3, 4, 5, 6, 12])
+def test_half_modulation_is_within_three_percent_or_none(blur: float) -> None:
+    """Of a disc that was blurred as a whole: a wide blur bends its edge."""
+    n, fine, radius = 96, 4, 25.0
+    axis, f = (torch.arange(n * fine) - (n * fine - 1) / 2) * 1.0 / fine, torch.fft.fftfreq(n * fine, 1.0 / fine)
+    disc = (torch.hypot(axis - 0.3, axis[:, None] + 0.2) < radius).double()
+    blurred = torch.fft.ifft2(torch.fft.fft2(disc) * torch.exp(-2 * (math.pi * blur * torch.hypot(f[:, None], f)) ** 2))
+    half = half_modulation(edge_profile(blurred.real[1::fine, 1::fine], 0.425, -0.075, radius, 1.0)[None], 1.0)
+    expected = math.sqrt(math.log(2) / 2) / (math.pi * blur)
+    assert half.isnan() if blur > 6 else math.isclose(half, expected, rel_tol=0.03)
+
+
+def test_an_edge_in_noise_has_little_contrast_to_noise() -> None:
+    found = []
+    for sigma in (5.0, 500.0):
+        images = (blurred_disc(1.5, 0.3, -0.2, 25.0) + sigma * white(seed, 128, 128) for seed in range(4))
+        found.append(edge_contrast_to_noise(torch.stack([edge_profile(of, 0.3, -0.2, 25.0, PIXEL) for of in images])))
+    per_bin = 4 * 2 * math.pi * 25 * PIXEL / 4 / PIXEL**2  # pixels of four images
+    assert math.isclose(found[0], 50 / 5 * math.sqrt(per_bin), rel_tol=0.2)
+    assert found[1] < 5
 
 
 def test_an_edge_of_negative_contrast_has_the_same_transfer_function() -> None:
@@ -100,6 +147,29 @@ def test_few_images_do_not_make_d_prime_larger() -> None:
     assert math.isclose(uncut, 3 * 0.7**2, rel_tol=0.15)
 
 
+@pytest.mark.parametrize("correlation", [0.0, 0.1, 0.3])
+def test_the_interval_of_d_prime_holds_for_places_that_are_correlated(correlation: float) -> None:
+    """Six images of eight places; d' = 2."""
+    held, n = 0, 300
+    for seed in range(n):
+        of_places, of_images = white(seed, 2, 6, 8, 3), white(seed + n, 2, 6, 1, 3)
+        absent, present = math.sqrt(1 - correlation) * of_places + math.sqrt(correlation) * of_images
+        score, half = detected(absent, present + 2 / math.sqrt(3))
+        held += abs(score - 2) < half
+    assert 0.93 <= held / n < 1
+
+
+def test_pairs_of_equal_noise_show_the_difference_exactly() -> None:
+    """Only the covariance is then uncertain, and half as certain as with two sets."""
+    scores = []
+    for seed in range(300):
+        absent = white(seed, 6, 8, 3)
+        scores.append(torch.stack(detected(absent, absent + 2 / math.sqrt(3))))
+    values, halves = torch.stack(scores).unbind(1)
+    assert math.isclose(values.mean(), 2, rel_tol=0.02)
+    assert math.isclose(halves.mean(), 1.96 * values.std(), rel_tol=0.15)
+
+
 def test_what_is_equal_at_a_place_in_every_image_is_no_noise() -> None:
     absent, present = white(0, 20, 4, 3), white(1, 20, 4, 3) + 1
     places = 50 * white(2, 4, 3)
@@ -110,4 +180,9 @@ def test_the_interval_of_a_mean_is_that_of_its_standard_error() -> None:
     values = white(3, 100)
     score, half = with_interval(torch.mean, values)
     assert score == values.mean()
-    assert math.isclose(half, 1.96 * values.std() / 10, rel_tol=0.2)
+    assert math.isclose(half, 1.98 * values.std() / 10, rel_tol=0.2)
+
+
+def test_the_interval_of_few_values_is_wide_enough() -> None:
+    pairs = [with_interval(torch.mean, white(seed, 6)) for seed in range(150)]
+    assert 0.93 <= sum(abs(score) < half for score, half in pairs) / 150 < 1

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from qnmixer.engine.checkpoints import load_run
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import section
 from qnmixer.evaluate import check, evaluate, into_new_folder
+from qnmixer.extras.task.command import reconstructed
+from qnmixer.extras.task.config import EvaluateTaskConfig
 from qnmixer.extras.task.phantoms import Disc, TaskPhantom
 from qnmixer.physics import FanBeamGeometry
 
@@ -60,10 +65,29 @@ def test_one_command_writes_a_table_and_a_figure(network: Path, tmp_path: Path) 
         rows = list(csv.DictReader(stream))
     assert [row["method"] for row in rows] == ["FBP", "TV", "QN-Mixer"]
     for row in rows:
-        assert all(math.isfinite(float(value)) for name, value in row.items() if name != "method")
+        assert all(math.isfinite(float(value)) for name, value in row.items() if value and name != "method")
+        assert {name for name, value in row.items() if not value} <= {
+            f"{of}edge of {contrast} HU, 1/mm" for of in ("", "± of ") for contrast in (-100, 500)
+        }
     assert "| 100,000 | TV |" in (folder / "table.md").read_text()
     record = json.loads((folder / "results.json").read_text())
     assert (record["status"], record["evaluated"]["data"]) == ("done", "task")
+
+
+def test_what_an_insert_leaves_in_fbp_does_not_depend_on_the_noise(network: Path) -> None:
+    """So FBP keeps the same part of the contrast at every dose: all of it, but for its resolution."""
+    module = load_run(str(network)).eval()
+    phantom, rng = TaskPhantom(module.projector.geometry), np.random.default_rng(0)
+    body = phantom.draw(2 * phantom.size, [], rng)
+    fine = body + phantom.draw_discs(2 * phantom.size, [Disc(x, y, 20.0, 20.0) for x, y in phantom.places])
+    task = EvaluateTaskConfig.parse(compose("evaluate", ["run=x", "evaluation=task"])).evaluation
+    left = []
+    for seed in range(2):
+        module.config.noise = section("noise", "physical", photons=1e4)
+        images = (reconstructed(module, task, hu, body, (seed,))["FBP"] for hu in (fine, body))
+        left.append(torch.sub(*images))
+    torch.testing.assert_close(*left, rtol=0, atol=0.05)
+    assert left[0].abs().max() > 5
 
 
 @pytest.mark.parametrize(

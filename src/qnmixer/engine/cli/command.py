@@ -17,6 +17,7 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.cli.help import usage
@@ -165,7 +166,7 @@ def _show(config_name: str, words: list[str]) -> None:
             compose(config_name, [*filter(is_override, words)])  # for its line about what is wrong
         sys.argv[1:] = words
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(lambda cfg: None)()
-    except (argparse.ArgumentError, KeyError, RuntimeError, ValueError) as error:
+    except (argparse.ArgumentError, KeyError, RuntimeError, ValueError, YAMLError) as error:
         flags = " ".join(word for word in words if not is_override(word))
         raise ConfigError(f"{flags} does not work ({first_line(error)})") from error
     finally:

@@ -29,35 +29,31 @@ class ProjectConfig(Section):
     experiment: str | None = None
 
 
-def in_project(words: Sequence[str], command: str) -> list[str]:
-    """The words of a command line, with the config folder of the project in the current folder, and its experiment.
+def in_project(words: Sequence[str], command: str, folder: Path = Path()) -> list[str]:
+    """The words of a command line, with the config folder of a project and its experiment, unless they choose one.
 
     Words that name a config folder stay as they are: the processes of a run and the jobs of a sweep have such words.
+    A run that resumes has an experiment.
 
     Args:
         words: as they were typed.
         command: such as train. Commands with the config of a run take the experiment.
+        folder: of the project.
 
     Raises ConfigError for a table that names no folder, or has an unknown key.
     """
-    if names_folder(words) or not FILE.is_file():
+    file = folder / FILE
+    if names_folder(words) or not file.is_file():
         return [*words]
     try:
-        tool = tomllib.loads(FILE.read_text(encoding="utf-8")).get("tool")
+        tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool")
     except ValueError as error:  # bad TOML, or bytes that are no text
-        raise ConfigError(f"{FILE} of this folder cannot be read ({first_line(error)}): mend it") from error
+        raise ConfigError(f"{file} of this folder cannot be read ({first_line(error)}): mend it") from error
     table = tool.get("qnmixer", {}) if isinstance(tool, dict) else {}
     project = validated(ProjectConfig, table, "tool.qnmixer")
-    if project.conf is not None and not Path(project.conf).is_dir():
-        raise ConfigError(f'{FILE}: no folder {project.conf}: write conf = "FOLDER" in [tool.qnmixer]')
-    return with_options_of(project.conf, project.experiment if command in OF_A_RUN else None, words)
-
-
-def with_options_of(conf: Path | str | None, experiment: str | None, words: Sequence[str]) -> list[str]:
-    """The words of a command line, with a config folder and an experiment, unless they choose one.
-
-    A run that resumes has an experiment. A record of it has the folder, so ranks and jobs of a sweep know it.
-    """
-    is_chosen = not {"experiment", "resume"}.isdisjoint(map(key_of, words))
-    folder = [] if conf is None else [f"--config-dir={conf}"]
-    return [*folder, *([] if experiment is None or is_chosen else [f"experiment={experiment}"]), *words]
+    if project.conf is not None and not (folder / project.conf).is_dir():
+        raise ConfigError(f'{file}: no folder {project.conf}: write conf = "FOLDER" in [tool.qnmixer]')
+    takes_experiment = command in OF_A_RUN and {"experiment", "resume"}.isdisjoint(map(key_of, words))
+    experiment = [f"experiment={project.experiment}"] if project.experiment and takes_experiment else []
+    conf = [] if project.conf is None else [f"--config-dir={folder / project.conf}"]
+    return [*conf, *experiment, *words]

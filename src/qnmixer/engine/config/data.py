@@ -97,7 +97,7 @@ class DataConfig(Target):
 class PhantomData(DataConfig):
     """Random phantoms: no files needed. `PhantomSource` has their keys."""
 
-    TARGET: ClassVar[str] = "qnmixer.engine.data.phantoms.PhantomSource"
+    TARGET: ClassVar[str] = "qnmixer.data.PhantomSource"
     read_at_once: ClassVar[bool] = True
 
     @model_validator(mode="after")

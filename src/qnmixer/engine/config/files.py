@@ -12,7 +12,11 @@ CONF = (Path(__file__).parents[2] / "conf").resolve()
 TARGET = "_target_"
 OF_A_RUN = ("train", "plan", "doctor")
 """Commands with the full config of a run; the others read it from a run folder."""
-_COMMANDS_OF = {"as_trained": ("evaluate", "compare", "robustness"), "task": ("evaluate",)}
+_COMMANDS_OF = {
+    "as_trained": ("evaluate", "compare", "robustness", "reconstruct"),
+    "task": ("evaluate",),
+    "uncertainty": ("evaluate",),
+}
 """The commands that have an option which is for trained networks."""
 
 

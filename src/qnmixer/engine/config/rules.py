@@ -50,6 +50,13 @@ def one_scale(data: DataConfig, noise: NoiseConfig) -> None:
         raise ConfigError(f"noise={noise.name} needs one scale of all slices: choose data.scaling=attenuation")
 
 
+def profile_of_scan(noise: NoiseConfig, geometry: GeometryConfig) -> None:
+    """A profile has the counts of every bin of the scan."""
+    profile, n_bins = noise.keywords().get("profile"), geometry.n_detectors
+    if noise.target.startswith("qnmixer.") and profile is not None and len(profile) != n_bins:
+        raise ConfigError(f"noise.profile has {len(profile)} bins, and the scan {n_bins}, as geometry.n_detectors says")
+
+
 def divided_image(data: DataConfig, model: ModelConfig) -> None:
     """Patches, windows or levels of a network divide the image: it would need padding, which none of them has."""
     size = data.image_size

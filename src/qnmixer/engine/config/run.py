@@ -36,7 +36,7 @@ from qnmixer.engine.config.targets import (
     ScheduleConfig,
     check_monitor,
 )
-from qnmixer.engine.plugins import check_plugin, is_trusted
+from qnmixer.engine.plugins import check_plugin, is_trusted, with_public_names
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.installed import require_for
 
@@ -102,7 +102,7 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     So arguments of targets and rules are not checked: `checked` does that, once the targets are trusted. Raises
     ConfigError, which names the key.
     """
-    config: Config = validated(Config, plain_values(cfg))
+    config: Config = validated(Config, with_public_names(plain_values(cfg)))
     return config
 
 
@@ -142,6 +142,7 @@ def validate(config: Config) -> None:
     """Check the rules between sections. Raises ConfigError for the first that is broken."""
     rules.scan_of_set(config.data, config.geometry)
     rules.one_scale(config.data, config.noise)
+    rules.profile_of_scan(config.noise, config.geometry)
     rules.divided_image(config.data, config.model)
     rules.one_start(config.finetune, config.resume)
     rules.an_end(config.trainer, config.debug)

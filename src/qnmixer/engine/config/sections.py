@@ -6,7 +6,16 @@ from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Len
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    create_model,
+    model_validator,
+)
 
 from qnmixer.engine.config.checking import Section
 
@@ -18,9 +27,10 @@ Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 Accelerator = Literal["auto", "cpu", "gpu", "cuda"]
 Precision = Literal["32", "16-mixed", "bf16-mixed"]
 CheckpointName = Literal["best", "last"]
-Tag = Annotated[str, Len(0, LONGEST_TAG)]
+RunTag = Annotated[str, Len(0, LONGEST_TAG)]
 Name = Annotated[str, Len(0, LONGEST_NAME)]
 RunID = Annotated[str, StringConstraints(pattern=rf"^[\w.-]{{1,{LONGEST_NAME}}}$")]
+Symmetries = Literal[1, 2, 4, 8]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """One text, or several."""
 File = Annotated[str, AfterValidator(expanduser)]
@@ -46,6 +56,30 @@ class GeometryConfig(Section):
     detector_offset: float = 0.0  # bins
 
 
+def _kind_of_scan(values: Any) -> str:
+    return "changes" if isinstance(values, dict) and values.get("name", "") is None else "scan"
+
+
+_CHANGES: dict[str, Any] = {
+    key: (Annotated[field.annotation, key, *field.metadata] | None, ...)
+    for key, field in GeometryConfig.model_fields.items()
+}
+GeometryChanges: Any = create_model("GeometryChanges", __base__=Section, **_CHANGES)
+"""For a trained network: the scan of the run itself. Keys that are not None here replace the run's."""
+ScanOrAsTrained = Annotated[
+    Annotated[GeometryConfig, Tag("scan")] | Annotated[GeometryChanges, Tag("changes")], Discriminator(_kind_of_scan)
+]
+"""A scan, or changes of the run's."""
+
+
+def scan_for(section: ScanOrAsTrained, trained: GeometryConfig) -> GeometryConfig:
+    """The scan that a command with a trained network uses."""
+    if isinstance(section, GeometryConfig):
+        return section
+    changes = {key: value for key, value in section.plain().items() if value is not None}
+    return trained.changed(**changes) if changes else trained
+
+
 class MemoryConfig(Section):
     """What happens to the graph of the iterations until the backward pass."""
 
@@ -65,6 +99,7 @@ class EvaluationConfig(Section):
     n_pictures: Count
     tv_weight: Annotated[float, Ge(1e-9), Le(1e9)] | None = None  # None: without total variation
     tv_noise_weight: Annotated[float, Ge(0), Le(1e9)] = 0.0
+    first_order: bool = False  # also the network with H = I, if it is of second order
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
@@ -270,7 +305,7 @@ class WandbConfig(Section):
     group: Name | None  # None: the sweep
     job_type: Name | None = None
     notes: str | None = None
-    tags: Annotated[list[Tag], BeforeValidator(_words)] = Field(default_factory=list)
+    tags: Annotated[list[RunTag], BeforeValidator(_words)] = Field(default_factory=list)
     id: RunID | None = None  # None: drawn; a resumed run keeps its own
     version: RunID | None = None  # as id
     resume: Literal["allow", "must", "never", "auto"] = "allow"

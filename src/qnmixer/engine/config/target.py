@@ -136,8 +136,12 @@ class Target(Section):
         """The target with all but its positional arguments. It gets `supplied` ones that it has a parameter for."""
         function, keywords = self.load(), self.keywords()
         arguments |= taken(function, {name: value for name, value in (supplied or {}).items() if name not in keywords})
-        built = {key: self._built(f"{self.section}.{key}", value) for key, value in keywords.items()}
-        return partial(function, **arguments, **self._typed(function, built, arguments))
+        return partial(function, **arguments, **self.built(function, arguments))
+
+    def built(self, function: Any, bound: Collection[str] = ()) -> dict[str, Any]:
+        """The arguments of the config for its imported target, with what they name built. `bound`: those not of it."""
+        built = {key: self._built(f"{self.section}.{key}", value) for key, value in self.keywords().items()}
+        return self._typed(function, built, bound)
 
     def positional(self, function: Any) -> int:
         """How many of its first arguments qnmixer gives."""

@@ -15,12 +15,12 @@ from qnmixer.engine.config.sections import WandbConfig
 from qnmixer.engine.config.target import FUNCTION_OR_MODULE, Target
 from qnmixer.engine.plugins import Kind, defaults_of, is_trusted, load_plugin, parameters_of, subclass_of
 from qnmixer.engine.reports.names import LOSS, taken_names
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, first_line
 
-METRICS_FILE = "qnmixer.engine.tracking.loggers.MetricsFile"
+METRICS_FILE = "qnmixer.lightning.MetricsFile"
 """The target of logger=csv. Every run has this logger."""
-_WANDB = "qnmixer.engine.tracking.loggers.WandbRun"
-_MEAN_WEIGHTS = "qnmixer.engine.training.callbacks.MeanWeights"
+_WANDB = "qnmixer.lightning.WandbRun"
+_MEAN_WEIGHTS = "qnmixer.lightning.EMA"
 _CUSTOM = "custom"
 """The name of a logger that the group itself describes."""
 
@@ -137,9 +137,27 @@ class NoiseConfig(Target):
     kind: ClassVar[Kind] = subclass_of("qnmixer.physics.KeyedNoise", but=" with a method sample(p, rng)")
     supplied: ClassVar[tuple[str, ...]] = ("hu_max",)
 
+    def checked(self) -> Self:
+        """Read the file of a profile first: checkpoints have its values, and so need no file."""
+        path = self.keywords().get("profile")
+        return super().checked() if not isinstance(path, str) else self.changed(profile=_profile_in(path)).checked()
+
+
+def _profile_in(path: str) -> list[float]:
+    import numpy as np
+
+    try:
+        values = np.load(path) if path.endswith(".npy") else np.loadtxt(path)
+        return [float(value) for value in values]
+    except (OSError, ValueError, TypeError) as error:
+        fix = "give a .npy [bins], or a text file with a number on each line"
+        raise ConfigError(f"noise.profile={path} cannot be read ({first_line(error)}): {fix}") from error
+
 
 class OptimizerConfig(Target):
     """A torch.optim.Optimizer, built with `(parameter groups, lr=…, **arguments)`.
+
+    A key that a file of one's own leaves out has the default of the class, or else that of here.
 
     Attributes:
         lr: learning rate of the weights.
@@ -152,13 +170,17 @@ class OptimizerConfig(Target):
     n_positional: ClassVar[int] = 1
     supplied: ClassVar[tuple[str, ...]] = ("lr",)
 
-    lr: Annotated[float, Gt(0), Le(1e9)]
-    weight_decay: Annotated[float, Ge(0)]
-    step_size_lr_factor: Annotated[float, Gt(0), Le(1e9)]
+    lr: Annotated[float, Gt(0), Le(1e9)] = 1e-3
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    step_size_lr_factor: Annotated[float, Gt(0), Le(1e9)] = 10.0
 
     def checked(self) -> Self:
         """Let torch check the arguments of its own optimizers: their signatures have no bounds."""
         section = super().checked()
+        of_class = defaults_of(parameters_of(section.load()) or ())
+        left_out = {"lr", "weight_decay"} - section.model_fields_set
+        if given := {key: of_class[key] for key in left_out if of_class.get(key) is not None}:
+            section = section.changed(**given)
         if section.target.startswith("torch."):
             weight = importlib.import_module("torch").zeros(1, requires_grad=True)
             section.build([{"params": [weight]}], lr=section.lr)
@@ -177,7 +199,7 @@ class ScheduleConfig(Target):
     n_positional: ClassVar[int] = 2
     supplied: ClassVar[tuple[str, ...]] = ("n_warmup",)
 
-    warmup: Annotated[float, Ge(0), Le(1)]
+    warmup: Annotated[float, Ge(0), Le(1)] = 0.0
 
 
 class ModuleConfig(Target):
@@ -200,7 +222,7 @@ class DataModuleConfig(Target):
     @property
     def is_of_slices(self) -> bool:
         """Whether the target is a SliceDataModule. Imports it."""
-        return subclass_of("qnmixer.engine.data.datamodule.SliceDataModule").fits(self.load())
+        return subclass_of("qnmixer.data.SliceDataModule").fits(self.load())
 
     def positional(self, function: Any) -> int:
         """One, the section `data`, for a SliceDataModule."""

@@ -1,15 +1,14 @@
 """The LightningDataModule: from a `data=…` config to three loaders."""
 
-import copy
 import errno
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.queues import Queue
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 from lightning import LightningDataModule
@@ -41,8 +40,8 @@ class SliceDataModule(LightningDataModule):
         same_batches: each epoch has the same ones, in the order of the data.
         test: the number of test slices to use, or the share of them; None: all.
         split: the patients of each split; None: it is drawn.
-        measure: simulates the sinogram of a sample in the loader's workers; None: samples have no sinogram. Measured
-            sinograms are taken as they are.
+        measure: simulates the sinogram of a sample in the loader's workers; None: only those with a measured one have
+            a sinogram. It gets these too, to return as they are, or with the noise of a lower dose.
         geometry: the scan, which slices at their true size and measured sinograms need.
     """
 
@@ -81,9 +80,10 @@ class SliceDataModule(LightningDataModule):
             n = min(limit, length)
             # Evenly spaced: the first n would come from a few patients.
             self.parts["train"] = self.parts["train"].only([k * length // n for k in range(n)])
-        self.parts = {
-            name: part.only(range(self._first_of(name, len(part.source)))) for name, part in self.parts.items()
-        }
+        for name, part in self.parts.items():
+            length = len(part.source)
+            if (n := self._first_of(name, length)) < length:  # whole, a mix has new phantoms in every epoch
+                self.parts[name] = part.only(range(n))
 
     def _first_of(self, part: str, length: int) -> int:
         """How many of the slices of a part are used."""
@@ -105,20 +105,6 @@ class SliceDataModule(LightningDataModule):
         if part != "train" and isinstance(self.config, MixedData):
             section = f"data.sources.{self.config.evaluate_on}"
         return self.split.trained(part, record, section, len(self.parts[part].source))
-
-    def count(self, part: str) -> int:
-        """The slices of a part. Raises DataError if there are none."""
-        return len(self.dataset(part))
-
-    def patients(self, part: str) -> Sequence[int | None]:
-        """The number of the patient of each slice of a part; empty if nobody knows."""
-        return self.parts[part].patients
-
-    def with_scan(self, geometry: FanBeamGeometry, first: int | None) -> Self:
-        """The same slices, or the first of them, for another scan."""
-        changed = copy.copy(self)
-        changed.geometry, changed.first, changed.parts = geometry, first, {}
-        return changed
 
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test. Raises DataError if there are none."""

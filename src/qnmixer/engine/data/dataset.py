@@ -236,7 +236,7 @@ class SliceDataset(Dataset[Sample]):
         part: the slices.
         config: what is done with them: scaling, augment, disc, seed.
         augment: flip and turn by (seed, n).
-        measure: makes the sinogram of a sample, in place of `fine`. Measured sinograms are taken as they are.
+        measure: makes the sinogram of a sample, in place of `fine`. A sample with a measured sinogram has it already.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class SliceDataset(Dataset[Sample]):
             sample["fine"] = _to_tensor(scaling.to_unit(hu))
         if self.part.measured:
             sample["sinogram"] = _to_tensor(self.source.sinogram(index))
-        elif self.measure is not None:
+        if self.measure is not None:
             sample["sinogram"] = self.measure(sample)
             sample.pop("fine", None)  # large, and no longer needed: workers would send it to the training process
         return sample

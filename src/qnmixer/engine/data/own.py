@@ -1,11 +1,10 @@
 """A LightningDataModule of the user's, as a run needs it: complete batches, shared by several devices."""
 
-import copy
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -147,16 +146,6 @@ class OwnDataModule(LightningDataModule):
     def trained(self, *_: object) -> Overlap:
         """Nobody knows how many slices of a part a network was trained on."""
         return Overlap()
-
-    def patients(self, part: str) -> Sequence[int | None]:
-        """Nobody knows the patients."""
-        return ()
-
-    def with_scan(self, geometry: FanBeamGeometry, first: int | None) -> Self:
-        """The same slices, or the first of them, for another scan."""
-        changed = copy.copy(self)
-        changed.geometry, changed.first = geometry, first
-        return changed
 
     def count(self, part: str) -> int | None:
         """The slices of a part, if a sampler knows them before they are loaded."""

@@ -5,8 +5,8 @@ This is a class of slices or a reader of files. A class of slices is built with 
 with an argument `image_size` draws its slices in that size. If it also has an argument `fine`, then fine=True must give
 the same slices on a finer grid.
 
-With a method `sinogram(index)` → [V, D], value × mm, the sinograms are measured: nothing is simulated, and no noise is
-added. An argument `geometry` gets the scan, `hu_max` gets that key. The class may have `scaling`, see
+With a method `sinogram(index)` → [V, D], value × mm, the sinograms are measured: nothing is simulated, and no noise but
+noise=insert is added. An argument `geometry` gets the scan, `hu_max` gets that key. The class may have `scaling`, see
 `qnmixer.engine.data.dataset`, and `warnings`, lines that are printed once. Its methods may raise `SkipFile` for a slice
 that cannot be used.
 

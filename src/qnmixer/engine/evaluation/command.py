@@ -9,7 +9,7 @@ from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.data import LOADING, AsTrained, DataConfig, FolderData, MixedData, PairData, PhantomData
 from qnmixer.engine.config.rules import one_scale, scan_of_set
 from qnmixer.engine.config.run import section, targets_of
-from qnmixer.engine.config.sections import GeometryConfig
+from qnmixer.engine.config.sections import GeometryConfig, ScanOrAsTrained, scan_for
 from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.engine.evaluation.config import EvaluateConfig, ScoringConfig
 from qnmixer.engine.evaluation.evaluate import (
@@ -25,7 +25,7 @@ from qnmixer.engine.evaluation.logs import log_evaluation
 from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.plugins import check_trusted, is_trusted, module_of
-from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.engine.reconstructor import Reconstructor, build_geometry, on_scan, sample_measurement
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.tracking.loggers import scoring_loggers
 from qnmixer.engine.tracking.records import is_signed, own_modules, read_results
@@ -45,13 +45,15 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     Raises CheckpointError, ConfigError or DataError.
     """
     console = Console()
-    module, slices, split_record = on_test(config, config.run, overrides)
+    module, slices, split_record = on_test(config, config.run, overrides, scan=config.geometry)
+    if config.evaluation.first_order and module.network.first_order() is None:
+        raise ConfigError(f"evaluation.first_order=true is for a network of second order: {config.run} has H = I")
     device = choose_device(config.accelerator)
     with (
         Run(folder, overrides).recording() as record,
         scoring_loggers(module.config, config.logger, device.type, folder, overrides) as loggers,
     ):
-        evaluation = evaluate(module, slices, config.split, config.evaluation, device)
+        evaluation = evaluate(module, slices, config.split, config.evaluation, device, config.symmetries)
         evaluation.trained = slices.trained(config.split, split_record) if split_record else Overlap()
         record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, evaluation)}
         picture = write_evaluation(folder, evaluation, console)
@@ -63,17 +65,24 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 
 
 def on_test(
-    config: ScoringConfig, run: str, overrides: list[str], seed: int | None = None
+    config: ScoringConfig,
+    run: str,
+    overrides: list[str],
+    seed: int | None = None,
+    scan: ScanOrAsTrained | None = None,
 ) -> tuple[Reconstructor, RunData, SplitRecord | None]:
     """The trained network of a run with the noise of an evaluation, its slices, and the record of the run's split.
 
-    `seed`: of phantoms and noise; None: the run's. Raises CheckpointError or ConfigError for what does not fit.
+    `seed`: of phantoms and noise; None: the run's. `scan`: None: that of the run. Raises CheckpointError or
+    ConfigError for what does not fit.
     """
     checkpoint = find_checkpoint(run, config.checkpoint)
     trust = [*config.trust, *map(module_of, targets_of(config).values()), *own_modules(run_of(checkpoint))]
     trained = load_run(run, config.checkpoint, trust, "metrics.")
     split_record = split_of(checkpoint)
     test = trained.config.changed(data=with_own_cache(trained.config.data, checkpoint))
+    if scan is not None:
+        test.geometry = scan_for(scan, test.geometry)
     datamodule = trained.config.datamodule
     if isinstance(config.data, AsTrained):
         if not is_trusted(datamodule.target, ()) and checkpoint.suffix == SUFFIX:
@@ -84,6 +93,7 @@ def on_test(
             raise CheckpointError(
                 f"{run} was trained with {datamodule.as_typed}, which takes no key of data: leave it out"
             )
+        scan_of_set(data, test.geometry)
     else:
         data, from_run = other_slices(config.data, test.data, test.geometry, overrides)
         test.datamodule = section("datamodule", "default")
@@ -93,19 +103,19 @@ def on_test(
     test.data, test.noise = data, config.noise or test.noise
     one_scale(test.data, test.noise)
     split = RunSplit(split_record if from_run else None)
+    for_measured = test.noise.load().for_measured
     slices: RunData
     if test.datamodule.is_of_slices:
-        slices = test.datamodule.build(data, split=split, geometry=trained.projector.geometry)
+        measure = sample_measurement(test) if for_measured else None
+        slices = test.datamodule.build(data, split=split, geometry=build_geometry(test), measure=measure)
     else:
         slices = build_own_data(test, config.split)
-    if config.noise is not None and slices.measured:
+    if config.noise is not None and slices.measured and not for_measured:
         raise ConfigError(
             f"noise={config.noise.name} has no effect on the sinograms of {evaluated_name(test)}, which were measured: "
             "leave it out"
         )
-    module = Reconstructor(test, trained.projector)
-    module.load_state_dict(trained.state_dict())
-    return module, slices, split_record
+    return on_scan(trained, test), slices, split_record
 
 
 def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection[str] = ()) -> DataConfig:

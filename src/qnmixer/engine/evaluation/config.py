@@ -10,7 +10,14 @@ from qnmixer.engine.config.checking import Section
 from qnmixer.engine.config.data import AsTrained, DataConfig, SourceOrAsTrained, check_data
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import check_targets
-from qnmixer.engine.config.sections import Accelerator, CheckpointName, EvaluationConfig, Texts
+from qnmixer.engine.config.sections import (
+    Accelerator,
+    CheckpointName,
+    EvaluationConfig,
+    ScanOrAsTrained,
+    Symmetries,
+    Texts,
+)
 from qnmixer.engine.config.targets import Loggers, NoiseConfig
 from qnmixer.files import check_there
 
@@ -48,6 +55,8 @@ class EvaluateConfig(ScoringConfig):
 
     evaluation: EvaluationConfig
     run: str
+    geometry: ScanOrAsTrained
+    symmetries: Symmetries
     logger: Loggers = Field(default_factory=dict)
 
 

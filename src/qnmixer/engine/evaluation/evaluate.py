@@ -21,13 +21,13 @@ from qnmixer.engine.evaluation.page import write_page_of
 from qnmixer.engine.evaluation.scores import Conditions, Evaluation, ImageScore, titles_of, with_usual
 from qnmixer.engine.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.engine.processes.process import rank
-from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.engine.reconstructor import Reconstructor, second_order, symmetries_of
 from qnmixer.engine.reports.names import IN_WINDOW
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.reports.terminal import Console, csv_table, markdown_table, progress, terminal_table
 from qnmixer.files import digest, digest_of_bytes, write_text
 from qnmixer.models.total_variation import TotalVariation
-from qnmixer.physics import NoNoise
+from qnmixer.physics import NoNoise, Symmetry, images_by_symmetry
 from qnmixer.pretrained import digest_of_weights
 
 RunData = SliceDataModule | OwnDataModule
@@ -40,10 +40,11 @@ _N_WORST = 9
 def what_was_evaluated(module: Reconstructor, evaluation: Evaluation) -> dict[str, Any]:
     """The entry of results.json that says what a table measures: the weights, the slices, the noise.
 
-    Scores of two evaluations can be compared only where `test` is equal in both.
+    Scores of two evaluations can be compared only where `test` is equal in both. `scalars`: τ_t and the others.
     """
     return {
         "weights": digest_of_weights(module.state_dict()),
+        "scalars": {name: [p.tolist() for p in part] for name, part in module.network.scalars().items() if part},
         "data": evaluated_name(module.config),
         "noise": module.config.noise.plain(),
         "test": evaluation.test and evaluation.test._asdict(),
@@ -66,7 +67,8 @@ def conditions_of(module: Reconstructor, data: RunData, contents: Sequence[int])
     scan = {**asdict(module.projector.geometry), "factor": data.config.simulation_factor}
     if data.measured:
         scan |= {"measured": True}
-    elif not isinstance(noise_model := module.measurement.noise, NoNoise):
+    noise_model = module.measurement.noise
+    if not isinstance(noise_model, NoNoise) and (noise_model.for_measured or not data.measured):
         # The defaults of a class may be left out of a config.
         keys = asdict(noise_model) if is_dataclass(noise_model) else module.config.noise.plain()
         # The noise of a slice depends on its number.
@@ -92,16 +94,23 @@ def title_of(config: Config, n_views: int, module: RunData, split: str) -> str:
         slices = "all slices"
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
-    sinograms = "measured" if module.measured else f"noise {config.noise.name}"
+    sinograms = "measured" * module.measured or f"noise {config.noise.name}"
+    sinograms += f", noise {config.noise.name}" * (module.measured and config.noise.load().for_measured)
     return f"{slices} of {evaluated_name(config)}{disc}, {n_views} views{finer}, {sinograms}"
 
 
 def evaluate(
-    module: Reconstructor, data: RunData, split: str, config: EvaluationConfig, device: torch.device
+    module: Reconstructor,
+    data: RunData,
+    split: str,
+    config: EvaluationConfig,
+    device: torch.device,
+    most_symmetries: int = 1,
 ) -> Evaluation:
     """Reconstruct every slice of a split by FBP and by the network (which may be FBP), from the same noisy sinogram.
 
-    With several processes each evaluates its share, and all get the full result.
+    With several symmetries another row has the mean over those that the scan has, at most so many. With several
+    processes each evaluates its share, and all get the full result.
     """
     module = module.to(device).eval()
     network = module.network
@@ -113,8 +122,11 @@ def evaluate(
             noise_weight=config.tv_noise_weight,
             variance=module.measurement.noise.variance,
         )
+    turns = symmetries_of(module.projector, most_symmetries)
+    first_order = network.first_order() if config.first_order else None
     metrics = build_metrics(with_usual(module.config.metrics), data.config.own_range)
-    n_images, patients = data.count(split), data.patients(split)
+    n_images = count_of(data, split)
+    patients = data.parts[split].patients if isinstance(data, SliceDataModule) else ()
     drawn = pictured(n_images, config.n_pictures)
     scores: dict[int, list[ImageScore]] = {}
     slices: dict[int, SliceImages] = {}
@@ -126,8 +138,14 @@ def evaluate(
         with torch.no_grad():
             y = module.measure(batch, "test")
             images = {name: [method(y)] for name, method in baselines.items() if name != network.title}
+            if first_order is not None:
+                images[f"{network.title}, H = I"] = [first_order(y)]
             # For a solver with hundreds of iterations only x_T.
-            images[network.title] = network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
+            iterates = network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
+            images[network.title] = iterates
+            if len(turns) > 1:  # the first is the identity
+                turned = images_by_symmetry(network, y, turns[1:])
+                images[f"{network.title}, symmetric"] = [torch.cat([iterates[-1][None], turned]).mean(0)]
         values = {name: _values_of(batch, iterates[-1], config.window, metrics) for name, iterates in images.items()}
         for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight:  # else it only fills the batch
@@ -146,15 +164,26 @@ def evaluate(
         scores = {n: slice_scores for share, _ in shares for n, slice_scores in share.items()}
         slices = worst_of({n: slice_ for _, share in shares for n, slice_ in share.items()}, scores, drawn)
     return Evaluation(
-        title=title_of(module.config, module.projector.geometry.n_views, data, split),
+        title=title_of(module.config, module.projector.geometry.n_views, data, split) + mean_over(turns),
         scores=[score for n in sorted(scores) for score in scores[n]],
         slices=slices,
         pictured=sorted(drawn & scores.keys()),
         baselines=[*baselines],
         own_range=data.config.own_range,
         titles=titles_of(module.config.metrics),
+        note="" if first_order is None else "".join(f". {name}: {it}" for name, it in second_order(network).items()),
         test=conditions_of(module, data, [scores[n][0].content for n in sorted(scores)]),
     )
+
+
+def mean_over(turns: Sequence[Symmetry]) -> str:
+    """What the title of a table says of its symmetric row."""
+    return f", symmetric: mean over {len(turns)} turns and flips" if len(turns) > 1 else ""
+
+
+def count_of(data: RunData, part: str) -> int | None:
+    """The slices of a part; None if only its loader knows. Raises DataError if there are none."""
+    return len(data.dataset(part)) if isinstance(data, SliceDataModule) else data.count(part)
 
 
 def pictured(n_images: int | None, n_pictures: int) -> set[int]:
@@ -195,6 +224,8 @@ def _values_of(
     batch: Batch, image: Tensor, window: list[float], metrics: Mapping[str, ImageMetric]
 ) -> list[dict[str, float | None]]:
     """The metrics of each image of a batch, by name."""
+    if "unscored" in batch:
+        image = torch.where(batch["unscored"], batch["image"], image)
     x, truth = (to_window(to_hu(batch, x), (window[0], window[1])) for x in (image, batch["image"]))
     columns = {name: metric(image, batch) for name, metric in metrics.items()}
     columns |= {"window_psnr": psnr(x, truth), "window_ssim": ssim_percent(x, truth)}

@@ -89,7 +89,8 @@ class Evaluation:
 
     `title`: what was measured. `slices`: by number, the worst first. `baselines`: the methods that every network is
     compared with. `trained`: how many of the slices the network was trained on. `own_range`: the data range of each
-    image is that of its reference, not 1. `titles`: headings of the metrics, by name. `test`: tells tests apart.
+    image is that of its reference, not 1. `note`: more of the caption. `titles`: headings of the metrics, by name.
+    `test`: tells tests apart.
     """
 
     scores: list[ImageScore]
@@ -100,6 +101,7 @@ class Evaluation:
     trained: Overlap = field(default_factory=Overlap)
     test: Conditions | None = None
     own_range: bool = False
+    note: str = ""
     titles: dict[str, str] = field(default_factory=lambda: titles_of({}))
 
     @property
@@ -175,14 +177,14 @@ class Evaluation:
         *rivals, network = self.methods
         gains = ", ".join(f"over {rival}: {self._mean_gain(rival):+.2f} dB" for rival in rivals)
         scale = "data range of each reference, SSIM as skimage's" if self.own_range else "data range 1"
-        line = f"mean over {self.n_images} images ({scale})"
+        line = f"mean over {self.n_images} images ({scale}){self.note}"
         return f"{network} {gains}, {line}" if rivals else line
 
     def warnings(self) -> list[str]:
         """Warnings above the table: slices of the training set, a network below another method, pixels of no number."""
-        *rivals, network = self.methods
+        network = self.methods[-1]
         lines = used_in_training(self.trained)
-        for rival in rivals:
+        for rival in self.baselines:
             if (gain := self._mean_gain(rival)) < 0:
                 why = "it has not learned enough, or was trained for other data"
                 lines.append(f"{network} is BELOW {rival} by {-gain:.2f} dB: {why}")

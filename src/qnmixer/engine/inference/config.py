@@ -5,7 +5,17 @@ from typing import ClassVar, Literal, Self
 from pydantic import model_validator
 
 from qnmixer.engine.config.checking import Section
-from qnmixer.engine.config.sections import Accelerator, CheckpointName, Count, File, Length, Texts, check_window
+from qnmixer.engine.config.sections import (
+    Accelerator,
+    CheckpointName,
+    Count,
+    File,
+    Length,
+    ScanOrAsTrained,
+    Symmetries,
+    Texts,
+    check_window,
+)
 
 OF_DATAMODULE = "predict_dataloader"
 """The input that means the slices of the run's own LightningDataModule. A file of this name needs a path: ./…"""
@@ -29,6 +39,8 @@ class ReconstructConfig(Section):
     checkpoint: CheckpointName
     accelerator: Accelerator
     batch_size: Count | None  # None: chosen by the device
+    geometry: ScanOrAsTrained
+    symmetries: Symmetries
     trust: Texts
 
     @model_validator(mode="after")

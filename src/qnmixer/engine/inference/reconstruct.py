@@ -14,6 +14,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from qnmixer.engine.checkpoints import load_run
+from qnmixer.engine.config.sections import scan_for
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.engine.inference.config import OF_DATAMODULE, ReconstructConfig
 from qnmixer.engine.inference.input_slices import simulated_scans, slice_files
@@ -22,19 +23,24 @@ from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, 
 from qnmixer.engine.inference.writers import window_of, write_dicom, write_npy, write_png
 from qnmixer.engine.memory.usage import is_out_of_memory
 from qnmixer.engine.parallel.devices import choose_device
-from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.engine.reconstructor import Reconstructor, on_scan, symmetries_of
 from qnmixer.engine.reports.terminal import Console
 from qnmixer.errors import DataError, OutOfMemory, first_line
 from qnmixer.models.fbp import FBP
+from qnmixer.physics import Symmetry, images_by_symmetry
 
 # Default batch sizes: on a CPU more slices do not fit into its cache; a GPU needs more to be busy.
 _ON_CPU, _ON_GPU = 4, 16
 _REFILLS = 2
 _ABDOMEN = (-160.0, 240.0)
 """HU, of the PNG of slices."""
+_SPREADS = (0.0, 50.0)
+"""HU, of the PNG of a spread."""
 _ENDINGS = {"npy": ".npy", "png": ".png", "dicom": ".dcm"}
 _FBP = "_fbp"
 """The ending of the file names of FBP images."""
+_SPREAD = "_spread"
+"""The ending of the file names of the deviation over the symmetries."""
 _OF_A_NAME = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL, errno.EILSEQ)
 """Errors of one file name. The disk takes others."""
 
@@ -46,7 +52,10 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     DataError after the last slice if some could not be written.
     """
     console = Console()
-    module = load_run(config.run, config.checkpoint, config.trust).to(choose_device(config.accelerator)).eval()
+    trained = load_run(config.run, config.checkpoint, config.trust)
+    given = trained.config.changed(geometry=scan_for(config.geometry, trained.config.geometry))
+    module = on_scan(trained, given).to(choose_device(config.accelerator)).eval()
+    turns = symmetries_of(module.projector, config.symmetries)
     path, geometry, files = Path(config.input), module.projector.geometry, list[Path]()
     if config.input == OF_DATAMODULE:
         from qnmixer.engine.inference.own_data import scans_of_own  # it loads Lightning
@@ -62,8 +71,8 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     writer = _Writer(module, config, [file.relative_to(path) for file in files if file != path])
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reconstructing", total=total)
-        for scan, x in images_of(module, scans, batch_size):
-            written = writer.write(scan, scan.hu(x))
+        for scan, x, spread in images_of(module, scans, batch_size, turns):
+            written = writer.write(scan, scan.hu(x), None if spread is None else scan.hu_of_difference(spread))
             if written and scan.measured:
                 distance = misfit(module.projector, x, scan)
                 console.print(f"{scan.name}: A x differs from the sinogram by {distance:.1%}", soft_wrap=True)
@@ -75,13 +84,20 @@ def reconstruct_input(config: ReconstructConfig) -> int:
         console.print(line, soft_wrap=True)
         if writer.measured:
             console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
+        if len(turns) > 1:
+            line = f"deviation over {len(turns)} turns and flips of each scan, in HU: NAME{_SPREAD}"
+            console.print(f"{line}. It is a part of the error only", soft_wrap=True)
     if writer.failed:
         raise DataError(writer.summary())
     return writer.count
 
 
-def images_of(module: Reconstructor, scans: Iterator[Scan], batch_size: int) -> Iterator[tuple[Scan, Tensor]]:
+def images_of(
+    module: Reconstructor, scans: Iterator[Scan], batch_size: int, turns: Sequence[Symmetry] = ()
+) -> Iterator[tuple[Scan, Tensor, Tensor | None]]:
     """Each scan with its x_T [1, 1, S, S], computed in batches. Where memory is short the batches become smaller.
+
+    With several symmetries x_T is the mean over them. The third is its standard deviation over them; else None.
 
     Raises OutOfMemory if the memory is too small for a single scan.
     """
@@ -89,7 +105,7 @@ def images_of(module: Reconstructor, scans: Iterator[Scan], batch_size: int) -> 
     while waiting := [*waiting, *islice(scans, max(0, batch_size - len(waiting)))]:
         part = waiting[:batch_size]
         try:
-            images = _reconstructed(module, part)
+            images, spreads = _reconstructed(module, part, turns)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -103,19 +119,28 @@ def images_of(module: Reconstructor, scans: Iterator[Scan], batch_size: int) -> 
             warn(f"out of memory with {len(part)} slices at once: continuing with batch_size={batch_size}")
             continue  # with the same scans
         waiting = waiting[len(part) :]
-        yield from zip(part, images.split(1), strict=True)
+        yield from zip(part, images.split(1), [None] * len(part) if spreads is None else spreads.split(1), strict=True)
 
 
 @torch.no_grad()
-def _reconstructed(module: Reconstructor, scans: Sequence[Scan]) -> Tensor:
-    """x_T [B, 1, S, S]. Further passes replace missing views by A x_T: their interpolated values then matter less."""
+def _reconstructed(
+    module: Reconstructor, scans: Sequence[Scan], turns: Sequence[Symmetry]
+) -> tuple[Tensor, Tensor | None]:
+    """x_T [B, 1, S, S], and its deviation over several symmetries, or None.
+
+    Further passes replace missing views by A x_T: their interpolated values then matter less.
+    """
     y = torch.cat([scan.sinogram for scan in scans])
     x = module(y)
     if gaps := [k for k, scan in enumerate(scans) if scan.missing is not None]:
         missing = torch.stack([s.missing for s in scans if s.missing is not None])[:, None, :, None]
         for _ in range(_REFILLS):
-            x[gaps] = module(torch.where(missing, module.projector(x[gaps]), y[gaps]))
-    return x
+            y[gaps] = torch.where(missing, module.projector(x[gaps]), y[gaps])
+            x[gaps] = module(y[gaps])
+    if len(turns) < 2:
+        return x, None
+    images = torch.cat([x[None], images_by_symmetry(module, y, turns[1:])])  # the first is the identity
+    return images.mean(0), images.std(0)
 
 
 class _Writer:
@@ -129,8 +154,10 @@ class _Writer:
         self._written: set[Path] = set()
         self._folders = {Path(config.output) / folder for file in inputs for folder in file.parents}
 
-    def write(self, scan: Scan, hu: FloatArray) -> bool:
+    def write(self, scan: Scan, hu: FloatArray, spread: FloatArray | None = None) -> bool:
         """Write an image, HU [S, S], in every format. Returns False for one that cannot be written; others can.
+
+        Its spread, if there is one, goes into a file of its own.
 
         For a measured scan it also writes the FBP in the same window, because there is no truth to compare with.
         An image that fails leaves no file. Raises OSError for what is wrong with the disk, and not with a name.
@@ -138,7 +165,7 @@ class _Writer:
         files: list[Path] = []
         self.count += 1
         try:
-            self._write_images(scan, hu, files)
+            self._write_images(scan, hu, spread, files)
         except (DataError, OSError) as error:
             for path in files:
                 path.unlink()
@@ -156,7 +183,7 @@ class _Writer:
             f"({self.failed[0]}): rename or move such inputs, and reconstruct them alone"
         )
 
-    def _write_images(self, scan: Scan, hu: FloatArray, files: list[Path]) -> None:
+    def _write_images(self, scan: Scan, hu: FloatArray, spread: FloatArray | None, files: list[Path]) -> None:
         """Append each file to `files` when it is written. Raises DataError for an image with NaN or infinite values."""
         if not np.isfinite(hu).all():
             raise DataError(f"the reconstruction of {scan.name} has NaN or infinite values: evaluate the run first")
@@ -169,6 +196,9 @@ class _Writer:
             with torch.no_grad():
                 fbp = scan.hu(self.module.projector.fbp(scan.sinogram))
             self._write(_with_end(target, _FBP), scan, fbp, FBP.title, window, files)
+        if spread is not None:
+            method = f"{self.module.network.title}, deviation over symmetries"
+            self._write(_with_end(target, _SPREAD), scan, spread, method, _SPREADS, files)
 
     def _new_target(self, scan: Scan) -> Path:
         """A path without a file. If two inputs have one name, such as a.dcm and a.npy, the second gets a number.
@@ -178,7 +208,7 @@ class _Writer:
         target = name = Path(self.config.output) / _file_name(scan.name)
         numbers = count(self.count)
         while True:
-            targets = {target, _with_end(target, _FBP)} if scan.measured else {target}
+            targets = {target, _with_end(target, _SPREAD), *([_with_end(target, _FBP)] if scan.measured else [])}
             files = {_with_end(path, ending) for path in targets for ending in _ENDINGS.values()}
             if self._written.isdisjoint(targets) and self._folders.isdisjoint(files):
                 break

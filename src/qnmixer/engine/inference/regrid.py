@@ -54,13 +54,13 @@ def regrid_scan(
     if scanner.beam != geometry.beam or (geometry.is_fan and abs(ratio - 1) > _TOLERANCE):
         raise DataError(
             f"{name} was measured with beam {scanner.beam} and the source {scanner.source_to_axis:g} mm from the axis, "
-            f"but the run was trained for {geometry.beam} and {geometry.source_to_axis:g} mm: train with the geometry "
-            "of the scanner"
+            f"but the run was trained for {geometry.beam} and {geometry.source_to_axis:g} mm: give the "
+            "scanner's geometry=, or train with it"
         )
     if n_measured < _FEWEST_VIEWS * geometry.n_views:
         raise DataError(
             f"{name} has {n_measured} measured views (others are NaN or zeros), but the run was trained for "
-            f"{geometry.n_views}: train with geometry.n_views as measured"
+            f"{geometry.n_views}: give geometry.n_views as measured, or train with it"
         )
     rows = _regrid_bins(sinogram[~missing], scanner, geometry, name)
     turned = math.copysign(1, geometry.angle_span) * (angles - angles[0])
@@ -79,8 +79,8 @@ def _regrid_bins(rows: FloatArray, scanner: FanBeamGeometry, geometry: FanBeamGe
     cut_last = centres[-1] + pitch / 2 < ends[-1] - slack and rows[:, -1].max() > air
     if cut_first or cut_last:
         raise DataError(
-            f"{name} has a narrower detector than the run, which cuts the object off: train with "
-            "geometry.n_detectors and geometry.detector_pitch as measured"
+            f"{name} has a narrower detector than the run, which cuts the object off: give "
+            "geometry.n_detectors and geometry.detector_pitch as measured, or train with them"
         )
     if width <= pitch:
         return np.stack([np.interp(positions, centres, row, left=0, right=0) for row in rows]).astype(np.float32)
@@ -109,8 +109,8 @@ def _regrid_views(
         raise DataError(
             f"{name} has no views near {np.count_nonzero(wide)} of the {geometry.n_views} that the run was trained "
             f"for (the first is number {int(np.flatnonzero(wide)[0])}). Only gaps between views of up to "
-            f"{_WIDEST_GAP * np.degrees(step):.3g}° can be filled: train with geometry.n_views and "
-            "geometry.angle_span as measured"
+            f"{_WIDEST_GAP * np.degrees(step):.3g}° can be filled: give geometry.n_views and "
+            "geometry.angle_span as measured, or train with them"
         )
     weight = ((view_angles - low) / (high - low)).astype(np.float32)[:, None]
     low_rows, high_rows = (rows[order[k % len(order)]] for k in (index - 1, index))

@@ -40,6 +40,10 @@ class Scan:
         """An image x [1, 1, S, S] of this scan as HU [S, S]."""
         return (self.offset + self.scale * x[0, 0].cpu().numpy()).astype(np.float32)
 
+    def hu_of_difference(self, x: Tensor) -> FloatArray:
+        """A difference of images, or a deviation [1, 1, S, S], in HU [S, S]."""
+        return (self.scale * x[0, 0].cpu().numpy()).astype(np.float32)
+
 
 def misfit(projector: FanBeamProjector, x: Tensor, scan: Scan, bins: int = 1) -> float:
     """‖A x − y‖ / ‖y‖ of an image [1, 1, S, S] over the views that were measured, with means of `bins` neighbours."""

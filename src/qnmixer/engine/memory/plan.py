@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from qnmixer.engine.build import build_module, build_optimizer
+from qnmixer.engine.build import build_module
 from qnmixer.engine.config.override import override
 from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, validate, with_iterations
 from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig
@@ -27,6 +27,7 @@ from qnmixer.engine.memory.shapes import values_refused, without_data
 from qnmixer.engine.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes
 from qnmixer.engine.memory.usage import MIB, DevicePlan, Footprint
 from qnmixer.engine.parallel.pipeline import Packing, Stage, layouts, loss_of_part, stages_of
+from qnmixer.engine.parts import build_optimizer
 from qnmixer.engine.reconstructor import build_projector, fine_size, system_matrix_at
 from qnmixer.engine.run_module import RunModule
 from qnmixer.errors import ConfigError, UserError, first_line

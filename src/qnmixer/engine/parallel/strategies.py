@@ -11,8 +11,9 @@ from inspect import signature
 from typing import Any
 
 import lightning as L
+from lightning.pytorch import strategies
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -56,9 +57,9 @@ def build_strategy(config: StrategyConfig, trainer: TrainerConfig, batch_size: i
         case SingleConfig():
             return "auto"
         case DDPConfig():
-            return CopiesStrategy(config.find_unused_parameters)
+            return DDPStrategy(config.find_unused_parameters)
         case FSDPConfig():
-            return ShardedStrategy(trainer.n_devices)
+            return FSDPStrategy(trainer.n_devices)
         case PipelineConfig():
             n_devices = config.devices_per_replica(trainer)
             accumulate = trainer.accumulate_grad_batches
@@ -76,7 +77,7 @@ def build_precision(trainer: TrainerConfig, accelerator: str) -> Precision:
 # ddp
 
 
-class CopiesStrategy(DDPStrategy):
+class DDPStrategy(strategies.DDPStrategy):
     """Lightning's strategy for ddp. It looks for weights without a gradient if the module optimizes by itself.
 
     Args:
@@ -102,7 +103,7 @@ class CopiesStrategy(DDPStrategy):
 # FSDP2
 
 
-class ShardedStrategy(ModelParallelStrategy):
+class FSDPStrategy(ModelParallelStrategy):
     """Lightning's strategy for FSDP2. It sends no gradients while it accumulates, and writes standard checkpoints.
 
     Args:

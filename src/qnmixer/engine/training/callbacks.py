@@ -269,7 +269,7 @@ class MemoryMonitor(Callback):
             tensors = [value for value in batch.values() if isinstance(value, Tensor)]
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's, untyped
             for callback in callbacks:
-                if isinstance(callback, MeanWeights):
+                if isinstance(callback, EMA):
                     tensors += callback.mean.values()
             self._tracker.track(pl_module, *trainer.optimizers, *tensors)
 
@@ -381,7 +381,7 @@ def build_callbacks(
     return built
 
 
-class MeanWeights(Callback):
+class EMA(Callback):
     """Validation and checkpoints use the mean of the weights. Training continues with the weights themselves.
 
     Lightning's own callback would copy the scan's matrix too. It also swaps the two sets of weights in a checkpoint

@@ -31,7 +31,7 @@ from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig
 from qnmixer.engine.config.targets import modes_of
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit, seen_by
-from qnmixer.engine.evaluation.evaluate import RunData, evaluate, what_was_evaluated, write_evaluation
+from qnmixer.engine.evaluation.evaluate import RunData, count_of, evaluate, what_was_evaluated, write_evaluation
 from qnmixer.engine.evaluation.logs import log_evaluation
 from qnmixer.engine.lightning_private import count_training_steps, disable_signal_handling
 from qnmixer.engine.memory.modes import apply_memory_mode
@@ -273,21 +273,18 @@ def _profiler(config: Config, folder: Path) -> Profiler | None:
 # Training
 
 
-def train(
-    config: Config,
-    run: Run,
-    trainer: L.Trainer,
-    module: RunModule,
-    data: RunData,
-    checkpoint: Path | None,
-) -> None:
-    """Train from a checkpoint, or from the start. Does nothing for a network without parameters."""
+@contextmanager
+def training(config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: RunData) -> Iterator[None]:
+    """Around `trainer.fit`: print how it starts, and record its memory, steps and seconds at the end, also if it fails.
+
+    Raises OutOfMemory for a step that does not fit, KeyboardInterrupt after Ctrl-C, and FloatingPointError for a NaN
+    with trainer.detect_anomaly.
+    """
     print_start(config, module, data, trainer, run.console)
     debugging = naming_nan_gradients() if config.trainer.detect_anomaly else nullcontext()
-    with recording_training(run, trainer), out_of_memory_advice(config, module, trainer), debugging:
-        if any(p.requires_grad for p in module.parameters()):
-            with interrupts_as_raised():
-                trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    advising = out_of_memory_advice(config, module, trainer)
+    with recording_training(run, trainer), advising, debugging, interrupts_as_raised():
+        yield
     # The profile is written. torch's profiler refuses a validation alone, which may follow.
     trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]  # Lightning's, untyped
 
@@ -387,7 +384,7 @@ def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModul
     A line says how others are evaluated, if a LightningDataModule of the user's has no test_dataloader.
     """
     try:
-        n_images = data.count("test")
+        n_images = count_of(data, "test")
     except DataError as error:
         if isinstance(data, SliceDataModule):
             raise

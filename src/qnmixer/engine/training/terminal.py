@@ -37,7 +37,7 @@ def print_start(
     noise = f"noise {config.noise.name}"
     if isinstance(data, OwnDataModule):
         noise += " where a batch has no sinograms"
-    elif data.measured:
+    elif data.measured and not config.noise.load().for_measured:
         noise = "measured"
     lines = [
         f"{module.network.title}, T = {module.network.n_iterations}, {n_parameters:,} parameters, "

@@ -1,89 +1,210 @@
-"""Fit the counts I₀ and the electronic noise σ to measured variances.
+"""Fit the counts I₀, their profile over the bins, and the electronic noise σ to measured variances.
 
-Counts are N = Poisson(I₀ e^{−a}) + N(0, σ²), so the transmission N/I₀ has the variance e^{−a}/I₀ + σ²/I₀². FBP is
-linear, so the variance in a slice has two such terms too.
+Counts of a bin are N = Poisson(I₀ w e^{−a}) + N(0, σ²), with w its share of the brightest bin's counts. So the
+transmission N/(I₀ w) has the variance e^{−a}/(I₀ w) + σ²/(I₀ w)². FBP is linear, so the variance in a slice has two
+such terms too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.polynomial.legendre import legvander
 
 from qnmixer.errors import DataError
 
-_STANDARD_ERRORS = 1.96
-"""On each side of an interval of 95 %."""
-_ROUNDS = 50
-_UNCERTAIN = 0.25
-"""Relative standard error of I₀ above which the two terms are not fitted together."""
 Interval = tuple[float, float]
+_INTERVAL = 2.5, 97.5
+"""Percentiles."""
+_ROUNDS, _DRAWS = 40, 20_000
+_DEGREES = 2, 4, 6, 8, 10
+"""Of the polynomials of log w over the fan that are tried."""
+_CLEAR = 5.0
+"""Standard errors of 1/I₀ below which I₀ and σ are not told apart."""
+_BEYOND = 4.0
+"""Standard deviations of χ², or of σ² below zero, that are no chance."""
 
 
 @dataclass(frozen=True)
 class Variances:
-    """Measured variances, and the two terms of each: variance = counting/I₀ + electronic·σ²/I₀².
+    """Measured variances, and the two terms of each: variance = counting/(I₀ w) + electronic·σ²/(I₀ w)².
 
     Attributes:
         measured: [n], of transmissions or of pixels.
-        counting, electronic: [n], the terms for I₀ = σ = 1.
-        error: relative standard deviation of each measured variance.
+        counting, electronic: [n], the terms for I₀ = σ = w = 1.
+        error: relative standard deviation of each measured variance, or [n].
+        places: [n], where on the fan each was measured, from −1 to 1; None: w is 1.
+        air: [D], the counts of an air scan; None: not known.
+        n_bins: D.
+        shared: [n], covariances of neighbouring bins; None: they have none.
+        remarks: what was found out and taken out, for the reader.
+        doubts: what was found and makes I₀ and σ wrong, for the reader.
     """
 
     measured: np.ndarray
     counting: np.ndarray
     electronic: np.ndarray
-    error: float
+    error: float | np.ndarray
+    places: np.ndarray | None = None
+    air: np.ndarray | None = None
+    n_bins: int = 1
+    shared: np.ndarray | None = None
+    remarks: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Dose:
-    """I₀ and σ of `noise=physical`, with intervals of 95 %.
+    """I₀ and σ of `noise=physical`, with intervals of 95 %, or None where the fit does not say how wrong it is.
 
-    `sigma_interval` is None if σ was not fitted: it was given, or the rays are too much alike.
+    Attributes:
+        photons, electronic_sigma: I₀ of the brightest bin, and σ, in counts.
+        photons_interval: None: `remarks` say what does not fit.
+        sigma_interval: None also if σ was given.
+        profile: w [D]; None: 1.
+        crosstalk: the share of its counts that a bin gives to each neighbour.
+        remarks: lines for the reader.
+        fitted: [n], the fitted variances.
     """
 
     photons: float
     electronic_sigma: float
-    photons_interval: Interval
+    photons_interval: Interval | None
     sigma_interval: Interval | None
+    profile: np.ndarray | None = None
+    crosstalk: float = 0.0
+    remarks: tuple[str, ...] = ()
+    fitted: np.ndarray = field(default_factory=lambda: np.empty(0))
 
 
 def fit_dose(variances: Variances, electronic_sigma: float | None = None) -> Dose:
-    """Fit both by weighted least squares; only I₀ if σ is given.
+    """Fit by weighted least squares; only I₀ and its profile if σ is given.
 
-    If the rays do not show σ apart from I₀, it is taken to be 0. Misfit beyond chance makes the intervals wider.
+    The profile is 1, or that of the air scan, each times a smooth one; the Bayesian information criterion chooses.
+    There is no interval where the misfit is beyond its own error, or where the rays do not show σ apart from I₀: then σ
+    is taken to be 0, and I₀ is at least the value.
 
     Raises DataError for variances that no noise gives.
     """
-    measured, n_fitted = variances.measured, 2 if electronic_sigma is None else 1
-    if not (measured > 0).all():
+    if not (variances.measured > 0).all():
         raise DataError("the input has no noise: give repeated scans, or slices as the scanner reconstructed them")
-    photons, squared = float(np.exp(-np.mean(np.log(measured / variances.counting)))), (electronic_sigma or 0.0) ** 2
+    fit, profile = _best(variances, electronic_sigma)
+    (alpha, beta), covariance = fit.values[:2], fit.covariance[:2, :2] * max(1.0, fit.misfit)
+    errors = np.sqrt(np.diag(covariance))
+    doubts = [*variances.doubts]
+    if fit.misfit > 1 + _BEYOND * np.sqrt(2 / fit.freedom):
+        doubts.append(
+            f"The variances fit no I₀ and σ: their misfit is {np.sqrt(fit.misfit):.1f} times its own error. Bins, "
+            "views or slices may have different doses, or the scans were filtered."
+        )
+    if electronic_sigma is None and beta < -_BEYOND * errors[1]:
+        doubts.append("Dark rays have less noise than their counts give: the scans were filtered.")
+    if electronic_sigma is None and not alpha > _CLEAR * errors[0]:
+        doubts.append(
+            "The rays are too much alike, too few or too noisy to show σ apart from I₀. σ is taken to be 0, so I₀ "
+            "is at least this: give electronic_sigma=, or scans of an object with thin and thick parts."
+        )
+        beta, variances = -1.0, replace(variances, places=None)  # a profile would take what σ leaves
+    intervals: list[Interval] = []
+    if not doubts:
+        drawn = np.random.default_rng(0).multivariate_normal([alpha, beta], covariance, _DRAWS)
+        drawn = drawn[drawn[:, 0] > 0]
+        sigmas = np.sqrt(drawn[:, 1].clip(0)) / drawn[:, 0]
+        limits = np.percentile([1 / drawn[:, 0], sigmas], _INTERVAL, axis=1)
+        intervals = [(float(low), float(high)) for low, high in limits.T]
+    if beta < 0:
+        fit, profile = _best(variances, 0.0)
+    photons, crosstalk = 1 / float(fit.values[0]), 0.0
+    if variances.shared is not None:
+        share = float(np.clip(variances.shared.sum() / fit.counting.sum(), 0, 0.24))
+        crosstalk = (1 - np.sqrt(1 - 4 * share)) / 4  # of 2c (1 − 2c) = share
+    return Dose(
+        photons=photons,
+        electronic_sigma=float(np.sqrt(max(fit.values[1], 0.0))) * photons,
+        photons_interval=intervals[0] if intervals else None,
+        sigma_interval=intervals[1] if intervals and electronic_sigma is None else None,
+        profile=profile,
+        crosstalk=crosstalk,
+        remarks=(*variances.remarks, *doubts),
+        fitted=fit.fitted,
+    )
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A fit: 1/I₀ of the brightest bin, σ²/I₀², and the coefficients of the profile, with their covariance.
+
+    `misfit`: χ² by degree of freedom. `fitted`, `counting`: [n], the variances and their terms of counts.
+    """
+
+    values: np.ndarray
+    covariance: np.ndarray
+    misfit: float
+    freedom: int
+    fitted: np.ndarray
+    counting: np.ndarray
+
+    @property
+    def criterion(self) -> float:
+        """The Bayesian information criterion: lower is better."""
+        return self.misfit * self.freedom + len(self.values) * float(np.log(len(self.fitted)))
+
+
+def _best(variances: Variances, sigma: float | None) -> tuple[_Fit, np.ndarray | None]:
+    """The best fit of all profiles, and its profile [D]; None if that is 1 everywhere."""
+    n = len(variances.measured)
+    if variances.places is None:
+        return _fit(variances, np.zeros(n), np.empty((n, 0)), sigma), None
+    bins = np.linspace(-1, 1, variances.n_bins)
+    offsets = [np.zeros(variances.n_bins)]
+    if variances.air is not None and np.ptp(variances.air) > 0:
+        offsets.append(np.log(variances.air / variances.air.max()))
+    found: list[list[tuple[_Fit, np.ndarray | None]]] = []
+    for offset in offsets:
+        brightest = int(offset.argmax())
+        found.append([])
+        for degree in [0, *(degree for degree in _DEGREES if degree + 3 < n / 2)]:
+            at_bins, at_places = (legvander(places, degree)[:, 1:] for places in (bins, variances.places))
+            # About the brightest bin: its 1/I₀ is then a fitted value. A parabola finds that bin: the top of a
+            # polynomial of a higher degree would be where noise is high, and I₀ too large.
+            for _ in range(2 if degree == 2 else 1):
+                shape = np.interp(variances.places, bins, offset - offset[brightest])
+                fit = _fit(variances, shape, at_places - at_bins[brightest], sigma)
+                profile = offset + at_bins @ fit.values[2:]
+                brightest = int(profile.argmax()) if degree == 2 else brightest
+            flat = not degree and not offset.any()
+            found[-1].append((fit, None if flat else np.exp(profile - profile[brightest]).clip(max=1)))
+    criteria = [min(fit.criterion for fit, _ in of_offset) for of_offset in found]
+    fits = found[-1] if criteria[-1] + np.log(n) < criteria[0] else found[0]  # the air's profile counts as a parameter
+    k = min(range(len(fits)), key=lambda k: fits[k][0].criterion)
+    # The criterion takes a degree that noise hides for none. So a curve gets one degree more than it takes.
+    return fits[min(k + 1, len(fits) - 1) if k else 0]
+
+
+def _fit(variances: Variances, shape: np.ndarray, basis: np.ndarray, sigma: float | None) -> _Fit:
+    """Gauss–Newton. `shape`: log w [n] before the fit, `basis`: [n, k], what is added to it."""
+    measured, error = variances.measured, variances.error
+    free = np.array([True, sigma is None] + [True] * basis.shape[1])
+    values = np.zeros(len(free))
+    values[0] = np.exp(np.mean(np.log(measured / variances.counting) + shape))
     for _ in range(_ROUNDS):
-        counting, electronic = variances.counting / photons, variances.electronic / photons**2
-        model = counting + squared * electronic
-        slopes = np.stack([-1 - squared * electronic / model, electronic / model], axis=1)[:, :n_fitted]
-        step, _, rank, _ = np.linalg.lstsq(slopes, measured / model - 1, rcond=1e-9)
-        photons *= float(np.exp(np.clip(step[0], -1, 1)))
-        squared = max(0.0, squared + float(step[1])) if n_fitted == 2 else squared
-    if rank < n_fitted or len(model) <= n_fitted:
-        return fit_dose(variances, 0.0) if n_fitted == 2 else _alone(photons, squared, variances.error)
-    misfit = np.sqrt(np.sum((measured / model - 1) ** 2) / (len(model) - n_fitted))
-    errors = max(variances.error, misfit) * np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes)))
-    if n_fitted == 1:
-        return _alone(photons, squared, errors[0])
-    alone = fit_dose(variances, 0.0)
-    if errors[0] > _UNCERTAIN:
-        return alone
-    low, high = (float(np.sqrt(max(0.0, squared + side * errors[1]))) for side in (-_STANDARD_ERRORS, _STANDARD_ERRORS))
-    photons = photons if squared else alone.photons
-    return Dose(photons, float(np.sqrt(squared)), _around(photons, errors[0]), (low, high))
-
-
-def _alone(photons: float, squared: float, error: float) -> Dose:
-    return Dose(photons, float(np.sqrt(squared)), _around(photons, error), None)
-
-
-def _around(photons: float, error: float) -> Interval:
-    """The interval of I₀ by its relative standard error."""
-    reach = float(np.exp(_STANDARD_ERRORS * error))
-    return photons / reach, photons * reach
+        if sigma is not None:
+            values[1] = (sigma * values[0]) ** 2
+        dimmed = np.exp(-shape - basis @ values[2:])
+        counting, electronic = variances.counting * dimmed, variances.electronic * dimmed**2
+        model = np.maximum(values[0] * counting + values[1] * electronic, 0.1 * values[0] * counting)
+        of_alpha = counting if sigma is None else counting + 2 * sigma**2 * values[0] * electronic
+        slopes = np.column_stack([of_alpha, electronic, -basis * (model + values[1] * electronic)[:, None]])
+        slopes = slopes[:, free] / (model * error)[:, None]
+        residual = (measured / model - 1) / error
+        scales = np.sqrt(np.sum(slopes**2, axis=0))
+        left, singular, right = np.linalg.svd(slopes / scales, full_matrices=False)
+        singular = np.maximum(singular, 1e-6)  # equal rays: their errors become large, and not infinite
+        step = np.zeros(len(free))
+        step[free] = right.T @ (left.T @ residual / singular) / scales
+        step[2:] = step[2:].clip(-1, 1)
+        step[0] = step[0].clip(-values[0] / 2, values[0])
+        values = values + step
+    covariance = np.zeros((len(free), len(free)))
+    covariance[np.ix_(free, free)] = (right.T / singular**2) @ right / np.outer(scales, scales)
+    freedom = max(1, len(measured) - int(free.sum()))
+    return _Fit(values, covariance, float(residual @ residual) / freedom, freedom, model, values[0] * counting)

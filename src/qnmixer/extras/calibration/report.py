@@ -21,15 +21,24 @@ def calibrate_input(config: CalibrateConfig) -> Dose:
     overrides = f"noise=physical noise.photons={dose.photons:.4g} noise.electronic_sigma={dose.electronic_sigma:.4g}"
     if not config.of_scans:
         overrides += f" noise.water_attenuation={config.water_attenuation:g}"
+    if dose.profile is not None:
+        with atomic_file(output / "profile.npy") as stream:
+            np.save(stream, dose.profile)
+        overrides += f" noise.profile={output / 'profile.npy'}"
+    if dose.crosstalk:
+        overrides += f" noise.crosstalk={dose.crosstalk:.2g}"
+    at_least = "at least " * (dose.photons_interval is None and not dose.electronic_sigma)
     headings = ["", "value", "interval of 95 %"]
     rows = [
-        ["I₀, counts of an unattenuated ray", f"{dose.photons:.4g}", _words(dose.photons_interval)],
+        ["I₀, counts of an unattenuated ray", f"{at_least}{dose.photons:.4g}", _words(dose.photons_interval)],
         ["σ, electronic noise in counts", f"{dose.electronic_sigma:.4g}", _words(dose.sigma_interval)],
     ]
-    lines = [overrides]
-    if dose.sigma_interval is None and config.electronic_sigma is None:
-        way = "give electronic_sigma=, or scans of an object with thin and thick parts"
-        lines.append(f"The rays are too much alike, or too few, to show σ apart from I₀. It is taken to be 0: {way}.")
+    if dose.profile is not None:
+        share = f"1 to {dose.profile.min():.3g}"
+        rows.append(["profile, counts of a bin as a share of the brightest", share, "in profile.npy"])
+    if dose.crosstalk:
+        rows.append(["crosstalk, share of a bin's counts to each neighbour", f"{dose.crosstalk:.2g}", _words(None)])
+    lines = [*dose.remarks, overrides]
     write_text(output / "calibration.md", "\n\n".join([markdown_table(headings, rows), *lines]) + "\n")
     _draw(output / "variance.png", variances, dose)
     console = Console()
@@ -39,18 +48,25 @@ def calibrate_input(config: CalibrateConfig) -> Dose:
 
 
 def _words(interval: Interval | None) -> str:
-    return "not fitted" if interval is None else "{:.4g} to {:.4g}".format(*interval)
+    return "none" if interval is None else "{:.4g} to {:.4g}".format(*interval)
 
 
 def _draw(path: Path, variances: Variances, dose: Dose) -> None:
-    """Draw the variance of −log(N/I₀) against attenuation. That of a region is the mean of the rays through it."""
+    """Draw the variance of −log(N/I₀) against attenuation, as if all bins were the brightest.
+
+    That of a region is the mean of the rays through it.
+    """
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.add_subplot()
     of_ray = variances.electronic / variances.counting  # e^a
-    axes.semilogy(np.log(of_ray), variances.measured * of_ray / variances.counting, ".", label="measured")
-    curve = np.geomspace(of_ray.min(), of_ray.max(), 100) / dose.photons
+
+    def expected(of_ray: np.ndarray) -> np.ndarray:
+        return of_ray / dose.photons + (dose.electronic_sigma * of_ray / dose.photons) ** 2
+
+    axes.semilogy(np.log(of_ray), expected(of_ray) * variances.measured / dose.fitted, ".", label="measured")
+    curve = np.geomspace(of_ray.min(), of_ray.max(), 100)
     label = f"I₀ {dose.photons:.3g}, σ {dose.electronic_sigma:.3g}"
-    axes.semilogy(np.log(curve * dose.photons), curve + (dose.electronic_sigma * curve) ** 2, label=label)
+    axes.semilogy(np.log(curve), expected(curve), label=label)
     axes.set(xlabel="attenuation −log(N/I₀)", ylabel="variance of a ray")
     axes.legend()
     FigureCanvasAgg(figure)

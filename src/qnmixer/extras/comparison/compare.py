@@ -26,7 +26,7 @@ def compare(config: CompareConfig, sweeps: list[Path], overrides: list[str]) -> 
     for method, job in jobs:
         say(visible(f"{method.name}, job {job.folder.name}"))
         module, data, record = on_test(config, str(job.folder), overrides, config.seed)
-        evaluation = evaluate(module, data, config.split, config.evaluation, device)
+        evaluation = evaluate(module, data, config.split, config.evaluation, device, config.symmetries)
         if not method.measured:
             for number in evaluation.pictured:
                 images = evaluation.slices[number]
@@ -34,7 +34,7 @@ def compare(config: CompareConfig, sweeps: list[Path], overrides: list[str]) -> 
                     (evaluation.test, number), SliceImages(images.name, images.truth, [])
                 )
                 slice_.methods.append(replace(images.methods[-1], name=method.name))
-        job.scores = evaluation.scores_of(module.network.title)
+        job.scores = evaluation.scores_of(evaluation.methods[-1])
         job.test, job.title = evaluation.test, evaluation.title
         method.n_parameters = sum(p.numel() for p in module.network.parameters())
         if record and method.n_parameters:  # TV and FBP learn nothing

@@ -5,7 +5,7 @@ from typing import ClassVar, Self
 from omegaconf import DictConfig
 
 from qnmixer.engine.config.checking import unknown_key
-from qnmixer.engine.config.sections import EvaluationConfig, Seed, Texts
+from qnmixer.engine.config.sections import EvaluationConfig, Seed, Symmetries, Texts
 from qnmixer.engine.evaluation.config import ScoringConfig
 
 
@@ -18,6 +18,7 @@ class CompareConfig(ScoringConfig):
     sweep: Texts  # folders; several count as one
     seed: Seed  # of test phantoms and noise
     output: str | None
+    symmetries: Symmetries
 
     @classmethod
     def parse(cls, cfg: DictConfig) -> Self:

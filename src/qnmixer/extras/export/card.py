@@ -13,7 +13,7 @@ from qnmixer.engine.config.compose import quoted, values_of
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import without_places
 from qnmixer.engine.plugins import trust_words
-from qnmixer.engine.reconstructor import Reconstructor, method_name
+from qnmixer.engine.reconstructor import Reconstructor, method_name, second_order
 from qnmixer.engine.reports.terminal import markdown_table
 from qnmixer.engine.tracking.records import duration, read_results, read_text
 from qnmixer.pretrained import digest_of_weights
@@ -51,7 +51,8 @@ means over slices. They say nothing about a single lesion.
 - With other scanners, protocols and anatomy than in training its results can be worse: evaluate it on such slices. It \
 does not know its training slices: in a folder that has them, they count as test slices.
 - Simulated sinograms have rays of one energy, without scatter, beam hardening, motion and metal artefacts.
-- It is for one scan and one grid. Slices are resampled to that grid, and scans with other rays are interpolated.
+- It was trained for one scan and one grid. Slices are resampled to that grid. With other `geometry.*` its step sizes \
+follow the scan. Measured scans with other rays are otherwise interpolated.
 - It is one run with one seed. How much other seeds differ is not known.
 """
 _NO_VALUE = "unknown"
@@ -73,7 +74,7 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
         file=file.name,
         n_parameters=sum(parameter.numel() for parameter in module.network.parameters()),
         run=shlex.join([f"run={quoted(file.name)}", *trust_words(built_from(config).values())]),
-        training=markdown_table(("", ""), (training | settings).items()),
+        training=markdown_table(("", ""), (training | settings | second_order(module.network)).items()),
         key=CHECKPOINT_KEY,
         evaluations="\n\n".join(tables) or "None of these weights was found in the run's folder.",
     )

@@ -1,14 +1,17 @@
 """The config of `qnmixer.robustness`."""
 
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
+from annotated_types import Ge, Gt, Le
 from pydantic import model_validator
 
 from qnmixer.engine.config.files import options
-from qnmixer.engine.config.sections import Count, EvaluationConfig, Length
+from qnmixer.engine.config.sections import Count, EvaluationConfig, Length, Symmetries
 from qnmixer.engine.config.targets import Loggers
 from qnmixer.engine.evaluation.config import ScoringConfig
 from qnmixer.errors import ConfigError
+
+Fraction = Annotated[float, Gt(0), Le(1)]
 
 
 class RobustnessConfig(ScoringConfig):
@@ -19,12 +22,21 @@ class RobustnessConfig(ScoringConfig):
     evaluation: EvaluationConfig
     run: str
     n_slices: Count | None  # None: all of the split
+    symmetries: Symmetries
     photons: list[Length]
     noises: list[str]
-    views: list[int]
-    field_of_view: list[Length]
+    views: tuple[Fraction, Annotated[float, Ge(1), Le(64)]] | None  # times those of training
+    arc: list[Literal["short"] | Annotated[float, Gt(0), Le(360)]]  # degrees
+    patient_size: list[Length]
     detector_offset: list[float]
     source_distance: list[float]
+    tube_kv: list[Literal[120]]
+    scatter: list[Fraction]
+    smooth_scatter: list[Fraction]
+    crosstalk: list[Annotated[float, Gt(0), Le(0.5)]]
+    motion: list[float]
+    truncation: list[Annotated[float, Gt(1), Le(4)]]
+    metal: list[Length]
     logger: Loggers
 
     @model_validator(mode="after")

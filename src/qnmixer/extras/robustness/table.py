@@ -1,7 +1,8 @@
 """A network under other conditions than those of its training, beside FBP and total variation: one table, one plot."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from math import isfinite
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -9,102 +10,71 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from torch import Tensor
 
-from qnmixer.engine.batch import Batch
-from qnmixer.engine.config.run import Config, section
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.own import OwnDataModule
 from qnmixer.engine.evaluation.command import on_test
-from qnmixer.engine.evaluation.evaluate import evaluate, evaluated_name
+from qnmixer.engine.evaluation.evaluate import RunData, evaluate, evaluated_name
 from qnmixer.engine.evaluation.logs import log_scores, name_in_logs
-from qnmixer.engine.evaluation.scores import Evaluation, log_prefix
+from qnmixer.engine.evaluation.scores import Evaluation, by_patient, log_prefix
+from qnmixer.engine.evaluation.statistics import difference, half_width
 from qnmixer.engine.parallel.devices import choose_device
-from qnmixer.engine.reconstructor import Reconstructor, build_measurement
+from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.reports.terminal import NOTHING, Console, csv_table, in_digits, markdown_table, terminal_table
 from qnmixer.engine.tracking.loggers import scoring_loggers
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import ConfigError, UserError, first_line, say
+from qnmixer.extras.robustness.cliff import DEPTH_DB, search
+from qnmixer.extras.robustness.conditions import VIEWS, Condition, Scene, conditions
 from qnmixer.extras.robustness.config import RobustnessConfig
 from qnmixer.files import atomic_file, write_text
+from qnmixer.models.fbp import FBP
+from qnmixer.models.total_variation import TotalVariation
 from qnmixer.pretrained import digest_of_weights
 
 PLOT = "robustness.png"
-_KNOWN = (
-    "The reconstruction knows the views and the field of view. It does not know that the detector or the source is off."
-)
-Scores = dict[str, tuple[float, float]]
-"""PSNR in dB and SSIM × 100 by method."""
+_METRICS = "psnr", "ssim"
+_KNOWN = "The reconstruction knows the views, the arc and the patient's size, and nothing of the other conditions."
+Scores = dict[str, dict[str, dict[str, float]]]
+"""PSNR in dB and SSIM × 100 of each patient: method → metric → patient → mean over the patient's slices."""
 
 
-@dataclass(frozen=True, eq=False)  # a config has no hash
-class Condition:
-    """What differs from training.
-
-    Attributes:
-        axis: the quantity, with its unit.
-        value: of that quantity.
-        scanner: config of the scan and the noise that are simulated.
-        is_known: whether the reconstruction uses the scanner's geometry. Else it uses that of training.
-    """
-
-    axis: str
-    value: float | str
-    scanner: Config
-    is_known: bool = True
-
-    @property
-    def name(self) -> str:
-        """Its name in tables and logs."""
-        return f"{self.axis} {self.value:g}" if isinstance(self.value, float) else f"{self.axis} {self.value}"
+def chosen_slices(slices: RunData, part: str, first: int | None, scene: Scene | None = None) -> RunData:
+    """The first slices of a part, from all patients in turn, with the truth that a condition makes of each batch."""
+    chosen = copy(slices)
+    if isinstance(chosen, OwnDataModule):  # nobody knows its patients
+        chosen.first = first
+    else:
+        chosen.setup()
+        slices_of_part = chosen.parts[part]
+        patients = slices_of_part.patients or [None] * len(slices_of_part.source)
+        chosen.parts = chosen.parts | {part: slices_of_part.only(in_turn(patients)[:first])}
+    if scene is not None:
+        move = chosen.transfer_batch_to_device
+        chosen.transfer_batch_to_device = lambda *args: scene(move(*args))  # type: ignore[method-assign]
+    return chosen
 
 
-class OffScanReconstructor(Reconstructor):
-    """A network that reconstructs the sinograms of another scan as if they were of its own."""
-
-    def __init__(self, module: Reconstructor, scanner: Config) -> None:
-        super().__init__(module.config.changed(noise=scanner.noise), module.projector)
-        self.load_state_dict(module.state_dict())
-        self.off_scan = build_measurement(scanner)
-
-    def measure(self, batch: Batch, stream: str) -> Tensor:
-        """The noisy sinogram y [B, 1, V, D] of the other scan."""
-        return self.off_scan(batch, stream)
+def described(slices: RunData, config: RobustnessConfig) -> str:
+    """How many slices, and of how many patients."""
+    chosen = chosen_slices(slices, config.split, config.n_slices)
+    if isinstance(chosen, SliceDataModule):
+        return str(chosen.parts[config.split])
+    n = chosen.count(config.split)
+    return f"{'all' if n is None else n} slices of its {config.split}_dataloader"
 
 
-def conditions(config: RobustnessConfig, trained: Config) -> Iterator[Condition]:
-    """All conditions of a config, first that of training. Raises ConfigError for a value that is out of bounds."""
-    geometry = trained.geometry
-
-    def scan(**keys: float) -> Config:
-        return trained.changed(geometry=geometry.changed(**keys))
-
-    yield Condition("noise", "as trained" if config.noise is None else config.noise.name, trained)
-    for option in config.noises:
-        yield Condition("noise", option, trained.changed(noise=section("noise", option)))
-    for photons in config.photons:
-        noise = section("noise", "physical", photons=photons)
-        yield Condition("dose, photons a ray", photons, trained.changed(noise=noise))
-    for more in config.views:
-        yield Condition("views", float(geometry.n_views + more), scan(n_views=geometry.n_views + more))
-    for factor in config.field_of_view:
-        width = round(factor * geometry.field_of_view, 6)
-        yield Condition("field of view, mm", width, scan(field_of_view=width))
-    for bins in config.detector_offset:
-        off = scan(detector_offset=geometry.detector_offset + bins)
-        yield Condition("detector off by, bins", bins, off, is_known=False)
-    for distance in config.source_distance if geometry.beam != "parallel" else ():
-        off = scan(source_to_axis=geometry.source_to_axis + distance)
-        yield Condition("source off by, mm", distance, off, is_known=False)
-
-
-def nominal(trained: Config) -> dict[str, float]:
-    """The value of training on each axis that has one."""
-    geometry = trained.geometry
-    return {
-        "views": float(geometry.n_views),
-        "field of view, mm": geometry.field_of_view,
-        "detector off by, bins": 0.0,
-        "source off by, mm": 0.0,
-    }
+def in_turn(patients: Sequence[int | None]) -> list[int]:
+    """The indices of slices, first the middle one of each patient, then its next one, until all are named."""
+    places: dict[Any, list[int]] = {}
+    for index, patient in enumerate(patients):
+        places.setdefault(("slice", index) if patient is None else patient, []).append(index)
+    turns: dict[int, int] = {}
+    for indices in places.values():
+        middle = (len(indices) - 1) / 2
+        nearest = sorted(range(len(indices)), key=lambda place: (abs(place - middle), place))
+        turns |= {indices[place]: turn for turn, place in enumerate(nearest)}
+    return sorted(turns, key=lambda index: (turns[index], index))
 
 
 def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[str]) -> dict[Condition, Scores]:
@@ -120,52 +90,92 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
         name = evaluated_name(module.config)
         raise ConfigError(f"{name} has measured sinograms: give slices, as data=phantoms or data=dicom")
     device = choose_device(config.accelerator)
-    planned = [*conditions(config, module.config)]  # wrong ones end the command before it works for minutes
+    is_own = isinstance(slices, OwnDataModule)  # its batches have no finer grid
+    fine_size = slices.config.image_size * (1 if is_own else slices.config.simulation_factor)
+    # Wrong values end the command before it works for minutes.
+    planned = [*conditions(config, module.config, fine_size)]
     results: dict[Condition, Scores] = {}
     refusals: list[str] = []
+
+    def scores_of_condition(condition: Condition) -> Scores:
+        say(condition.name)
+        try:
+            if condition.needs_scale and module.config.data.scaling != "attenuation":
+                raise ConfigError("its slices have no common scale of attenuation")
+            scanned = condition.reconstructor(module)
+        except (UserError, RuntimeError) as error:  # torch's, for weights of another shape
+            refusals.append(f"{condition.name}: the network does not take it ({first_line(error)})")
+            results[condition] = {}
+            return {}
+        data = chosen_slices(slices, config.split, config.n_slices, condition.scene)
+        evaluation = evaluate(scanned, data, config.split, config.evaluation, device, config.symmetries)
+        results[condition] = scores_of(evaluation)
+        write_text(folder / "table.csv", csv_table(lines(results)))  # what is measured stays, if the rest fails
+        return results[condition]
+
     with (
         Run(folder, overrides).recording() as record,
         scoring_loggers(module.config, config.logger, device.type, folder, overrides) as loggers,
     ):
         for condition in planned:
-            say(condition.name)
-            try:
-                scanned = _scanned(module, condition)
-            except (UserError, RuntimeError) as error:  # torch's, for weights of another shape
-                refusals.append(f"{condition.name}: the network does not take it ({first_line(error)})")
-                results[condition] = {}
-                continue
-            geometry = scanned.projector.geometry
-            data = slices.with_scan(geometry, config.n_slices)
-            evaluation = evaluate(scanned, data, config.split, config.evaluation, device)
-            results[condition] = scores_of(evaluation)
-            write_text(folder / "table.csv", csv_table(lines(results)))  # what is measured stays, if the rest fails
+            scores_of_condition(condition)
+        found = _edges(config, module, scores_of_condition)
+        results = dict(sorted(results.items(), key=lambda row: row[0].value if row[0].axis == VIEWS else 0))
         headings, rows = table(results)
-        slices_named = f"Slices of {evaluated_name(module.config)}: {evaluation.n_images}"
-        caption = f"{slices_named}. PSNR in dB / SSIM × 100. {_KNOWN}"
-        write_text(folder / "table.md", "\n\n".join([markdown_table(headings, rows), caption, *refusals]) + "\n")
-        draw(folder / PLOT, results, nominal(module.config))
+        caption = f"{evaluated_name(module.config)}: {described(slices, config)}. {explanation(results)} {_KNOWN}"
+        parts = [markdown_table(headings, rows), caption, *found, *refusals]
+        write_text(folder / "table.md", "\n\n".join(parts) + "\n")
+        draw(folder / PLOT, results, nominal(module))
         log(loggers, results, folder)
         record["evaluated"] = {"weights": digest_of_weights(module.state_dict())}
     console.print(terminal_table(headings, rows, caption=caption))
-    console.print(*refusals, f"plot: {folder / PLOT}", sep="\n", soft_wrap=True, highlight=False)
+    console.print(*found, *refusals, f"plot: {folder / PLOT}", sep="\n", soft_wrap=True, highlight=False)
     return results
 
 
-def _scanned(module: Reconstructor, condition: Condition) -> Reconstructor:
-    """The network with the sinograms of a condition. Raises an error if it does not take them."""
-    if not condition.is_known:
-        return OffScanReconstructor(module, condition.scanner)
-    is_same = condition.scanner.geometry == module.config.geometry
-    scanned = Reconstructor(condition.scanner, module.projector if is_same else None)
-    scanned.load_state_dict(module.state_dict())
-    return scanned
+def _edges(
+    config: RobustnessConfig, module: Reconstructor, scores_of_condition: Callable[[Condition], Scores]
+) -> list[str]:
+    """Lines that say between which numbers of views the network holds."""
+    geometry = module.config.geometry
+    if config.views is None:
+        return []
+
+    def falls(n_views: int) -> bool:
+        scanner = module.config.changed(geometry=geometry.changed(n_views=n_views))
+        return has_fallen(scores_of_condition(Condition(VIEWS, float(n_views), scanner)))
+
+    edges = search(falls, geometry.n_views, config.views)
+    word = f"Views, trained with {geometry.n_views}; fallen is {DEPTH_DB:g} dB below another method"
+    return [f"{word}. " + ". ".join(f"With {edge}" for edge in edges) + "."]
+
+
+def has_fallen(scores: Scores) -> bool:
+    """Whether the network is far below another method, gives no numbers, or was not taken."""
+    *rivals, network = (
+        (mean(of_method["psnr"].values()) for of_method in scores.values()) if scores else (float("nan"),)
+    )
+    return not isfinite(network) or any(network < rival - DEPTH_DB for rival in rivals)
+
+
+def nominal(module: Reconstructor) -> dict[str, float]:
+    """The value of training on each axis that has one."""
+    geometry = module.config.geometry
+    none = dict.fromkeys(("detector off by, bins", "source off by, mm", "motion, mm", "crosstalk", "titanium, mm"), 0.0)
+    return none | {
+        VIEWS: float(geometry.n_views),
+        "patient size, times": 1.0,
+        "body beyond the field, times": 1.0,
+        "arc, degrees": round(abs(geometry.angle_span) * 57.29578, 1),
+    }
 
 
 def scores_of(evaluation: Evaluation) -> Scores:
-    """The mean PSNR and SSIM of each method."""
-    methods = evaluation.methods
-    return {name: (mean(evaluation.values(name, "psnr")), mean(evaluation.values(name, "ssim"))) for name in methods}
+    """The PSNR and SSIM of each method and patient."""
+    return {
+        name: {metric: by_patient(evaluation.scores_of(name), metric) for metric in _METRICS}
+        for name in evaluation.methods
+    }
 
 
 def _methods(results: Mapping[Condition, Scores]) -> list[str]:
@@ -173,32 +183,57 @@ def _methods(results: Mapping[Condition, Scores]) -> list[str]:
 
 
 def table(results: Mapping[Condition, Scores]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows for people, a row for each condition."""
+    """Headings and rows for people, a row for each condition. Last the network minus total variation, else FBP."""
     methods = _methods(results)
+    rival = next((name for name in (TotalVariation.title, FBP.title) if name in methods[:-1]), None)
     rows = []
     for condition, scores in results.items():
-        pairs = [scores.get(name) for name in methods]
-        cells = [NOTHING if pair is None else " / ".join(map(in_digits, pair)) for pair in pairs]
+        cells = [_cell(scores[name]) if name in scores else NOTHING for name in methods]
+        if rival is not None:
+            cells.append(_difference(scores[methods[-1]], scores[rival]) if scores else NOTHING)
         rows.append([condition.name, *cells])
-    return ["condition", *methods], rows
+    return ["condition", *methods, *([] if rival is None else [f"{methods[-1]} − {rival}"])], rows
+
+
+def _cell(of_method: Mapping[str, Mapping[str, float]]) -> str:
+    psnr, ssim = ([*of_method[metric].values()] for metric in _METRICS)
+    return f"{in_digits(mean(psnr), half_width(psnr))} / {in_digits(mean(ssim))}"
+
+
+def _difference(of_method: Mapping[str, Mapping[str, float]], of_rival: Mapping[str, Mapping[str, float]]) -> str:
+    minus = difference({(0, 0): of_method["psnr"]}, {(0, 0): of_rival["psnr"]})
+    return NOTHING if minus is None else in_digits(minus.mean, minus.over_patients, reference=10)
+
+
+def explanation(results: Mapping[Condition, Scores]) -> str:
+    """What stands in the cells."""
+    scores = next(iter(results.values()))
+    n_patients = len(next(iter(scores.values()))["psnr"]) if scores else 0
+    return (
+        f"PSNR in dB ± half of its 95 % interval for other patients / SSIM × 100: means over {n_patients} patients, "
+        "each the mean of its slices; a phantom counts as one."
+    )
 
 
 def lines(results: Mapping[Condition, Scores]) -> list[list[Any]]:
     """Headings and rows of table.csv, a row for each condition and method."""
-    rows = [
-        [condition.axis, condition.value, name, *pair]
-        for condition, scores in results.items()
-        for name, pair in scores.items()
-    ]
-    return [["condition", "value", "method", "psnr", "ssim"], *rows]
+    rows = []
+    for condition, scores in results.items():
+        for name, of_method in scores.items():
+            psnr, ssim = ([*of_method[metric].values()] for metric in _METRICS)
+            numbers = [mean(psnr), mean(ssim), half_width(psnr), len(psnr)]
+            rows.append([condition.axis, condition.value, name, *numbers])
+    return [["condition", "value", "method", "psnr", "ssim", "psnr_half_width", "patients"], *rows]
 
 
 def draw(path: Path, results: Mapping[Condition, Scores], trained: Mapping[str, float]) -> None:
     """Draw PSNR against each condition. The value of training is in each panel that has one."""
     axes_names = list(dict.fromkeys(condition.axis for condition in results))
     reference = next(iter(results.values()))
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    panels = figure.subplots(2, -(-len(axes_names) // 2), sharey=True, squeeze=False).flat
+    n_columns = min(4, len(axes_names))
+    n_rows = -(-len(axes_names) // n_columns)
+    figure = Figure(figsize=(2.7 * n_columns, 2.4 * n_rows + 0.4), layout="constrained")
+    panels = figure.subplots(n_rows, n_columns, sharey=True, squeeze=False).flat
     for axis, panel in zip(axes_names, panels, strict=False):
         points = [
             (condition.value, scores) for condition, scores in results.items() if condition.axis == axis and scores
@@ -209,16 +244,18 @@ def draw(path: Path, results: Mapping[Condition, Scores], trained: Mapping[str, 
         is_number = all(isinstance(value, float) for value in values)
         places = values if is_number else [*range(len(values))]
         for name in _methods(results):
-            panel.plot(places, [scores[name][0] for _, scores in points], "o-" if is_number else "o", label=name)
-        panel.set_xscale("log" if axis.startswith("dose") else "linear")
-        panel.set_xticks(places, [f"{value:g}" if is_number else value for value in values])
+            psnr = [mean(scores[name]["psnr"].values()) for _, scores in points]
+            panel.plot(places, psnr, "o-" if is_number else "o", label=name)
+        logarithmic = axis.startswith("dose") or axis.endswith("scatter") or axis == VIEWS
+        panel.set_xscale("log" if logarithmic else "linear")
+        panel.set_xticks(places, [f"{value:g}" if is_number else value for value in values], rotation=45)
         panel.minorticks_off()
         panel.set_xlabel(axis)
         panel.grid(alpha=0.3)
     for panel in panels:  # those that are left over
         panel.set_axis_off()
     figure.supylabel("PSNR, dB")
-    figure.axes[0].legend(fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     FigureCanvasAgg(figure)
     with atomic_file(path) as stream:
         figure.savefig(stream, dpi=130, format="png")
@@ -229,7 +266,7 @@ def log(loggers: Sequence[Logger], results: Mapping[Condition, Scores], folder: 
     methods = _methods(results)
     values: dict[str, float] = {}
     for condition, scores in results.items():
-        for name, pair in scores.items():
+        for name, of_method in scores.items():
             prefix = f"robustness/{name_in_logs(condition.name)}/{log_prefix(name, methods)}"
-            values |= {f"{prefix}{metric}": value for metric, value in zip(("psnr", "ssim"), pair, strict=True)}
+            values |= {f"{prefix}{metric}": mean(of_method[metric].values()) for metric in _METRICS}
     log_scores(loggers, values, ("robustness/plot", folder / PLOT), [folder / "table.csv"], folder)

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from qnmixer.engine.config.checking import Section
 from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.config.sections import Length, Seed
+from qnmixer.engine.config.sections import GeometryChanges, Length, ScanOrAsTrained, Seed, Symmetries
 from qnmixer.engine.config.targets import Loggers
 from qnmixer.engine.evaluation.config import ScoringConfig
 from qnmixer.errors import ConfigError
@@ -42,12 +42,20 @@ class EvaluateTaskConfig(ScoringConfig):
 
     evaluation: TaskConfig
     run: str
+    geometry: ScanOrAsTrained
+    symmetries: Symmetries
     logger: Loggers = Field(default_factory=dict)
 
     @classmethod
     def parse(cls, cfg: DictConfig) -> Self:
         """As for every scoring. An evaluation by task has phantoms and noise of its own. Raises ConfigError."""
         config = super().parse(cfg)
+        same_scan = isinstance(config.geometry, GeometryChanges) and not any(
+            value is not None for value in config.geometry.plain().values()
+        )
+        if config.symmetries > 1 or not same_scan:
+            key = "symmetries" if config.symmetries > 1 else "geometry"
+            raise ConfigError(f"evaluation=task is of the network itself, on its own scan: leave out {key}=…")
         chosen = isinstance(config.data, DataConfig) or any(value is not None for value in config.data.plain().values())
         if chosen or config.split != "test":
             raise ConfigError(f"evaluation=task draws its own phantoms: leave out {'data' if chosen else 'split'}=…")

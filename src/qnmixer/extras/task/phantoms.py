@@ -12,7 +12,7 @@ from qnmixer.physics import FanBeamGeometry
 
 _BODY_HU, _AIR_HU = 40.0, -1000.0
 _N_PLACES = 8
-_BODY, _RING, _EDGE_RING, _EDGE_RADIUS, _REGION = 0.31, 0.19, 0.16, 0.05, 0.125
+_BODY, _RING, _EDGE_RING, _EDGE_RADIUS, _REGION = 0.31, 0.19, 0.155, 0.0625, 0.125
 """Parts of the field of view: half axes of the body, the circles of places and of edges, an edge's radius, a region."""
 _VARIED, _MOVED = 0.05, 0.01
 """How much the half axes vary, as a part of them, and how far a body is moved, as a part of the field."""
@@ -60,8 +60,15 @@ class TaskPhantom:
         middle = rng.uniform(-_MOVED, _MOVED, 2) * self.field
         outside = (np.hypot((x - middle[0]) / a, (y - middle[1]) / b) - 1) * (a + b) / 2
         image = _AIR_HU + (_BODY_HU - _AIR_HU) * np.clip(0.5 - outside / pixel, 0, 1)
+        return torch.from_numpy(image.astype(np.float32)) + self.draw_discs(size, discs)
+
+    def draw_discs(self, size: int, discs: Sequence[Disc]) -> Tensor:
+        """The contrasts of discs alone, HU [size, size], float32."""
+        pixel = self.field / size
+        axis = (np.arange(size) - (size - 1) / 2) * pixel
+        image = np.zeros((size, size))
         for disc in discs:
-            outside = np.hypot(x - disc.x, y - disc.y) - disc.radius
+            outside = np.hypot(axis - disc.x, axis[:, None] - disc.y) - disc.radius
             image += disc.contrast * np.clip(0.5 - outside / pixel, 0, 1)
         return torch.from_numpy(image.astype(np.float32))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from qnmixer.files import atomic_file, write_text
 _FIRST = "photons a ray", "method"
 _KEPT, _DETECTED = "contrast kept, %", "d′"
 _NOTE = (
-    "± is half of a 95 % interval (bootstrap over images, of d′ in closed form). "
-    "Noise: square root of the integral of its power spectrum. "
-    "Edge: frequency at which the task transfer function of a disc's edge is one half. Contrast kept and d′: of the "
-    "inserts; d′ is that of a channelised Hotelling observer with three difference-of-Gaussians channels."
+    "± is half of a 95 % interval, with images as units (bootstrap, of d′ in closed form). Noise: square root of the "
+    "integral of its power spectrum. Edge: frequency at which the task transfer function of a disc's edge is one half; "
+    "– where noise or the size of the disc hides it. Contrast kept and d′: of the inserts, against the same bodies "
+    "with the same noise. d′ is that of a channelised Hotelling observer with three difference-of-Gaussians channels."
 )
 _SHOWN: dict[str, Any] = {"vmin": -20.0, "vmax": 100.0, "cmap": "gray", "interpolation": "nearest"}  # HU, narrow
 
@@ -61,19 +62,28 @@ def scores_by_name(scores: Sequence[DoseScores]) -> dict[str, float]:
         f"task/{result.photons:.0f}/{log_prefix(result.method, methods)}{name_in_logs(heading)}": value
         for result in scores
         for heading, (value, _) in result.scores.items()
+        if not isnan(value)
     }
+
+
+def _cell(value: float, half: float) -> str:
+    return in_digits(None) if isnan(value) else in_digits(value, half)
+
+
+def _numbers(value: float, half: float) -> tuple[float | None, float | None]:
+    return (None, None) if isnan(value) else (value, half)
 
 
 def write_task(folder: Path, title: str, scores: Sequence[DoseScores], console: Console) -> Path:
     """Write table.md, table.csv and the picture, and print the table. Returns the picture."""
     names = [*scores[0].scores]
     rows = [
-        [f"{result.photons:,.0f}", result.method, *(in_digits(*result.scores[name]) for name in names)]
-        for result in scores
+        [f"{result.photons:,.0f}", result.method, *(_cell(*result.scores[name]) for name in names)] for result in scores
     ]
     write_text(folder / "table.md", f"**{title}**\n\n{markdown_table([*_FIRST, *names], rows)}\n\n{_NOTE}\n")
     numbers = [
-        [result.photons, result.method, *(part for name in names for part in result.scores[name])] for result in scores
+        [result.photons, result.method, *(part for name in names for part in _numbers(*result.scores[name]))]
+        for result in scores
     ]
     columns = [part for name in names for part in (name, f"± of {name}")]
     write_text(folder / "table.csv", csv_table([[*_FIRST, *columns], *numbers]))

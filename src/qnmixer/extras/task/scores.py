@@ -10,6 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from qnmixer.engine.evaluation.statistics import student_quantile
+
+EDGE_REACH = 0.7
+"""How far the profile of an edge goes inside and outside, in radii of its disc. Nothing else may be there."""
+_LEAST_PERIODS = 0.55
+"""Periods in the reach of a profile: an edge that falls to one half at fewer is wider than its disc can show."""
 _BINS_PER_PIXEL = 4  # edges at many angles to the grid sample finer than pixels
 _RESAMPLES = 200
 
@@ -17,11 +23,18 @@ _RESAMPLES = 200
 def noise_power(regions: Tensor, pixel_size: float) -> Tensor:
     """The mean noise power spectrum [N, N], in HU² mm², of uniform regions [..., N, N] in HU; pixel_size in mm.
 
-    Each region loses its mean. The order is that of `torch.fft.fftfreq`, the integral is the variance.
+    Each region loses its mean, so the spectrum has nothing at frequency 0. The order is that of `torch.fft.fftfreq`,
+    the integral is the variance. It is the Fourier transform of the autocovariance (ICRU 87), up to lags of N/2. Each
+    lag is divided by the number of its pairs: the square of the Fourier transform would divide it by N², and so leak
+    from each frequency into its neighbours.
     """
+    n = regions.shape[-1]
     deviations = regions - regions.mean((-2, -1), keepdim=True)
-    power = torch.fft.fft2(deviations).abs().square().flatten(0, -3).mean(0)
-    return power * pixel_size**2 / power.numel()
+    lags = torch.fft.fftfreq(n, 1 / n).long()
+    products = torch.fft.ifft2(torch.fft.fft2(deviations, (2 * n, 2 * n)).abs().square().flatten(0, -3).mean(0)).real
+    n_pairs = n - lags.abs()
+    covariance = products[lags][:, lags] / (n_pairs[:, None] * n_pairs)
+    return torch.fft.fft2(covariance).real * pixel_size**2
 
 
 def noise_of(power: Tensor, pixel_size: float) -> Tensor:
@@ -48,11 +61,11 @@ def edge_profile(image: Tensor, x: float, y: float, radius: float, pixel_size: f
     """Sums of pixels and their numbers, by distance to the edge of a disc: [2, bins].
 
     The disc of an image [H, W] is at (x, y), to the right and down from the middle; all in mm. Bins are a quarter of a
-    pixel, from half a radius inside the edge to half a radius outside.
+    pixel, from `EDGE_REACH` radii inside the edge to as many outside.
     """
     rows, columns = ((torch.arange(n, dtype=torch.float64) - (n - 1) / 2) * pixel_size for n in image.shape)
     distance = torch.hypot(columns - x, rows[:, None] - y) - radius
-    n_bins = 2 * math.ceil(radius / 2 / pixel_size * _BINS_PER_PIXEL)
+    n_bins = 2 * math.ceil(EDGE_REACH * radius / pixel_size * _BINS_PER_PIXEL)
     bins = (distance / pixel_size * _BINS_PER_PIXEL + n_bins / 2).floor().long()
     near = (bins >= 0) & (bins < n_bins)
     values = image[near].double()
@@ -63,30 +76,56 @@ def edge_profile(image: Tensor, x: float, y: float, radius: float, pixel_size: f
 def task_transfer(profiles: Tensor, pixel_size: float) -> tuple[Tensor, Tensor]:
     """Frequencies up to 1/pixel in 1/mm, and the task transfer function there, of profiles [n, 2, bins]; both [201].
 
-    By the circular edge (Richard et al., Medical Physics 39, 2012): the modulus of the Fourier transform of the
-    profile's derivative, 1 at frequency 0. Against noise, the outer halves of the derivative fade to zero.
+    By the circular edge (Richard et al., Medical Physics 39, 2012; equations not looked up): the modulus of the Fourier
+    transform of the profile's derivative, 1 at frequency 0.
     """
-    sums, numbers = profiles.sum(0)
-    filled = numbers > 0
-    width = pixel_size / _BINS_PER_PIXEL
-    places = ((torch.arange(len(sums), dtype=torch.float64) + 0.5 - len(sums) / 2) * width)[filled]
+    places, values = _mean_profile(profiles, pixel_size)
     middles = (places[1:] + places[:-1]) / 2
-    faded = (4 * middles.abs() / (len(sums) * width) - 1).clamp(0, 1)  # 0 in the inner half, 1 at the ends
-    spread = (sums / numbers)[filled].diff() * (math.pi / 2 * faded).cos().square()
+    # An arc is longer outside the edge than inside: a disc that is blurred spreads as the root of their ratio.
+    reach = profiles.shape[-1] * pixel_size / _BINS_PER_PIXEL / 2
+    spread = values.diff() * (1 + middles / (reach / EDGE_REACH)).sqrt()
     frequencies = torch.linspace(0, 1 / pixel_size, 201, dtype=torch.float64)
-    modulation = (torch.exp(-2j * math.pi * frequencies[:, None] * middles) @ spread.cdouble()).abs()
+    modulation = (torch.exp(-2j * math.pi * frequencies[:, None] * middles) @ spread.to(torch.complex128)).abs()
+    modulation /= torch.sinc(frequencies * pixel_size / _BINS_PER_PIXEL).square()  # of bins, and of their differences
     return frequencies, modulation / modulation[0]
 
 
 def half_modulation(profiles: Tensor, pixel_size: float) -> Tensor:
-    """The frequency in 1/mm at which the task transfer function falls to one half; the last one if it does not."""
+    """The frequency in 1/mm at which the task transfer function falls to one half; the last one if it does not.
+
+    NaN below 0.55 periods in the reach of the profile: the edge is then wider than the disc can show.
+    """
     frequencies, modulation = task_transfer(profiles, pixel_size)
     below = (modulation < 0.5).nonzero()
     if not len(below):
         return frequencies[-1]
     k = int(below[0])
     share = (modulation[k - 1] - 0.5) / (modulation[k - 1] - modulation[k])
-    return frequencies[k - 1] + share * (frequencies[k] - frequencies[k - 1])
+    found = frequencies[k - 1] + share * (frequencies[k] - frequencies[k - 1])
+    reach = profiles.shape[-1] * pixel_size / _BINS_PER_PIXEL / 2
+    return torch.where(found * reach < _LEAST_PERIODS, torch.nan, found)
+
+
+def edge_contrast_to_noise(profiles: Tensor) -> Tensor:
+    """The contrast of an edge divided by its noise: the standard error of a bin of the mean of profiles [n, 2, bins].
+
+    The contrast is between the inner and the outer quarter of the mean profile.
+    """
+    sums, numbers = profiles.unbind(1)
+    mean = sums.sum(0) / numbers.sum(0)
+    quarter = len(mean) // 4
+    contrast = mean[-quarter:].nanmean() - mean[:quarter].nanmean()
+    scatter = (sums - numbers * mean).square() / numbers.clamp_min(1)  # of one pixel
+    variance = scatter.sum(0) / (len(profiles) - 1) / numbers.sum(0)
+    return contrast.abs() / variance.nanmean().sqrt()
+
+
+def _mean_profile(profiles: Tensor, pixel_size: float) -> tuple[Tensor, Tensor]:
+    """Distances outwards from the edge in mm, and mean values there, of profiles [n, 2, bins], without empty bins."""
+    sums, numbers = profiles.sum(0)
+    filled = numbers > 0
+    places = (torch.arange(len(sums), dtype=torch.float64) + 0.5 - len(sums) / 2) * pixel_size / _BINS_PER_PIXEL
+    return places[filled], (sums / numbers)[filled]
 
 
 def dog_channels(size: int) -> Tensor:
@@ -110,34 +149,45 @@ def detectability(absent: Tensor, present: Tensor) -> Tensor:
     """d' of the channelised Hotelling observer, by channel outputs [n, places, C] without the insert and with it.
 
     d'² = Δᵀ K⁻¹ Δ, with Δ the difference of mean outputs and K their covariance at a place, pooled over places and both
-    classes. From few images the square is too large: its bias for independent normal outputs is subtracted. A square
-    below zero counts as 0.
+    classes. From few images the square is too large: what the scatter of Δ and K adds is subtracted. A square below
+    zero counts as 0. Image i of both classes may have the same body and noise.
     """
-    n, m, (places, n_channels) = len(absent), len(present), absent.shape[1:]
-    difference = present.mean((0, 1)) - absent.mean((0, 1))
-    deviations = torch.cat([absent - absent.mean(0), present - present.mean(0)]).flatten(0, 1)
-    freedom = places * (n + m - 2)
-    covariance = deviations.T @ deviations / freedom
-    square = difference @ torch.linalg.pinv(covariance, hermitian=True) @ difference  # flat images have no inverse
-    bias = n_channels * (1 / n + 1 / m) / places
-    return (square * (freedom - n_channels - 1) / freedom - bias).clamp_min(0).sqrt()
+    return detected(absent, present)[0]
 
 
 def detected(absent: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """d', and half of its 95 % interval for normal outputs: few images leave a bootstrap no covariance.
+    """d', and half of its 95 % interval, for normal outputs. The images are the units: their places are correlated.
 
-    The variance of d' is about (1/n + 1/m)/places + d'²/(2 · degrees of freedom).
+    The scatter of Δ is that of the images' differences. K has fewer degrees of freedom where the places of an image, or
+    the images of a pair, are alike: their correlations are measured along K⁻¹ Δ.
     """
-    n, m, places = len(absent), len(present), absent.shape[1]
-    score = detectability(absent, present)
-    variance = (1 / n + 1 / m) / places + score.square() / (2 * places * (n + m - 2))
-    return score, 1.96 * variance.sqrt()
+    n, places, n_channels = absent.shape
+    differences = (present - absent).mean(1)
+    difference, scatter = differences.mean(0), differences.T.cov()
+    deviations = torch.stack([absent - absent.mean(0), present - present.mean(0)])
+    flat = deviations.flatten(0, 2)
+    freedom = 2.0 * places * (n - 1)
+    inverse = torch.linalg.pinv(flat.T @ flat / freedom, hermitian=True)  # flat images have no inverse
+    square = difference @ inverse @ difference
+    template = inverse @ difference / square.clamp_min(1e-12).sqrt()
+    without, inserted = outputs = deviations @ template  # [2, n, places]
+    power = outputs.square().sum() + 1e-12
+    between = (places * outputs.mean(2).square().sum() * places / power - 1) / max(1, places - 1)
+    within_pair = 2 * (without * inserted).sum() / power
+    freedom /= float((1 + within_pair**2) * (1 + (places - 1) * between.clamp(0, 1) ** 2))
+    bias = (inverse * scatter).sum() / n
+    unbiased = ((square - bias) * max(0.0, freedom - n_channels - 1) / freedom).clamp_min(0).sqrt()
+    of_difference = template @ scatter @ template / n
+    of_difference += bias.square() / (2 * n_channels) / (unbiased.square() + of_difference + 1e-12)  # across Δ
+    variance = student_quantile(n - 1) ** 2 * of_difference + 1.96**2 * unbiased.square() / (2 * freedom)
+    return unbiased, variance.sqrt()
 
 
 def with_interval(score: Callable[..., Tensor], *samples: Tensor) -> tuple[Tensor, Tensor]:
     """A score of samples [n, …] of images, and half of its 95 % interval, by the bootstrap over images.
 
-    It is 1.96 standard errors, times √(n/(n − 1)), because n images resemble themselves too much.
+    The standard error is that of the bootstrap times √(n/(n − 1)), because n images resemble themselves too much, and
+    the interval has Student's quantile of n − 1 degrees of freedom.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = []
@@ -145,4 +195,5 @@ def with_interval(score: Callable[..., Tensor], *samples: Tensor) -> tuple[Tenso
         numbers = (torch.randint(len(sample), (len(sample),), generator=generator) for sample in samples)
         drawn.append(score(*(sample[n] for sample, n in zip(samples, numbers, strict=True))))
     fewest = min(len(sample) for sample in samples)
-    return score(*samples), 1.96 * math.sqrt(fewest / (fewest - 1)) * torch.stack(drawn).std(0)
+    inflated = student_quantile(fewest - 1) * math.sqrt(fewest / (fewest - 1))
+    return score(*samples), inflated * torch.stack(drawn).std(0)

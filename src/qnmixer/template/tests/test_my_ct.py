@@ -15,7 +15,6 @@ from qnmixer.train import train
 from my_ct.data import Bodies
 from my_ct.losses import charbonnier, edges
 from my_ct.network import MyNetwork
-from my_ct.train import CONF
 
 TINY = [
     "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
@@ -26,7 +25,7 @@ TINY = [
 
 def trained(folder: Path, *words: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of a run in this process, and the weights at its end."""
-    train(f"--config-dir={CONF}", "experiment=mine", *TINY, *words, f"hydra.run.dir={folder}")
+    train(*TINY, *words, f"hydra.run.dir={folder}")
     with (folder / "metrics.csv").open() as stream:
         losses = [float(row["train/loss"]) for row in csv.DictReader(stream) if row["train/loss"]]
     return losses, torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]

@@ -19,7 +19,9 @@ def fit(config: Config, run: Run) -> float:
         loggers = steps.build_loggers(config, run.folder, run.overrides, run.resumed_at)
         trainer = steps.build_trainer(config, run.folder, callbacks, loggers)  # a Lightning Trainer
 
-        steps.train(config, run, trainer, module, data, checkpoint)
+        with steps.training(config, run, trainer, module, data):  # memory, steps and seconds; one-line errors
+            if config.model.has_weights:  # FBP and total variation have none
+                trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         best = steps.validate_last_steps(config, run, trainer, module, data)
         if config.test_after_training:
             steps.evaluate_best(config, run, trainer, module, data)  # table and picture

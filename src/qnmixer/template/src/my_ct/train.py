@@ -1,4 +1,4 @@
-"""Train: python -m my_ct.train [KEY=VALUE …]. It finds conf/, and its experiment is mine unless another is given.
+"""Train: python -m my_ct.train [KEY=VALUE …]. pyproject.toml names its options and experiment.
 
 python -m my_ct.train trainer.max_steps=2000 optimizer.lr=1e-3
 python -m my_ct.train strategy=ddp trainer.devices=2
@@ -10,7 +10,5 @@ from pathlib import Path
 
 from qnmixer.train import main
 
-CONF = Path(__file__).parents[2] / "conf"
-
 if __name__ == "__main__":
-    main(CONF, experiment="mine")
+    main(Path(__file__).parents[2])

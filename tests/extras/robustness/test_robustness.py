@@ -12,11 +12,16 @@ import torch
 
 from qnmixer import robustness
 from qnmixer.engine.cli.command import TRACEBACK
+from qnmixer.engine.evaluation.evaluate import _values_of
+from qnmixer.engine.metrics import psnr
 from qnmixer.engine.tracking.records import read_results
 from qnmixer.extras.export.card import evaluations
+from qnmixer.extras.robustness.cliff import search
+from qnmixer.extras.robustness.perturbations import disc
+from qnmixer.extras.robustness.table import has_fallen, in_turn
 from qnmixer.models import UnrolledNetwork
 
-from ..saved import TINY, save
+from ...saved import TINY, save
 
 
 class WeightOfEachView(UnrolledNetwork):
@@ -61,8 +66,15 @@ def test_one_table_over_all_conditions(
     few = [
         "photons=[2.5e4,4e5]",
         "noises=[none]",
-        "views=[2]",
-        "field_of_view=[1.1]",
+        "views=[0.5,1]",
+        "patient_size=[1.1]",
+        "arc=[120]",
+        "scatter=[1e-3]",
+        "smooth_scatter=[1e-2]",
+        "crosstalk=[0.2]",
+        "motion=[20]",
+        "truncation=[1.5]",
+        "metal=[30]",
         "detector_offset=[1]",
         "source_distance=[200]",
     ]
@@ -71,15 +83,21 @@ def test_one_table_over_all_conditions(
     psnr = rows_of(folder)
     conditions = dict.fromkeys(condition for condition, _, _ in psnr)
     assert [*conditions] == [
-        "noise", "dose, photons a ray", "views", "field of view, mm", "detector off by, bins", "source off by, mm",
+        "noise", "dose, photons a ray", "arc, degrees", "patient size, times", "detector off by, bins",
+        "source off by, mm", "tube, kV", "constant scatter", "smooth scatter", "crosstalk", "motion, mm",
+        "body beyond the field, times", "titanium, mm", "views",
     ]  # fmt: skip
     assert {name for _, _, name in psnr} == {"FBP", "QN-Mixer"}
     assert psnr["dose, photons a ray", "25000.0", "FBP"] < psnr["dose, photons a ray", "400000.0", "FBP"]
     reference = psnr["noise", "none", "FBP"]
-    assert ("field of view, mm", "440.0", "FBP") in psnr
+    assert ("patient size, times", "1.1", "FBP") in psnr
+    for condition in [*conditions][6:]:
+        assert psnr[next(key for key in psnr if key[0] == condition and key[2] == "FBP")] != reference, condition
     assert psnr["source off by, mm", "200.0", "FBP"] < reference
     assert psnr["detector off by, bins", "1.0", "FBP"] < reference
-    assert "| views 10 |" in (folder / "table.md").read_text()
+    table = (folder / "table.md").read_text()
+    assert re.findall(r"^\| views (\d+) ", table, re.MULTILINE) == ["4", "5", "6", "7"]
+    assert "With fewer: it holds to 4. With more: it holds to 8." in table
     assert (folder / "robustness.png").stat().st_size > 10_000
     (logged,) = offline_runs(folder)
     names = {name for name in logged.metrics if name.startswith("robustness/")}
@@ -93,12 +111,27 @@ def test_a_network_for_one_number_of_views_says_so(tmp_path: Path, monkeypatch: 
     target = f"model._target_={__name__}.WeightOfEachView"
     scan = [word for word in TINY if not word.startswith("model.")]
     run, folder = save(tmp_path / "run", *scan, "model=custom", target), tmp_path / "out"
-    few = ["noises=[]", "photons=[]", "field_of_view=[]", "detector_offset=[]", "source_distance=[]", "views=[2]"]
+    few = [
+        "noises=[]",
+        "photons=[]",
+        "arc=[]",
+        "patient_size=[]",
+        "detector_offset=[]",
+        "source_distance=[]",
+        "tube_kv=[]",
+        "scatter=[]",
+        "smooth_scatter=[]",
+        "crosstalk=[]",
+        "motion=[]",
+        "truncation=[]",
+        "metal=[]",
+        "views=[1,2]",
+    ]
     words = [f"run={run}", *WORDS, *few, "logger=csv", f"trust={__name__}", f"hydra.run.dir={folder}"]
     assert command(monkeypatch, *words, "evaluation.tv_weight=null") == 0
     table = (folder / "table.md").read_text()
-    assert "| views 10 | – | – |" in table
-    assert "views 10: the network does not take it" in table
+    assert "| views 11 | – | – | – |" in table
+    assert "views 11: the network does not take it" in table
 
 
 @pytest.mark.parametrize(
@@ -106,7 +139,9 @@ def test_a_network_for_one_number_of_views_says_so(tmp_path: Path, monkeypatch: 
     [
         ("noises=[odd]", "noises=odd does not exist: choose "),
         ("photons=[0]", "photons"),
-        ("views=[-64]", "n_views=0 should be greater than or equal to 1"),
+        ("views=[-1,2]", "views=-1 should be greater than 0"),
+        ("truncation=[1]", "truncation=1 should be greater than 1"),
+        ("tube_kv=[80]", "tube_kv=80 should be 120"),
         ("source_distance=[-900]", "source_to_axis"),
     ],
 )
@@ -129,3 +164,45 @@ def test_a_folder_in_use_is_refused_and_stays_as_it_is(
     assert command(monkeypatch, f"run={run}", *WORDS, f"hydra.run.dir={run}") == 1
     assert "hydra.run.dir" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+
+
+def test_slices_come_from_all_patients_in_turn() -> None:
+    assert in_turn([0, 0, 0, 1, 2, 2]) == [1, 3, 4, 0, 5, 2]
+    assert in_turn([None, None, None]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        (lambda n: n < 51, "fewer: it holds to 51 and falls at 49"),
+        (lambda n: n < 5, "fewer: it holds to 16"),
+        (lambda n: n > 100, "more: it holds to 100 and falls at 102"),
+    ],
+)
+def test_the_search_ends_at_the_edge(bad: Callable[[int], bool], expected: str) -> None:
+    tried: list[int] = []
+    edges = search(lambda n: tried.append(n) or bad(n), 64, (0.25, 2.0))
+    assert expected in map(str, edges)
+    assert len(tried) <= 11
+    assert all(16 <= n <= 128 for n in tried)
+
+
+def test_a_network_has_fallen_3_db_below_another_method() -> None:
+    def scores(fbp: float, network: float) -> dict[str, dict[str, dict[str, float]]]:
+        return {"FBP": {"psnr": {"a": fbp}}, "QN-Mixer": {"psnr": {"a": network}}}
+
+    assert has_fallen(scores(30, 26.9))
+    assert not has_fallen(scores(30, 27.1))
+    assert has_fallen(scores(30, float("nan")))
+    assert has_fallen({})  # the network was not taken
+
+
+def test_pixels_of_metal_are_not_scored() -> None:
+    truth = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    metal = disc(16, 4.0) > 0
+    batch: Any = {"image": truth, "hu_offset": torch.zeros(1), "hu_scale": torch.full((1,), 3000.0)}
+    wrong = truth + 5 * metal
+    metrics = {"psnr": lambda x, batch: psnr(x, batch["image"])}
+    (seen,), (unseen,) = (_values_of(b, wrong, [0, 3000], metrics) for b in (batch, batch | {"unscored": metal}))
+    assert seen["psnr"] < 0
+    assert unseen["psnr"] == float("inf") == unseen["window_psnr"]

@@ -1,0 +1,58 @@
+"""The numbers of views at which a network falls below the other methods, searched without knowing where to look."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+DEPTH_DB = 3.0
+"""A network has fallen where its PSNR is so far below that of another method."""
+_STEPS = {"fewer": 4, "more": 2}
+"""Counts that are tried on the way to each end, evenly in their logarithm, before the interval is halved."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """How far from training a network holds, on one side.
+
+    Attributes:
+        side: fewer or more views.
+        holds: the farthest count that was tried and held, with all nearer ones that were tried.
+        falls: the next count that was tried; None: it holds to the end of the search.
+    """
+
+    side: str
+    holds: int
+    falls: int | None
+
+    def __str__(self) -> str:
+        if self.falls is None:
+            return f"{self.side}: it holds to {self.holds}"
+        return f"{self.side}: it holds to {self.holds} and falls at {self.falls}"
+
+
+def search(falls: Callable[[int], bool], trained: int, ends: tuple[float, float]) -> list[Edge]:
+    """Find the edges on both sides of the trained count, within a thirty-second of it.
+
+    Args:
+        falls: whether the network has fallen at a count of views.
+        trained: the count of training, at which it is taken to hold.
+        ends: of the search, times that count.
+    """
+    edges = []
+    for (side, steps), end in zip(_STEPS.items(), ends, strict=True):
+        holds, falling = trained, None
+        for k in range(1, steps + 1):
+            count = max(1, round(trained * end ** (k / steps)))
+            if count == holds:
+                continue
+            if falls(count):
+                falling = count
+                break
+            holds = count
+        while falling is not None and abs(falling - holds) > max(1, trained // 32):
+            middle = (falling + holds) // 2
+            if falls(middle):
+                falling = middle
+            else:
+                holds = middle
+        edges.append(Edge(side, holds, falling))
+    return edges

@@ -1,0 +1,43 @@
+"""How often a pixel's error is within a multiple of its deviation over the symmetries."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FACTORS = np.geomspace(0.05, 500, 2000)
+"""Multiples of the deviation at which coverage is counted; neighbours differ by 0.5 %."""
+GROUPS = "all pixels", "tenth with the smallest deviation", "tenth with the largest deviation"
+
+
+def coverages(error: Tensor, deviation: Tensor) -> np.ndarray:
+    """The share of pixels with |error| ≤ factor · deviation, float64 [groups, factors].
+
+    Args:
+        error: of the pixels of a slice [N], in HU.
+        deviation: of the same pixels [N], in HU. Where it is 0, an error of 0 is covered and no other.
+    """
+    ratio = torch.where(error == 0, 0.0, error.abs() / deviation)
+    order, tenth = deviation.argsort(), max(1, len(deviation) // 10)
+    groups = ratio, ratio[order[:tenth]], ratio[order[-tenth:]]
+    return np.stack([np.searchsorted(np.sort(group.cpu().numpy()), FACTORS, "right") / len(group) for group in groups])
+
+
+def by_patient(slices: Sequence[np.ndarray], patients: Sequence[object]) -> np.ndarray:
+    """The means over the slices of each patient [patients, groups, factors]. A slice of no known patient is its own."""
+    parts: dict[object, list[np.ndarray]] = {}
+    for n, (patient, curves) in enumerate(zip(patients, slices, strict=True)):
+        parts.setdefault(("slice", n) if patient is None else patient, []).append(curves)
+    return np.stack([np.mean(curves, axis=0) for curves in parts.values()])
+
+
+def factor_for(level: float, patients: np.ndarray) -> float:
+    """The smallest factor that covers this share of the pixels in the mean over patients; infinite if none does."""
+    covered = patients[:, 0].mean(0) >= level
+    return float(FACTORS[covered.argmax()]) if covered.any() else float("inf")
+
+
+def covered_by(factor: float, patients: np.ndarray) -> np.ndarray:
+    """The share that a factor covers, [patients, groups]."""
+    return patients[:, :, min(int(np.searchsorted(FACTORS, factor)), len(FACTORS) - 1)]
