@@ -104,6 +104,16 @@ def test_a_program_gets_an_import_error(tmp_path: Path) -> None:
     assert 'pip install "qnmixer[train]"' in python(tmp_path, PACKAGES["train"], "-c", code).stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DeepLesionReader", "DicomReader", "MixedSource", "SliceDataModule"])
+def test_slices_without_train_are_an_import_error(tmp_path: Path, name: str) -> None:
+    done = python(tmp_path, PACKAGES["train"], "-c", f"from qnmixer.data import NumpyReader, PhantomSource, {name}")
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: qnmixer.data.{name} needs ")
+    assert line.endswith('which is not installed: pip install "qnmixer[train]"')
+
+
 SCAN = [word for word in TINY if not word.startswith("model.")]
 SMALL = {
     "fbp": [], "fbpconvnet": ["channels=4", "depth=3"], "itnet": ["channels=4", "depth=2", "n_iterations=2"],
