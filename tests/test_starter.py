@@ -80,7 +80,8 @@ def test_the_map_of_rooms_is_that_of_the_import_contracts(pyproject: dict[str, A
 
     front, engine = text.split("**The engine**")
     below = {
-        "engine", "extras", "needs_train", "pretrained", "weights", "installed", "files", "machine", "torch_builds", "errors",
+        "engine", "extras", "needs_train", "pretrained", "weights", "installed", "files", "machine", "torch_builds",
+        "errors",
     }  # fmt: skip
     assert {*mapped(front.split("**The front**")[1])} == {*walled("The front stands on the engine")} - below
     hidden = {"lightning_private"}
