@@ -10,8 +10,8 @@ into_page = $(BIN)/python -c "import re, pathlib as p; r = p.Path('$(1)'); t = p
 CARD := src/qnmixer/weights/qn_mixer_256_64views.md
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train compare test test-all test-gpu lint site dist release bench readme real picture symmetric task \
-	robustness second-order results levers clean
+.PHONY: help install lock train compare test test-all test-gpu lint site notebooks dist release bench readme real picture symmetric \
+	task robustness second-order results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
@@ -74,6 +74,9 @@ site: install ## build the website into build/site, without a network
 	$(BIN)/python -m qnmixer.evaluate run=pretrained data=phantoms data.n_test=2 noise=field accelerator=cpu \
 		evaluation.n_pictures=2 hydra.run.dir=build/gallery
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --config-file docs/site/mkdocs.yml
+
+notebooks: install ## run the notebooks, without a browser, into build/notebooks
+	$(BIN)/python -m nbconvert --to notebook --execute --output-dir build/notebooks notebooks/*.ipynb
 
 dist: install ## build the packages into dist, check them, and try the wheel outside of this folder
 	$(BIN)/python .ci/release.py dist

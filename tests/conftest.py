@@ -38,6 +38,7 @@ from qnmixer.engine.config.run import Config, parse
 from qnmixer.module import ReconstructionModule
 
 from .composing import compose_faster
+from .schemas import EXTRAS
 from .warm import GARBAGE, Warm
 
 # A config is dozens of YAML files, and most tests compose some. libyaml reads them as Python's own loader does, but
@@ -133,7 +134,7 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Warm:
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
     """Runs commands that need torch, Lightning or W&B."""
     rooms = ["training.worker", "inference.reconstruct", "memory.report", "checkup.checks"]
-    loaded = ["qnmixer.fit", "qnmixer.extras.export.run", *(f"qnmixer.engine.{room}" for room in rooms)]
+    loaded = ["qnmixer.fit", *["qnmixer.extras.export.run"] * EXTRAS, *(f"qnmixer.engine.{room}" for room in rooms)]
     loaded += ["wandb", "wandb.sdk.launch"]  # W&B loads its launcher when a run starts
     return server("warm", tmp_path_factory, *loaded)
 
@@ -167,11 +168,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked cuda on a machine without a GPU."""
-    if not torch.cuda.is_available():
+    """Skip what is marked cuda on a machine without a GPU, and what is marked extras in a copy without them."""
+    absent = {} if torch.cuda.is_available() else {"cuda": "torch sees no CUDA device here"}
+    if not EXTRAS:
+        absent["extras"] = "this copy has no qnmixer.extras"
+    for mark, reason in absent.items():
         for item in items:
-            if item.get_closest_marker("cuda"):
-                item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device here"))
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

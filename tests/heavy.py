@@ -4,6 +4,7 @@ A wrong key is found by the class that it is for, which needs torch.
 """
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 LIBRARIES = ["scipy", "matplotlib", "lightning", "torchmetrics", "wandb", "pydicom", "PIL"]
@@ -16,4 +17,11 @@ def path_without(folder: Path) -> str:
     for name in LIBRARIES:
         text = f"import os\nprint('{name} was imported', flush=True)\nos._exit({LOADED})\n"
         (folder / f"{name}.py").write_text(text)
+    return f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+
+
+def path_hiding(folder: Path, packages: Collection[str]) -> str:
+    """PYTHONPATH of processes in which these packages are not installed: neither imported nor found."""
+    text = f"import sys\nsys.modules.update(dict.fromkeys({sorted(packages)}))\n"
+    (folder / "sitecustomize.py").write_text(text)
     return f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

@@ -1,4 +1,6 @@
-"""The class of each command's config, by its name."""
+"""The class of each command's config, by its name. Those of extras are left out where a copy has none."""
+
+from importlib.util import find_spec
 
 from qnmixer.engine.checkup.config import DoctorConfig
 from qnmixer.engine.config.checking import Section
@@ -6,15 +8,16 @@ from qnmixer.engine.config.run import Config
 from qnmixer.engine.evaluation.config import EvaluateConfig
 from qnmixer.engine.inference.config import ReconstructConfig
 from qnmixer.engine.memory.config import PlanConfig
-from qnmixer.extras.calibration.config import CalibrateConfig
-from qnmixer.extras.comparison.config import CompareConfig
-from qnmixer.extras.export.config import ExportConfig
-from qnmixer.extras.robustness.config import RobustnessConfig
 
+EXTRAS = find_spec("qnmixer.extras") is not None
 SCHEMAS: dict[str, type[Section]] = {
-    schema.command: schema
-    for schema in (
-        Config, PlanConfig, DoctorConfig, EvaluateConfig, RobustnessConfig, CompareConfig, ReconstructConfig,
-        ExportConfig, CalibrateConfig,
-    )
-}  # fmt: skip
+    schema.command: schema for schema in (Config, PlanConfig, DoctorConfig, EvaluateConfig, ReconstructConfig)
+}
+if EXTRAS:
+    from qnmixer.extras.calibration.config import CalibrateConfig
+    from qnmixer.extras.comparison.config import CompareConfig
+    from qnmixer.extras.export.config import ExportConfig
+    from qnmixer.extras.robustness.config import RobustnessConfig
+
+    of_extras: tuple[type[Section], ...] = (CalibrateConfig, CompareConfig, ExportConfig, RobustnessConfig)
+    SCHEMAS |= {schema.command: schema for schema in of_extras}

@@ -16,10 +16,12 @@ CORE = ["test_build.py", "test_build_own.py", "models", "physics/test_geometry.p
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("core")
-    for name in ("src", "conf", "tests"):
+    for name in ("src", "conf", "tests", "docs", "notebooks", ".ci", ".github"):
         ignored = shutil.ignore_patterns("extras", "__pycache__", "*.egg-info", "local", ".*cache")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored, symlinks=True)
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder)
     assert not (folder / "src" / "qnmixer" / "extras").exists()
     return folder
 
@@ -49,9 +51,29 @@ def test_the_run_is_resumed_and_evaluated(core: Path) -> None:
         assert "QN-Mixer over FBP" in done.stdout
     done = python(core, "-m", "qnmixer.evaluate", "run=resumed", "accelerator=cpu", "hydra.run.dir=scores")
     assert done.returncode == 0, done.stderr
-    refused = python(core, "-m", "qnmixer.export", "run=resumed", "output=a.safetensors")
-    assert refused.stderr.startswith("error: this copy has no qnmixer.extras, which this command needs: ")
-    assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "compare sweep=sweep", "robustness run=pretrained", "calibrate input=a output=b", "export run=a output=b",
+        "evaluate run=pretrained evaluation=task", "evaluate run=pretrained evaluation=uncertainty symmetries=8",
+        "train data=lodopab data.root=.",
+    ],
+)  # fmt: skip
+def test_what_needs_extras_is_one_line(core: Path, words: str) -> None:
+    name, *arguments = words.split()
+    refused = python(core, "-m", f"qnmixer.{name}", *arguments)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    (line,) = refused.stderr.splitlines()
+    assert line.endswith("needs qnmixer.extras, which this copy does not have: install qnmixer anew")
+
+
+@pytest.mark.slow
+def test_all_other_tests_are_collected(core: Path) -> None:
+    done = python(core, "-m", "pytest", "--collect-only", "-qq")
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.long

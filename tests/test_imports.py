@@ -18,7 +18,9 @@ SRC = Path(qnmixer.__file__).parent
         ("qnmixer", {"torch", "numpy", "omegaconf", "rich"}),
         ("qnmixer.engine.config.run", {"torch", "lightning"}),
         ("qnmixer.engine.inference.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
-        ("qnmixer.extras.export.run", {"lightning", "torchmetrics", "matplotlib"}),
+        pytest.param(
+            "qnmixer.extras.export.run", {"lightning", "torchmetrics", "matplotlib"}, marks=pytest.mark.extras
+        ),
     ],
 )
 def test_what_is_not_needed_is_not_loaded(module: str, unwanted: set[str]) -> None:

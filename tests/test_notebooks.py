@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,16 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs_without_a_browser(path: Path, tmp_path: Path) -> None:
+    """As `make notebooks` runs it: in a kernel of its own."""
+    words = ["--to", "notebook", "--execute", "--output-dir", str(tmp_path), str(path)]
+    done = subprocess.run([sys.executable, "-m", "nbconvert", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / path.name).is_file()
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_committed_outputs_are_of_a_clean_run(path: Path) -> None:
     code = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
@@ -67,7 +78,7 @@ def test_the_first_cell_installs_where_nothing_is_installed(
     monkeypatch.chdir(path.parent)  # of a clone
     exec(first, {})
     exec(first.replace('".."', '"git+https://example.org/a"'), {})
-    assert [command[-1] for command in commands] == ["..", "git+https://example.org/a"]
+    assert [command[-1] for command in commands] == ["..[train]", "qnmixer[train] @ git+https://example.org/a"]
     assert commands[0][:-1] == [sys.executable, "-m", "pip", "install", "--quiet"]
 
 

@@ -34,7 +34,7 @@ def test_nothing_in_it_has_the_name_of_the_template(project: Path) -> None:
         assert "my_ct" not in path.name
         if path.is_file():
             assert not re.search(r"my_ct|my-ct|QNMIXER|_HERE", path.read_text()), path
-    assert '"qnmixer @ file://' in (project / "pyproject.toml").read_text()
+    assert '"qnmixer[train,dicom] @ file://' in (project / "pyproject.toml").read_text()
     assert 'name = "nice-ct"' in (project / "pyproject.toml").read_text()
 
 

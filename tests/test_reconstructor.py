@@ -13,7 +13,7 @@ from qnmixer.engine.run_module import RunModule
 from qnmixer.models import TotalVariation
 from qnmixer.physics import FanBeamProjector
 
-from .test_export import save
+from .saved import save
 
 SCAN = ["experiment=demo", "data.image_size=16", "geometry.n_views=16", "geometry.n_detectors=32"]
 

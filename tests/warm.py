@@ -26,11 +26,19 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest import mock
 
-COMMANDS = ["train", "evaluate", "reconstruct", "compare", "export", "plan", "doctor"]
+COMMANDS = [
+    "train",
+    "evaluate",
+    "reconstruct",
+    "plan",
+    "doctor",
+    *["compare", "export"] * bool(find_spec("qnmixer.extras")),
+]
 """Each is run as a file of its own, so only what it imports is loaded beforehand, and what these import late."""
 
 GARBAGE = 50_000

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from qnmixer.engine.checkpoints import load_run
+from qnmixer.engine.evaluation.statistics import Scores, difference, spread
 from qnmixer.engine.reports.terminal import in_digits, markdown_table
 from qnmixer.engine.sweeps import jobs_of
 from qnmixer.engine.tracking.records import read_results
-from qnmixer.extras.comparison.statistics import Scores, difference, spread
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.fbp import matched_gain, ramp_response
 

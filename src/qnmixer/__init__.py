@@ -4,6 +4,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qnmixer.installed import require
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -36,16 +38,24 @@ def load_pretrained(
 
     Raises:
         CheckpointError: there are no weights, or the file cannot be read.
-        ConfigError: hf:// needs huggingface_hub, which is not installed. Or there is no such key of a scan.
+        ConfigError: there is no such key of a scan, or no such value.
         GeometryError: the scan is impossible.
+        NotInstalled: hf:// needs `qnmixer[hub]`; a network of one's own, or total variation, needs `qnmixer[train]`.
         PluginError: the file names a class of a module that is not in `trust`.
     """
-    from qnmixer.engine.checkpoints import load_run
-    from qnmixer.engine.reconstructor import on_scan
+    from qnmixer.pretrained import load_network
+    from qnmixer.weights import find_checkpoint
 
-    trained = load_run(run, trust=trust)
-    scan = trained.config.geometry.changed(**geometry)
-    return on_scan(trained, trained.config.changed(geometry=scan)).network.eval()
+    path = find_checkpoint(run)
+    if (network := load_network(path, **geometry)) is None:
+        require("train", f"the network of {path}")
+        from qnmixer.engine.checkpoints import load_run
+        from qnmixer.engine.reconstructor import on_scan
+
+        trained = load_run(path, trust=trust)
+        scan = trained.config.geometry.changed(**geometry)
+        network = on_scan(trained, trained.config.changed(geometry=scan)).network
+    return network.eval()
 
 
 def phantom(size: int, *, seed: int, part: str, index: int) -> "np.ndarray[Any, np.dtype[np.float32]]":

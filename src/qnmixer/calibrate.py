@@ -7,12 +7,17 @@ python -m qnmixer.calibrate input=/path/to/dicom region=[0,0,20] geometry=siemen
 
 from pathlib import Path
 
+import qnmixer.needs_train  # noqa: F401
+
 from omegaconf import DictConfig
 
 from qnmixer.engine.cli import command
 from qnmixer.errors import say, visible
-from qnmixer.extras.calibration.config import CalibrateConfig
 from qnmixer.files import check_there, check_unused
+from qnmixer.installed import extras, require
+
+with extras():
+    from qnmixer.extras.calibration.config import CalibrateConfig
 
 
 def calibrate(config: CalibrateConfig) -> None:
@@ -26,6 +31,7 @@ def calibrate(config: CalibrateConfig) -> None:
 
 def check(cfg: DictConfig) -> CalibrateConfig:
     """Parse and check the config. Raises UserError also if an input is missing, or if the output is in use."""
+    require("dicom", "qnmixer.calibrate")
     config = CalibrateConfig.parse(cfg)
     check_there("input", config.input, "a .npy of repeated scans, or a folder with a DICOM series")
     if config.air is not None:

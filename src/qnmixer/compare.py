@@ -8,6 +8,8 @@ python -m qnmixer.compare sweep=[DIR,LONGER]                           # with me
 
 from pathlib import Path
 
+import qnmixer.needs_train  # noqa: F401
+
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -17,8 +19,11 @@ from qnmixer.engine.config.targets import NoiseConfig
 from qnmixer.engine.evaluation.config import check_slices
 from qnmixer.engine.sweeps import find_sweep
 from qnmixer.errors import ConfigError, say, visible
-from qnmixer.extras.comparison.config import CompareConfig
 from qnmixer.files import check_no_links, check_unused, path_of
+from qnmixer.installed import extras
+
+with extras():
+    from qnmixer.extras.comparison.config import CompareConfig
 
 
 def compare(config: CompareConfig) -> None:

@@ -6,6 +6,8 @@ A name is imported when it is asked for: a config that is read or checked needs 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from qnmixer.installed import require
+
 if TYPE_CHECKING:
     from qnmixer.engine.data.datamodule import SliceDataModule
     from qnmixer.engine.data.deeplesion import DeepLesionReader
@@ -24,9 +26,14 @@ _MODULES = {
     "PhantomSource": "qnmixer.engine.data.phantoms",
     "SliceDataModule": "qnmixer.engine.data.datamodule",
 }
+_OF_THE_BASE = "NumpyReader", "PhantomSource"
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
+    if name not in _OF_THE_BASE:
+        require("train", f"{__name__}.{name}")
+    if name == "DicomReader":
+        require("dicom", f"{__name__}.{name}")
     return getattr(import_module(_MODULES[name]), name)

@@ -11,6 +11,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import qnmixer.needs_train  # noqa: F401
+
 from hydra.core.hydra_config import HydraConfig
 
 from qnmixer.engine.checkup.config import DoctorConfig

@@ -5,39 +5,68 @@ python -m qnmixer.evaluate run=runs/DIR data=dicom data.root=/path/to/ct # on sl
 python -m qnmixer.evaluate run=runs/DIR evaluation=task                  # noise, resolution, what can be detected
 """
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+import qnmixer.needs_train  # noqa: F401
 
 from omegaconf import DictConfig
 
 from qnmixer.engine.cli import command
-from qnmixer.engine.evaluation.config import EvaluateConfig, TaskConfig, UncertaintyConfig, check_slices
+from qnmixer.engine.evaluation.config import EvaluateConfig, check_slices
 from qnmixer.engine.tracking import run as tracking
 from qnmixer.errors import say, visible
+from qnmixer.installed import extras
 from qnmixer.weights import check_weights
 
+if TYPE_CHECKING:
+    from qnmixer.extras.task.config import EvaluateTaskConfig
+    from qnmixer.extras.uncertainty.config import EvaluateUncertaintyConfig
 
-def evaluate(config: EvaluateConfig) -> None:
+    AnyConfig = EvaluateConfig | EvaluateTaskConfig | EvaluateUncertaintyConfig
+
+
+def evaluate(config: "AnyConfig") -> None:
     """Print the table of one evaluation, and write table, picture and scores per image into a folder."""
     say(visible(f"evaluating {config.run} (loading PyTorch …)"))
-    evaluate_run: Callable[[EvaluateConfig, Path, list[str]], object]
-    if isinstance(config.evaluation, TaskConfig):
-        from qnmixer.extras.task.command import evaluate_run
-    elif isinstance(config.evaluation, UncertaintyConfig):
-        from qnmixer.extras.uncertainty.command import evaluate_run
-    else:
-        from qnmixer.engine.evaluation.command import evaluate_run
     with tracking.new_folder() as (folder, overrides):
-        evaluate_run(config, folder, overrides)
+        if isinstance(config, EvaluateConfig):
+            from qnmixer.engine.evaluation.command import evaluate_run
+
+            evaluate_run(config, folder, overrides)
+            return
+
+        from qnmixer.extras.task.config import EvaluateTaskConfig
+
+        if isinstance(config, EvaluateTaskConfig):
+            from qnmixer.extras.task.command import evaluate_task
+
+            evaluate_task(config, folder, overrides)
+        else:
+            from qnmixer.extras.uncertainty.command import evaluate_uncertainty
+
+            evaluate_uncertainty(config, folder, overrides)
 
 
-def check(cfg: DictConfig) -> EvaluateConfig:
+def check(cfg: DictConfig) -> "AnyConfig":
     """Parse and check the config. Raises UserError also if the run or the slices do not exist."""
-    config = EvaluateConfig.parse(cfg)
+    config = _parsed(cfg)
     check_weights("run", config.run)
     check_slices(config.data)
     return config
+
+
+def _parsed(cfg: DictConfig) -> "AnyConfig":
+    """The config by the class that has the keys of its evaluation."""
+    if "photons" in cfg.evaluation:
+        with extras():
+            from qnmixer.extras.task.config import EvaluateTaskConfig
+        return EvaluateTaskConfig.parse(cfg)
+    if "levels" in cfg.evaluation:
+        with extras():
+            from qnmixer.extras.uncertainty.config import EvaluateUncertaintyConfig
+        return EvaluateUncertaintyConfig.parse(cfg)
+    return EvaluateConfig.parse(cfg)
 
 
 into_new_folder = partial(tracking.into_new_folder, "evaluate")

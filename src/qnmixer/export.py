@@ -9,13 +9,18 @@ of its folder (here evaluation_ct). Everyone who gets the card can read that nam
 
 from pathlib import Path
 
+import qnmixer.needs_train  # noqa: F401
+
 from omegaconf import DictConfig
 
 from qnmixer.engine.cli import command
 from qnmixer.errors import ConfigError
-from qnmixer.extras.export.config import ExportConfig
 from qnmixer.files import check_there
+from qnmixer.installed import extras
 from qnmixer.weights import PRETRAINED, SUFFIX
+
+with extras():
+    from qnmixer.extras.export.config import ExportConfig
 
 
 def export(config: ExportConfig) -> None:

@@ -6,6 +6,8 @@ are public: CHANGELOG.md names every change of them.
 
 from typing import Any, Literal
 
+import qnmixer.needs_train  # noqa: F401
+
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.config.run import section
 from qnmixer.engine.config.sections import MemoryConfig

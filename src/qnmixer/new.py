@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import qnmixer.needs_train  # noqa: F401
+
 from qnmixer.engine.cli.errors import explain
 from qnmixer.errors import ConfigError
 from qnmixer.torch_builds import TORCH, installed_build, is_on_pypi, pinned
@@ -26,6 +28,8 @@ TOP = (".github", ".gitignore", "Makefile", "README.md", "conf", "notebooks", "p
 """What a project has at its top. Linters leave caches beside it."""
 NAME, DISTRIBUTION = "my_ct", "my-ct"
 """What stands in the template for the project's name, and for its name as a distribution."""
+INSTALLED = "qnmixer[train,dicom]"
+"""This library with the extras that a project needs."""
 
 
 def files(name: str) -> Iterator[tuple[Path, str]]:
@@ -62,11 +66,15 @@ def dependency() -> str:
     Raises ConfigError for a copy that pip does not know.
     """
     if address := clone():
-        return f"qnmixer @ {address}"
+        return f"{INSTALLED} @ {address}"
     for distribution in distributions(name="qnmixer"):
         if Path(str(distribution.locate_file("qnmixer"))).resolve() == PACKAGE.resolve():
             origin = distribution.read_text("direct_url.json")
-            return f"qnmixer=={distribution.version}" if origin is None else f"qnmixer @ {_address(json.loads(origin))}"
+            return (
+                f"{INSTALLED}=={distribution.version}"
+                if origin is None
+                else f"{INSTALLED} @ {_address(json.loads(origin))}"
+            )
     raise ConfigError(f"{PACKAGE} is not installed: pip install qnmixer first, so that a project can name it")
 
 

@@ -5,6 +5,8 @@ python -m qnmixer.plan experiment=paper_aapm device=V100-32   # takes all overri
 python -m qnmixer.plan memory=recompute format=json           # one object, for programs
 """
 
+import qnmixer.needs_train  # noqa: F401
+
 from qnmixer.engine.cli import command
 from qnmixer.engine.memory.config import PlanConfig
 

@@ -6,12 +6,15 @@ python -m qnmixer.reconstruct run=runs/DIR input=scan.npy output=out kind=sinogr
 
 from pathlib import Path
 
+import qnmixer.needs_train  # noqa: F401
+
 from omegaconf import DictConfig
 
 from qnmixer.engine.cli import command
 from qnmixer.engine.inference.config import OF_DATAMODULE, ReconstructConfig
 from qnmixer.errors import ConfigError, say, visible
 from qnmixer.files import check_no_nifti, check_there, check_unused
+from qnmixer.installed import require
 from qnmixer.weights import check_weights
 
 
@@ -26,6 +29,7 @@ def reconstruct(config: ReconstructConfig) -> None:
 
 def check(cfg: DictConfig) -> ReconstructConfig:
     """Parse and check the config. Raises UserError also if the run or input is missing, or if the output is in use."""
+    require("dicom", "qnmixer.reconstruct")
     config = ReconstructConfig.parse(cfg)
     check_weights("run", config.run)
     if config.input != OF_DATAMODULE:

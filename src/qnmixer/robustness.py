@@ -6,14 +6,19 @@ python -m qnmixer.robustness run=runs/DIR data=dicom data.root=/path/to/ct # on 
 
 from functools import partial
 
+import qnmixer.needs_train  # noqa: F401
+
 from omegaconf import DictConfig
 
 from qnmixer.engine.cli import command
 from qnmixer.engine.evaluation.config import check_slices
 from qnmixer.engine.tracking.run import into_new_folder, new_folder
 from qnmixer.errors import say, visible
-from qnmixer.extras.robustness.config import RobustnessConfig
+from qnmixer.installed import extras
 from qnmixer.weights import check_weights
+
+with extras():
+    from qnmixer.extras.robustness.config import RobustnessConfig
 
 
 def robustness(config: RobustnessConfig) -> None:

@@ -6,12 +6,15 @@ process of a run calls it. Each step raises UserError for what the user can fix.
 A program that has no run takes the parts alone: `config_of`, then `build_module`, `evaluate` or a `Planner`.
 """
 
+import qnmixer.needs_train  # noqa: F401
+
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.override import override
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.engine.evaluation.scores import by_patient
+from qnmixer.engine.evaluation.statistics import difference, spread
 from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.parts import build_optimizer, learning_rate_factor
 from qnmixer.engine.reconstructor import build_network
@@ -43,6 +46,7 @@ __all__ = [
     "build_trainer",
     "by_patient",
     "config_of",
+    "difference",
     "evaluate",
     "evaluate_best",
     "learning_rate_factor",
@@ -51,6 +55,7 @@ __all__ = [
     "print_end",
     "resume_checkpoint",
     "session",
+    "spread",
     "training",
     "validate_last_steps",
 ]

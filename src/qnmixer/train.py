@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import qnmixer.needs_train  # noqa: F401
+
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -76,8 +78,8 @@ def run(config: Config) -> Trained:
     with record.lock(), stop_signals():
         print_begin(record, config)
         with loading():  # Lightning takes seconds
-            from qnmixer.engine.checkpoints import find_checkpoint
             from qnmixer.engine.parallel.devices import resolve_devices
+            from qnmixer.weights import find_checkpoint
 
         config = resolve_devices(config)
         check_processes(config)

@@ -11,24 +11,15 @@ import torch
 from tests.limits import within_limits
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.checkpoints import (
-    _Outline,
-    encode,
-    find_checkpoint,
-    load,
-    load_run,
-    load_weights,
-    read_checkpoint,
-    resumable,
-    split_of,
-)
+from qnmixer.engine.checkpoints import encode, load_run, load_weights, read_checkpoint, resumable, split_of
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.data.splits import PARTS
 from qnmixer.engine.reconstructor import build_geometry, build_network
 from qnmixer.errors import CheckpointError
 from qnmixer.module import ReconstructionModule
-from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY
+from qnmixer.pretrained import Outline, load
+from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, find_checkpoint
 
 from ..conftest import TINY
 
@@ -254,7 +245,7 @@ def test_a_network_that_is_larger_than_its_file_is_not_built(
     state = {"network.weight": torch.zeros(1).expand(10**12)}
     if "learn" in overrides:  # all the tensors that its config has
         with torch.device("meta"):
-            network = build_network(config, _Outline(build_geometry(config)))
+            network = build_network(config, Outline(build_geometry(config)))
         state = {f"network.{name}": torch.zeros(1).expand(p.shape) for name, p in network.state_dict().items()}
     torch.save({CHECKPOINT_KEY: {"format": 1, "config": plain}, "state_dict": state}, tmp_path / "a.ckpt")
     with within_limits(), pytest.raises(CheckpointError, match="do not fit its own config") as error:

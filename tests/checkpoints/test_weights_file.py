@@ -8,21 +8,14 @@ import torch
 from safetensors import safe_open
 
 from qnmixer import weights
-from qnmixer.engine.checkpoints import (
-    digest_of_weights,
-    encode,
-    find_checkpoint,
-    load_run,
-    load_weights,
-    read_checkpoint,
-    resumable,
-)
+from qnmixer.engine.checkpoints import encode, load_run, load_weights, read_checkpoint, resumable
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.plugins import module_of
 from qnmixer.errors import CheckpointError, DataError, PluginError
 from qnmixer.module import ReconstructionModule
-from qnmixer.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED, check_weights
+from qnmixer.pretrained import digest_of_weights
+from qnmixer.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED, check_weights, find_checkpoint
 
 Build = Callable[..., ReconstructionModule]
 

@@ -9,10 +9,8 @@ from omegaconf import OmegaConf
 from qnmixer.engine.reports.terminal import Console, Progress, terminal_table
 from qnmixer.engine.sweeps import write_report
 from qnmixer.engine.tracking.records import write_sweep
-from qnmixer.errors import ConfigError, say
+from qnmixer.errors import say
 from qnmixer.evaluate import evaluate
-from qnmixer.extras.comparison import compare as comparing
-from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod
 from qnmixer.reconstruct import reconstruct
 
 ODD = ["\x1b[2J\x1b]0;x\x07", "\x9b31m", "\u202eabc\u2066", "a\r\x08b"]
@@ -32,25 +30,6 @@ def test_a_table_a_bar_and_a_line_show_escapes(odd: str, capsys: pytest.CaptureF
     say(odd)
     assert is_plain(stream.getvalue())
     assert is_plain(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("odd", [*ODD, "a\nerror: b"])
-def test_compare_shows_a_job_of_somebody_elses_sweep_in_a_line(
-    odd: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = ComparedJob(Path(odd), {}, None)  # type: ignore[arg-type]  # it is shown, and then the test ends
-    monkeypatch.setattr(comparing, "methods_of", lambda *_: [ComparedMethod(odd, [job], 1)])
-
-    def end(*_: object) -> None:
-        raise ConfigError("end")
-
-    monkeypatch.setattr(comparing, "on_test", end)
-    config = OmegaConf.create({"checkpoint": "best", "trust": [], "accelerator": "cpu", "seed": 1})
-    with pytest.raises(ConfigError, match="end"):
-        comparing.compare(config, [], [])  # type: ignore[arg-type]
-    told = capsys.readouterr().out
-    assert is_plain(told)
-    assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [evaluate, reconstruct])

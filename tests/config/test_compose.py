@@ -36,7 +36,7 @@ ROOT, SLICES = "data.root=/ct", "data.sources.slices.root=/ct"
         (f"experiment=pretrained data=dicom {ROOT}", {"data.augment": True, "geometry.n_views": 64}),
         (f"{SEARCH_PATH} experiment=compare_small experiment/small=learn model=fbp", {"data.image_size": 128}),
         (f"{SEARCH_PATH} experiment=compare_small optimizer=adamw", {"optimizer.lr": 0.001}),
-        (f"experiment=lodopab model=learn {ROOT}", {"model.n_iterations": 50}),
+        pytest.param(f"experiment=lodopab model=learn {ROOT}", {"model.n_iterations": 50}, marks=pytest.mark.extras),
         ("experiment=paper_aapm data=phantoms", {"data.scaling": "minmax", "data.n_val": 32}),
         ("experiment=demo ~logger", {"logger": {}}),
         ("logger=csv ~logger", {"logger": {}}),

@@ -109,7 +109,9 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("option", BOUNDS)
+@pytest.mark.parametrize(
+    "option", [pytest.param(it, marks=[pytest.mark.extras] * (it == "data=two_detect")) for it in BOUNDS]
+)
 def test_bounds(option: str) -> None:
     group, name = option.split("=")
     root = {"root": "/ct"} if option in ("data=dicom", "data=two_detect") else {}
@@ -155,9 +157,6 @@ PIPELINE = ["strategy=pipeline", "trainer.devices=4"]
         ),
         (["data=dicom", "data.val_fraction=0.6", "data.test_fraction=0.6"], "data.val_fraction + test_fraction leave"),
         (["data=dicom", "data.val_patients=[a]"], "data.split=random uses no lists of patients"),
-        (["data=lodopab"], "geometry.beam=fan_flat is not that of data=lodopab, parallel"),
-        (["data=lodopab", "geometry=lodopab", "data.hu_max=2000"], "data.hu_max=2000.0 is not that of data=lodopab"),
-        (["data=two_detect", "geometry=two_detect", "data.augment=true"], "data.augment=True changes images"),
         (["trainer.limit_train_batches=3", "trainer.accumulate_grad_batches=2"], "trainer.limit_train_batches=3 is no"),
         (["model=tv", "strategy=ddp", "trainer.devices=2"], "model=tv has no weights to train on several devices"),
         (["strategy=fsdp", "callbacks=ema"], "callbacks=ema does not work with strategy=fsdp"),
@@ -166,6 +165,19 @@ PIPELINE = ["strategy=pipeline", "trainer.devices=4"]
     ],
 )
 def test_rules_between_keys(overrides: list[str], message: str) -> None:
+    assert refusal(*overrides).startswith(message)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data=lodopab"], "geometry.beam=fan_flat is not that of data=lodopab, parallel"),
+        (["data=lodopab", "geometry=lodopab", "data.hu_max=2000"], "data.hu_max=2000.0 is not that of data=lodopab"),
+        (["data=two_detect", "geometry=two_detect", "data.augment=true"], "data.augment=True changes images"),
+    ],
+)
+def test_rules_of_public_sets(overrides: list[str], message: str) -> None:
     assert refusal(*overrides).startswith(message)
 
 

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints import CHECKPOINT_KEY, load_run, load_weights
+from qnmixer.engine.checkpoints import load_run, load_weights
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import Config, parse, parse_file
 from qnmixer.engine.parts import build_loss
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import ConfigError, UserError
+from qnmixer.weights import CHECKPOINT_KEY
 
 MINE = """
 from typing import Annotated, Literal

@@ -111,7 +111,13 @@ def images_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["my_images.Images", pytest.param("my_slices.MySlices", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("my_images.Images", marks=pytest.mark.extras),
+        pytest.param("my_slices.MySlices", marks=pytest.mark.long),
+    ],
+)
 def test_two_processes_share_its_slices(here: Path, warm: Warm, target: str) -> None:
     two = ["strategy=ddp", "trainer.devices=2", "data.batch_size=1", "trainer.max_epochs=1", "trainer.max_steps=-1"]
     run = f"two_{target}"

@@ -9,7 +9,7 @@ import pytest
 
 from qnmixer.evaluate import check, evaluate
 
-from ..test_export import TINY, run, save
+from ..saved import TINY, run, save
 
 Runs = Callable[[Path], list[Any]]
 
@@ -52,6 +52,7 @@ def test_without_a_logger_nothing_is_logged(trained: Path) -> None:
     assert not {"wandb", "metrics.csv"} & {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.extras
 def test_wandb_gets_the_scores_of_an_evaluation_by_task(trained: Path, offline_runs: Runs) -> None:
     task = ["evaluation=task", "evaluation.n_images=3", "evaluation.photons=[1e5]", "evaluation.edge_hu=[500]"]
     folder = evaluated(trained, *task, "evaluation.insert_diameter=40", "logger=wandb")

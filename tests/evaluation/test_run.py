@@ -28,6 +28,7 @@ def others(trained: list[str], overrides: list[str]) -> DataConfig:
     return data
 
 
+@pytest.mark.extras
 def test_another_scale_than_that_of_the_network_is_refused() -> None:
     trained = ["experiment=two_detect", "data.root=/set", "data.max_attenuation=0.07"]
     words = ["data=two_detect", "data.root=/other"]

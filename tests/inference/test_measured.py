@@ -21,7 +21,7 @@ from qnmixer.errors import DataError
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.projector import system_matrix
 
-from ..test_export import TINY, save
+from ..saved import TINY, save
 
 SIZE = 64
 

@@ -136,6 +136,7 @@ def test_what_is_no_image_is_refused(module: nn.Module) -> None:
         PlainNetwork(projector, module, of_sinogram=False)(projector(x))
 
 
+@pytest.mark.extras
 @pytest.mark.slow
 def test_it_trains_evaluates_reconstructs_exports_and_loads(here: Path, make_ct: Any, warm: Warm) -> None:
     def run(command: str, *words: str) -> str:

@@ -103,7 +103,11 @@ importlib.import_module("qnmixer.train").main()
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (["-c", ALL], ["n_iterations", *(f"python -m qnmixer.{name} " for name in ("evaluate", "export", "doctor"))]),
+        pytest.param(
+            ["-c", ALL],
+            ["n_iterations", *(f"python -m qnmixer.{name} " for name in ("evaluate", "export", "doctor"))],
+            marks=pytest.mark.extras,
+        ),
         (["-m", "qnmixer.train", "--cfg", "job"], ["n_iterations"]),
         (["-m", "qnmixer.train", "--info", "defaults"], ["qn_mixer"]),
     ],

@@ -50,7 +50,8 @@ def marked(command: str) -> Any:
         or "my_conf" in command
         or ("qnmixer.plan" in command and "format=json" not in command)
     )
-    return pytest.param(command, marks=pytest.mark.long) if long else command
+    extras = re.search(r"compare|robustness|export|calibrate|=task|lodopab|two_detect|helix2fan", command)
+    return pytest.param(command, marks=[pytest.mark.long] * long + [pytest.mark.extras] * bool(extras))
 
 
 @pytest.fixture(scope="module")

@@ -62,10 +62,14 @@ def looks_up_a_word(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        *((names_code, name) for name in COMMANDS),
-        *((names_code_of_slices, name) for name in ("evaluate", "evaluate as trained", "reconstruct", "export")),
-        *((looks_up, name) for name in ("evaluate", "reconstruct", "export", "train again")),
-        *((looks_up_a_word, name) for name in ("evaluate", "export")),
+        pytest.param(change, name, marks=[pytest.mark.extras] * (name == "export"))
+        for change, names in {
+            names_code: [*COMMANDS],
+            names_code_of_slices: ["evaluate", "evaluate as trained", "reconstruct", "export"],
+            looks_up: ["evaluate", "reconstruct", "export", "train again"],
+            looks_up_a_word: ["evaluate", "export"],
+        }.items()
+        for name in names
     ],
 )
 def test_a_checkpoint_names_code_and_variables_in_vain(

@@ -17,6 +17,8 @@ from qnmixer.engine.cli import command
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.files import CONF, flat_keys, options
 
+from ..schemas import SCHEMAS
+
 LINES = {
     "train": [
         "experiment=demo",
@@ -45,6 +47,7 @@ LINES = {
     "robustness": ["run=ct noises=[none] views=[2]"],
 }
 """Command lines that are right, or name files that are not there."""
+LINES = {name: lines for name, lines in LINES.items() if name in SCHEMAS}
 
 VALUES = [
     "", "null", "None", "true", "-1", "0", "1.5", "1e400", "nan", "inf", "9" * 5000, "a", "a b", "é", "x" * 300,

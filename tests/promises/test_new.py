@@ -148,7 +148,9 @@ def test_a_project_names_the_library_as_it_was_installed(
     shutil.copy(new.PACKAGE / "weights" / "__init__.py", site / "qnmixer" / "weights")
     code = f"import sys; sys.path.insert(0, {str(site)!r}); from qnmixer.new import dependency; print(dependency())"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.strip() == (f"qnmixer @ {expected}" if expected else "qnmixer==9.9"), done.stderr
+    assert done.stdout.strip() == (f"qnmixer[train,dicom] @ {expected}" if expected else "qnmixer[train,dicom]==9.9"), (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize(

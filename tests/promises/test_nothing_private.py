@@ -83,6 +83,7 @@ def shared(home: Path, command: Command) -> list[Path]:
     return paths
 
 
+@pytest.mark.extras
 def test_nothing_that_is_shared_names_anybody(home: Path, shared: list[Path]) -> None:
     names = {path.name for path in shared}
     assert {"page.html", "code.diff", "hparams.yaml", "weights.safetensors", "comparison.html"} <= names
@@ -94,6 +95,7 @@ def test_nothing_that_is_shared_names_anybody(home: Path, shared: list[Path]) ->
     assert not found
 
 
+@pytest.mark.extras
 def test_what_is_found_would_be_seen(home: Path, shared: list[Path]) -> None:
     """Beside what is shared there is what names them: the words were planted where they are read."""
     run = home / "sweep" / "0"

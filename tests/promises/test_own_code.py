@@ -125,7 +125,10 @@ def test_it_is_resumed_without_a_word(here: Path, command: Command) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("evaluate", ["run=run", "hydra.run.dir=evaluated"]), ("export", ["run=run", "output=a.safetensors"])],
+    [
+        ("evaluate", ["run=run", "hydra.run.dir=evaluated"]),
+        pytest.param("export", ["run=run", "output=a.safetensors"], marks=pytest.mark.extras),
+    ],
 )
 def test_a_file_of_it_is_used_where_its_code_is_trusted(
     here: Path, command: Command, name: str, words: list[str], tmp_path: Path
@@ -149,6 +152,7 @@ def test_a_sweep_of_its_arguments(sweep: Path) -> None:
     assert much["train/loss"] - without["train/loss"] == pytest.approx(100 * without["train/roughness"], rel=1e-4)
 
 
+@pytest.mark.extras
 def test_a_sweep_is_compared_where_its_code_is_trusted(sweep: Path, command: Command, tmp_path: Path) -> None:
     stranger = {"XDG_CONFIG_HOME": str(tmp_path)}
     assert "add trust=own" in command(sweep.parent, "compare", "sweep=sweep", **stranger).error

@@ -96,7 +96,7 @@ def test_commands_run_in_an_empty_folder(run: Run, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_project_of_ones_own_trains(run: Run, tmp_path: Path) -> None:
     run("qnmixer-new", "mine", cwd=tmp_path)
-    assert re.search(r'"qnmixer @ file://\S+\.whl"', (tmp_path / "mine" / "pyproject.toml").read_text())
+    assert re.search(r'"qnmixer\[train,dicom\] @ file://\S+\.whl"', (tmp_path / "mine" / "pyproject.toml").read_text())
     python = run("python", "-c", "import sys; print(sys.executable)", cwd=tmp_path).strip()
     pip("--python", python, "install", "--no-deps", "--no-build-isolation", "-e", str(tmp_path / "mine"))
     ours = [word for word in TINY if not word.startswith(("data.n_val", "data.n_test"))]

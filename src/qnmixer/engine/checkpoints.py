@@ -1,29 +1,18 @@
-"""Read checkpoints and weights files. Each must come from this program and fit the network. No code in it is unpickled.
+"""Checkpoints and weights files with the config of their run: load, resume, fine-tune and write them."""
 
-A weights file has the tensors of a network as safetensors, and the config that builds it as metadata.
-"""
-
-import errno
-import hashlib
 import json
-import pickle
-import warnings
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch import Tensor
 
 from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import Config, checked, effective_batch, parse_file, targets_of, without_places
 from qnmixer.engine.config.target import Target
 from qnmixer.engine.data.splits import SplitRecord, is_split_record
-from qnmixer.engine.parallel.shards import load_checked
 from qnmixer.engine.plugins import check_trusted, is_trusted
 from qnmixer.engine.reconstructor import (
     Reconstructor,
@@ -34,36 +23,24 @@ from qnmixer.engine.reconstructor import (
     say_scan,
 )
 from qnmixer.engine.tracking.records import own_modules
-from qnmixer.errors import CheckpointError, first_line
-from qnmixer.files import digest
+from qnmixer.errors import CheckpointError
 from qnmixer.models.data_term import follow_scan
-from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, checkpoint_in, located
+from qnmixer.pretrained import (
+    digest_of_file,
+    in_float32,
+    load,
+    load_state,
+    of_another_version,
+    packed,
+    read,
+    require_fit,
+)
+from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, find_checkpoint
 
 # Checkpoints of a run
 
 _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
 """Keys that are dropped from the config of a file: only the command line may name callbacks and loggers."""
-_NETWORK = "network."
-_NO_FIT = "has weights that do not fit its own config: use the qnmixer version that wrote it"
-
-
-def find_checkpoint(run: str | Path, checkpoint: str = "best") -> Path:
-    """The checkpoint of a run folder: best.ckpt, or last.ckpt if there is no best. A file is returned unchanged.
-
-    "pretrained" is the weights file that the package ships, as in `located`. Raises CheckpointError if there is no
-    file.
-    """
-    run = located(run)
-    if run.is_file():
-        return run
-    if not run.is_dir():
-        raise CheckpointError(f"no run folder at {run}: give the folder that training printed, run=runs/…")
-    for name in dict.fromkeys((checkpoint, "best", "last")):
-        path = checkpoint_in(run, name)
-        if path.is_file():
-            return path
-    raise CheckpointError(f"{run} has no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -73,46 +50,20 @@ def run_of(checkpoint: Path) -> Path:
 
 def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
     """Read config and state dict of a checkpoint or weights file of this program. Raises CheckpointError."""
+    values, state = read(path)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of pickle protocols; unreadable files get a message below
-            checkpoint = load(path)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} contains code or is no checkpoint (it does not load with weights_only=True): "
-            "use one that qnmixer.train wrote"
-        ) from error
-    except Exception as error:  # on bytes of another format the unpickler can raise anything
-        is_cut = isinstance(error, safetensors.SafetensorError) or getattr(error, "errno", None) == errno.EINVAL
-        is_cut |= "PytorchStreamReader" in str(error)
-        why = "it is not whole" if is_cut else first_line(error)  # the words of these libraries are for programmers
-        raise CheckpointError(f"{path} cannot be read ({why}): it is damaged or no checkpoint") from error
-    header = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
-    state: Any = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
-    weights = isinstance(state, dict) and all(isinstance(tensor, torch.Tensor) for tensor in state.values())
-    if not (weights and isinstance(header, dict) and isinstance(header.get("config"), dict)):
-        command = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
-        raise CheckpointError(f"{path} was written by another program: use one that {command} wrote")
-    try:
-        config = parse_file(header["config"] | _NEVER_READ)
+        config = parse_file(values | _NEVER_READ)
         if all(is_trusted(target, ()) for target in built_from(config).values()):
             config = checked(config, "model", "noise")
         return config, state
     except Exception as error:  # a section may contain anything
-        raise CheckpointError(
-            f"{path} was written by another version of qnmixer, or is damaged ({first_line(error)}): use that version"
-        ) from error
+        raise of_another_version(path, error) from error
 
 
 def settings_of(path: Path) -> dict[str, Any]:
     """The config of a checkpoint that `read_checkpoint` takes, as plain data, with what that drops: callbacks."""
     settings: dict[str, Any] = load(path)[CHECKPOINT_KEY]["config"]
     return settings
-
-
-def load(path: Path) -> dict[str, Any]:
-    """Load a checkpoint or a weights file."""
-    return decode(path) if path.suffix == SUFFIX else load_checked(path)
 
 
 def load_run(run: str | Path, checkpoint: str = "best", trust: Collection[str] = (), *sections: str) -> Reconstructor:
@@ -126,57 +77,12 @@ def load_run(run: str | Path, checkpoint: str = "best", trust: Collection[str] =
     config, state = read_checkpoint(path)
     check_trusted(str(path), built_from(config, *sections), [*trust, *own_modules(run_of(path))])
     config = checked(config, "model", "noise")
-    default_dtype = torch.get_default_dtype()  # of the user's program
-    torch.set_default_dtype(torch.float32)
-    try:
+    with in_float32():
         if all(is_trusted(target, ()) for target in built_from(config).values()):
-            _require_fit(config, state, path)
+            require_fit(partial(build_network, config), build_geometry(config), state, path)
         module = Reconstructor(config)
-    finally:
-        torch.set_default_dtype(default_dtype)
-    _load_state(module, state, path)
+    load_state(module.network, state, path)
     return module
-
-
-class _Outline(FanBeamProjector):
-    """The projector of a scan without its matrices: enough to build a network of ours, not to use it."""
-
-    def __init__(self, geometry: FanBeamGeometry) -> None:
-        nn.Module.__init__(self)
-        self.geometry, self.fbp_filter = geometry, ""
-
-    def _largest_eigenvalue(self, *_: Any) -> float:
-        return 1.0
-
-
-def _require_fit(config: Config, state: dict[str, Any], path: Path) -> None:
-    """Raise CheckpointError if the weights do not have the shapes that the config of their file gives them.
-
-    The config of a small file may ask for terabytes. So a network of ours is built without data and matrices first, and
-    not beyond the tensors of the file. Storage is counted, because a tensor of any size can be a view of one number.
-    """
-    misfit = CheckpointError(f"{path} {_NO_FIT}")
-    budget = 4 * len(state) + 100  # a network may replace layers while it is built
-
-    def count(*_: Any) -> None:
-        nonlocal budget
-        budget -= 1
-        if budget < 0:
-            raise misfit
-
-    handle = register_module_parameter_registration_hook(count)
-    try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            network = build_network(config, _Outline(build_geometry(config)))
-    except RuntimeError as error:  # a size that torch cannot count
-        raise misfit from error
-    finally:
-        handle.remove()
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in state.values()}
-    is_larger = sum(p.nbytes for p in network.parameters()) > 2 * sum(storages.values())  # the file may be in 16 bits
-    shapes = {name: tensor.shape for name, tensor in state.items()}
-    if is_larger or any(shapes.get(f"network.{name}") != tensor.shape for name, tensor in network.state_dict().items()):
-        raise misfit
 
 
 def load_weights(module: Any, run: str | Path) -> None:
@@ -196,20 +102,9 @@ def load_weights(module: Any, run: str | Path) -> None:
         words = config.model.choice() if differing.pop(TARGET, None) else []
         words += [f"model.{key}={'null' if value is None else value}" for key, (value, _) in differing.items()]
         raise CheckpointError(f"{path} has another network: to build the same one, set {' '.join(words)}")
-    _load_state(module, state, path)
+    load_state(module.network, state, path)
     if not same_scan(config, module.config):
         say_scan(config, module.config, follow_scan(module.network, build_projector(config)))
-
-
-def _load_state(module: Any, state: dict[str, Any], path: Path) -> None:
-    kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
-    if dtypes := [tensor.dtype for name, tensor in state.items() if tensor.dtype != kinds.get(name, tensor.dtype)]:
-        raise CheckpointError(f"{path} has {str(dtypes[0]).removeprefix('torch.')} weights: use one of float32")
-    weights = {name.removeprefix(_NETWORK): tensor for name, tensor in state.items() if name.startswith(_NETWORK)}
-    try:
-        module.network.load_state_dict(weights)  # a checkpoint also has a discriminator, which only trains
-    except RuntimeError as error:
-        raise CheckpointError(f"{path} {_NO_FIT}") from error
 
 
 def built_from(config: Config, *sections: str) -> dict[str, str]:
@@ -321,35 +216,5 @@ def encode(config: Config, state: dict[str, Tensor]) -> bytes:
     The same weights and config give the same bytes. The metadata also has a digest of both.
     """
     header = {"format": 1, "config": without_places(config).plain()}
-    header["digest"] = _digest_of_file(header, state)
-    return _packed(state, {CHECKPOINT_KEY: json.dumps(header)})  # one key: safetensors writes several in random order
-
-
-def _digest_of_file(header: dict[str, Any], state: dict[str, Tensor]) -> str:
-    return digest([header["config"], digest_of_weights(state)])
-
-
-def digest_of_weights(state: dict[str, Tensor]) -> str:
-    """SHA-256 of the weights only: the same for a checkpoint and for the weights file that was exported from it."""
-    return hashlib.sha256(_packed(state)).hexdigest()
-
-
-def _packed(state: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    # Copies, because safetensors refuses two names for one tensor. A module may count in whole numbers: they stay.
-    half = torch.float16, torch.bfloat16
-    full = {name: torch.float32 if tensor.dtype in half else tensor.dtype for name, tensor in state.items()}
-    tensors = {name: tensor.to(full[name], copy=True).contiguous() for name, tensor in state.items()}
-    return safetensors.torch.save(tensors, metadata)
-
-
-def decode(path: Path) -> dict[str, Any]:
-    """Decode a weights file into the form of a checkpoint. The config is None for a file of another program.
-
-    Raises safetensors.SafetensorError, ValueError or OSError for a damaged file.
-    """
-    with safetensors.safe_open(path, framework="pt") as file:
-        header = json.loads((file.metadata() or {}).get(CHECKPOINT_KEY, "null"))
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
-    if isinstance(header, dict) and "config" in header and header.get("digest") != _digest_of_file(header, state):
-        raise ValueError("its digest does not match")
-    return {CHECKPOINT_KEY: header, "state_dict": state}
+    header["digest"] = digest_of_file(header, state)
+    return packed(state, {CHECKPOINT_KEY: json.dumps(header)})  # one key: safetensors writes several in random order

@@ -20,6 +20,7 @@ from typing import Any
 
 from qnmixer.errors import PluginError, first_line
 from qnmixer.files import digest
+from qnmixer.installed import without_extras
 
 _MOVED = {
     "qnmixer.engine.data.datamodule.SliceDataModule": "qnmixer.data.SliceDataModule",
@@ -76,6 +77,8 @@ def check_plugin(key: str, target: str) -> None:
         is_there = importlib.util.find_spec(module) is not None
     except Exception:  # a package that contains it is missing, or fails to import
         is_there = False
+    if not is_there and module.startswith("qnmixer.extras."):
+        raise without_extras(f"{key}={target}")
     if not is_there:
         raise PluginError(
             f"{key}={target}, but there is no module {module}: put {module.replace('.', '/')}.py into the folder that "

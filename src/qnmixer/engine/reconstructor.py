@@ -25,6 +25,7 @@ from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoi
 from qnmixer.physics.projector import system_matrix
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.physics.sparse import apply_linear
+from qnmixer.pretrained import line_of_scan, scan_of
 
 AUTOCAST = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -142,11 +143,8 @@ def same_scan(config: Config, other: Config) -> bool:
 
 def say_scan(trained: Config, config: Config, factor: float) -> None:
     """Print what differs from the scan of the training, and by what the step sizes are multiplied."""
-    before, now = (scan.geometry.plain() for scan in (trained, config))
-    differing = [f"{key}={value}, not {now[key]}" for key, value in before.items() if now[key] != value]
-    follows = "" if factor == 1 else f": its step sizes follow the scan, × {factor:.4g}"
     if rank() == 0:
-        say(f"the network was trained with geometry.{', '.join(differing)}{follows}")
+        say(line_of_scan(trained.geometry.plain(), config.geometry.plain(), factor))
 
 
 def symmetries_of(projector: FanBeamProjector, most: int) -> list[Symmetry]:
@@ -233,21 +231,8 @@ def build_geometry(config: Config) -> FanBeamGeometry:
 
 def geometry_of(section: GeometryConfig, image_size: int) -> FanBeamGeometry:
     """Build the scan of a section `geometry`, for images of this size. Raises GeometryError if it is impossible."""
-    half_step = 0.5 * section.angle_span / section.n_views
     try:
-        return FanBeamGeometry(
-            image_size=image_size,
-            pixel_size=section.field_of_view / image_size,
-            n_views=section.n_views,
-            n_detectors=section.n_detectors,
-            detector_pitch=section.detector_pitch,
-            source_to_axis=section.source_to_axis,
-            axis_to_detector=section.axis_to_detector,
-            first_angle=half_step if section.first_angle is None else section.first_angle,
-            angle_span=section.angle_span,
-            beam=section.beam,
-            detector_offset=section.detector_offset,
-        )
+        return scan_of(section.plain(), image_size)
     except GeometryError as error:  # it names its argument; on the command line the group comes first
         raise GeometryError(f"geometry.{error}") from error
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.checkpoints import find_checkpoint, load_run, run_of
+from qnmixer.engine.checkpoints import load_run, run_of
 from qnmixer.engine.config.run import Config, checked
 from qnmixer.engine.config.targets import ModuleConfig
 from qnmixer.engine.data.own import n_batches
@@ -23,7 +23,7 @@ from qnmixer.engine.reconstructor import Measurement
 from qnmixer.engine.tracking.records import own_modules
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, SUFFIX, TRAINED_KEY
+from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, SUFFIX, TRAINED_KEY, find_checkpoint
 
 if TYPE_CHECKING:
     from qnmixer.physics import FanBeamProjector

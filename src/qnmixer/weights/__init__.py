@@ -8,8 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from qnmixer.errors import CheckpointError, ConfigError, first_line
+from qnmixer.errors import CheckpointError, first_line
 from qnmixer.files import check_there, path_of
+from qnmixer.installed import not_installed
 
 PRETRAINED = "pretrained"
 """Their short name. A folder of this name needs a path: ./pretrained."""
@@ -47,6 +48,24 @@ def checkpoint_in(run: Path, name: str) -> Path:
     return run / "checkpoints" / f"{name}.ckpt"
 
 
+def find_checkpoint(run: str | Path, checkpoint: str = "best") -> Path:
+    """The checkpoint of a run folder: best.ckpt, or last.ckpt if there is no best. A file is returned unchanged.
+
+    "pretrained" is the weights file that the package ships, as in `located`. Raises CheckpointError if there is no
+    file.
+    """
+    run = located(run)
+    if run.is_file():
+        return run
+    if not run.is_dir():
+        raise CheckpointError(f"no run folder at {run}: give the folder that training printed, run=runs/…")
+    for name in dict.fromkeys((checkpoint, "best", "last")):
+        path = checkpoint_in(run, name)
+        if path.is_file():
+            return path
+    raise CheckpointError(f"{run} has no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
+
+
 def check_weights(key: str, given: str) -> None:
     """Raise CheckpointError or DataError if the value of a key names no weights."""
     what = f"a run folder of qnmixer.train, a checkpoint, a {SUFFIX} file, {HUB}OWNER/NAME or the word {PRETRAINED}"
@@ -61,12 +80,12 @@ HUB, HUB_FILE = "hf://", "model.safetensors"
 def download(run: str) -> Path:
     """The weights file of hf://OWNER/NAME in huggingface_hub's cache. Without a network the one that is there already.
 
-    Raises CheckpointError if there is none, and ConfigError if huggingface_hub is not installed.
+    Raises CheckpointError if there is none, and NotInstalled without huggingface_hub.
     """
     try:
         hub: Any = import_module("huggingface_hub")
     except ImportError as error:
-        raise ConfigError('a hub needs huggingface_hub, which is not installed: pip install "qnmixer[hub]"') from error
+        raise not_installed("huggingface_hub", "hub", "a hub") from error
     try:
         return Path(hub.hf_hub_download(run.removeprefix(HUB), HUB_FILE))
     except Exception as error:  # of the network, of the disk, of the server

@@ -12,6 +12,7 @@ from qnmixer.engine.config.compose import SEARCH_PATH, compose, folders_in, key_
 from qnmixer.engine.config.files import OF_A_RUN, TARGET, flat_keys, is_group, option_files
 from qnmixer.engine.config.sections import REFUSED
 from qnmixer.errors import ConfigError, UserError, first_line, in_a_line, suggest
+from qnmixer.installed import not_installed
 
 
 def explain(error: BaseException, config_name: str, words: list[str] | None = None) -> str | None:
@@ -72,6 +73,8 @@ def _explain_composition(error: Exception, config_name: str, words: list[str]) -
         group, name = match.groups()
         if names := sorted(option_files(group, config_name, folders_in(words))):
             return f"{group}={name} does not exist: {suggest(name, names, limit=99)}"
+    if match := re.search(r"In '(hydra/\w+)/((search|slurm|ray)\w*)': Could not load", text):
+        return str(not_installed("its plugin of Hydra", match[3], f"{match[1]}={match[2]}"))
     if match := re.search(r"Could not override '([^']+)'", text):
         if (key := key_of(match[1])) in REFUSED:
             return f"{key} {REFUSED[key]}"

@@ -10,7 +10,7 @@ from pydantic import Field
 from qnmixer.engine.config import rules
 from qnmixer.engine.config.checking import Section, plain_values, validated
 from qnmixer.engine.config.data import Source
-from qnmixer.engine.config.files import TARGET, options, values_of_option
+from qnmixer.engine.config.files import TARGET, option_of, options, values_of_option
 from qnmixer.engine.config.sections import (
     LONGEST_TAG,
     Debug,
@@ -38,6 +38,7 @@ from qnmixer.engine.config.targets import (
 )
 from qnmixer.engine.plugins import check_plugin, is_trusted, with_public_names
 from qnmixer.errors import ConfigError, suggest
+from qnmixer.installed import require_for
 
 FIT = "qnmixer.fit.fit"
 """The function that trains, as its key names it."""
@@ -118,9 +119,11 @@ def targets_of(config: Section) -> dict[str, str]:
 
 
 def check_targets(config: Section) -> None:
-    """Raise PluginError for the first target whose module is not found."""
+    """Raise PluginError for the first target whose module is not found, NotInstalled for one that needs an extra."""
     named = {"fit": config.fit} if isinstance(config, Config) else {}
     for key, target in (targets_of(config) | named).items():
+        group = key.partition(".")[0]
+        require_for(option := option_of(group, target), f"{group}={option}")
         if not target.startswith(_ALWAYS_THERE):
             check_plugin(key, target)
 

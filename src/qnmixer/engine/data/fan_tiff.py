@@ -79,7 +79,7 @@ class FanTiff:
 
 
 def open_fan(path: Path) -> FanTiff:
-    """The scan in a file. Raises SkipFile for another file, and DataError if tifffile is not installed."""
+    """The scan in a file. Raises SkipFile for another file, and NotInstalled without tifffile."""
     tifffile = optional("tifffile", "helix2fan")
     with reading("unreadable or truncated TIFF"), tifffile.TiffFile(path) as file:
         description, shape, dtype = file.pages[0].description, file.series[0].shape, file.series[0].dtype

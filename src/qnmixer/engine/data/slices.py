@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qnmixer.errors import DataError
+from qnmixer.installed import not_installed
 
 FloatArray = npt.NDArray[np.float32]
 NO_SPACING = "no pixel size in the file"
@@ -68,13 +69,11 @@ def usable(path: Path, fix: str) -> Iterator[None]:
 
 
 def optional(module: str, extra: str) -> Any:
-    """Import a library that only one kind of file needs. Raises DataError, which says how to install it."""
+    """Import a library that only one kind of file needs. Raises NotInstalled."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise DataError(
-            f'data={extra} is read by {module}, which is not installed: pip install "qnmixer[{extra}]"'
-        ) from error
+        raise not_installed(module, extra, f"data={extra}") from error
 
 
 def require_size(rows: int, columns: int, least: int = LEAST_SIDE) -> None:

@@ -4,12 +4,12 @@ from collections.abc import Collection
 from pathlib import Path
 
 from qnmixer.engine.build import build_own_data
-from qnmixer.engine.checkpoints import find_checkpoint, load_run, run_of, split_of
+from qnmixer.engine.checkpoints import load_run, run_of, split_of
 from qnmixer.engine.config.compose import values_of
 from qnmixer.engine.config.data import LOADING, AsTrained, DataConfig, FolderData, MixedData, PairData, PhantomData
 from qnmixer.engine.config.rules import one_scale, scan_of_set
 from qnmixer.engine.config.run import section, targets_of
-from qnmixer.engine.config.sections import EvaluationConfig, GeometryConfig, ScanOrAsTrained, scan_for
+from qnmixer.engine.config.sections import GeometryConfig, ScanOrAsTrained, scan_for
 from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.engine.evaluation.config import EvaluateConfig, ScoringConfig
 from qnmixer.engine.evaluation.evaluate import (
@@ -31,7 +31,7 @@ from qnmixer.engine.tracking.records import is_signed, own_modules, read_results
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import path_of
-from qnmixer.weights import SUFFIX, located
+from qnmixer.weights import SUFFIX, find_checkpoint, located
 
 _KEYS_OF_TEST = "simulation_factor", "disc"
 """Keys that turn the run's own slices into another test."""
@@ -43,7 +43,6 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 
     Raises CheckpointError, ConfigError or DataError.
     """
-    assert isinstance(config.evaluation, EvaluationConfig)
     console = Console()
     module, slices, split_record = on_test(config, config.run, overrides, scan=config.geometry)
     if config.evaluation.first_order and module.network.first_order() is None:
@@ -60,8 +59,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         record["picture"] = str(picture)
         log_evaluation(loggers, evaluation, folder, config.split)
     console.print(f"picture: {picture}", soft_wrap=True)
-    if (folder / PAGE).exists():
-        console.print(f"to look through: {folder / PAGE}", soft_wrap=True)
+    console.print(f"to look through: {folder / PAGE}", soft_wrap=True)
     return evaluation
 
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from math import inf, isnan
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from qnmixer.engine.batch import Batch, to_hu
-from qnmixer.engine.checkpoints import digest_of_weights
 from qnmixer.engine.config.data import DataConfig, FolderData, MixedData
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import EvaluationConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.own import Numbered, OwnDataModule
+from qnmixer.engine.evaluation.page import write_page_of
 from qnmixer.engine.evaluation.scores import Conditions, Evaluation, ImageScore, titles_of, with_usual
 from qnmixer.engine.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.engine.processes.process import rank
@@ -30,6 +28,7 @@ from qnmixer.engine.reports.terminal import Console, csv_table, markdown_table, 
 from qnmixer.files import digest, digest_of_bytes, write_text
 from qnmixer.models.total_variation import TotalVariation
 from qnmixer.physics import NoNoise, Symmetry, images_by_symmetry
+from qnmixer.pretrained import digest_of_weights
 
 RunData = SliceDataModule | OwnDataModule
 PICTURE, PAGE = "picture.png", "page.html"
@@ -238,10 +237,7 @@ def _values_of(
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation, console: Console) -> Path:
-    """Write table.csv, table.md, images.csv, picture.png and page.html, and print the table. Returns the picture.
-
-    The page is an extra: without extras there is none.
-    """
+    """Write table.csv, table.md, images.csv, picture.png and page.html, and print the table. Returns the picture."""
     headings, body = evaluation.table()
     caption, warnings = evaluation.gain(), evaluation.warnings()
     parts = [f"**Warning: {line}**" for line in warnings]
@@ -250,9 +246,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation, console: Console) -> 
     write_text(folder / "table.md", "\n\n".join(parts) + "\n")
     write_text(folder / "images.csv", csv_table(evaluation.lines()))
     draw_slices(folder / PICTURE, evaluation.rows)
-    if find_spec("qnmixer.extras") is not None:  # by name, as the config names its data sets
-        page = import_module("qnmixer.extras.page.page")
-        page.write_evaluation(folder / PAGE, evaluation)
+    write_page_of(folder / PAGE, evaluation)
     for line in warnings:
         console.warn(line, style="bold red")
     console.print(terminal_table(headings, body, title=evaluation.title, caption=caption))

@@ -52,7 +52,7 @@ def log_evaluation(
     counts: more numbers for the same row.
     """
     means = counts | {f"{split}/{name}": value for name, value in evaluation.metrics().items()}
-    files = [folder / PICTURE, folder / PAGE]  # the page is an extra
+    files = [folder / PICTURE, folder / PAGE]
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             _log_table(logger, evaluation, f"{split}/{names.TABLE}", step)

@@ -5,13 +5,14 @@ from pathlib import Path
 
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.build import build_own_data
-from qnmixer.engine.checkpoints import find_checkpoint, run_of
+from qnmixer.engine.checkpoints import run_of
 from qnmixer.engine.inference.config import ReconstructConfig
 from qnmixer.engine.inference.scan import Scan
 from qnmixer.engine.plugins import check_trusted
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.engine.tracking.records import own_modules
 from qnmixer.errors import ConfigError
+from qnmixer.weights import find_checkpoint
 
 
 def scans_of_own(module: Reconstructor, config: ReconstructConfig) -> tuple[Iterator[Scan], int | None]:

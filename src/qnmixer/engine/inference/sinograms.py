@@ -21,6 +21,7 @@ from qnmixer.engine.inference.regrid import FloatList, regrid_scan
 from qnmixer.engine.inference.scan import Scan, misfit, warn
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import ConfigError, DataError, GeometryError, first_line
+from qnmixer.installed import not_installed
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.noise import attenuation_per_value
 
@@ -193,12 +194,13 @@ def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeam
     this form, and the Helsinki tomography challenge 2022 publishes it. The angles are those of ASTRA's `fanflat`.
 
     Raises:
-        DataError: scipy is not installed, or the file has another form.
+        DataError: the file has another form.
+        NotInstalled: there is no scipy.
     """
     try:
         loadmat = importlib.import_module("scipy.io").loadmat
     except ImportError as error:
-        raise DataError(f"{path} needs scipy, which is not installed: pip install scipy") from error
+        raise not_installed("scipy", "mat", str(path)) from error
     try:
         content: dict[str, Any] = loadmat(path, simplify_cells=True)
         struct = next(v for v in content.values() if isinstance(v, dict) and {"sinogram", "parameters"} <= v.keys())

@@ -22,13 +22,13 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from qnmixer.engine.checkpoints import load
 from qnmixer.engine.lightning_private import number_rows
 from qnmixer.engine.processes.process import defer_stop, is_rank, rank, stop_requested
 from qnmixer.engine.reports.names import best_name
 from qnmixer.engine.run_module import RunModule
 from qnmixer.errors import Stopped
 from qnmixer.files import atomic_file
+from qnmixer.pretrained import load
 from qnmixer.weights import RUN_KEY, checkpoint_in
 
 

@@ -25,7 +25,7 @@ from lightning.pytorch.profilers import (
 from torch.profiler import schedule
 
 from qnmixer.engine.build import build_data_module, build_module
-from qnmixer.engine.checkpoints import find_checkpoint, load_weights, resumable, split_of, steps_of
+from qnmixer.engine.checkpoints import load_weights, resumable, split_of, steps_of
 from qnmixer.engine.config.run import Config, effective_batch, targets_of
 from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig
 from qnmixer.engine.config.targets import modes_of
@@ -61,6 +61,7 @@ from qnmixer.engine.training.checkpointing import AtomicCheckpointIO, Checkpoint
 from qnmixer.engine.training.terminal import TrainingProgress, print_start, quieten
 from qnmixer.errors import ConfigError, DataError, OutOfMemory, Stopped
 from qnmixer.files import write_text
+from qnmixer.weights import find_checkpoint
 
 # Around a run
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import mean
 
 from qnmixer.engine.evaluation.scores import titles_of
+from qnmixer.engine.evaluation.statistics import difference, half_width
 from qnmixer.engine.reports.terminal import NOTHING, in_digits, markdown_table
-from qnmixer.extras.comparison.statistics import difference, half_width
 
 Values = dict[str, dict[str, dict[str, float]]]
 """method → metric → patient → mean over the patient's slices."""

@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 
 from qnmixer.engine.data.slices import shortlist
 from qnmixer.engine.data.splits import Overlap
+from qnmixer.engine.evaluation.page import write_page
 from qnmixer.engine.evaluation.scores import Conditions, used_in_training
 from qnmixer.engine.reports.names import COLUMNS_OF_COMPARISON, IN_WINDOW
 from qnmixer.engine.reports.pictures import draw_slices
@@ -25,7 +26,6 @@ from qnmixer.engine.reports.terminal import (
 from qnmixer.engine.tracking.loggers import without_folders
 from qnmixer.engine.tracking.records import duration
 from qnmixer.extras.comparison.methods import ComparedMethod, Comparison
-from qnmixer.extras.page.page import write_page
 from qnmixer.files import write_text
 
 _COLUMNS_OF_STATISTICS = (

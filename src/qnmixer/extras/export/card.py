@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qnmixer.engine.checkpoints import built_from, digest_of_weights, steps_of
+from qnmixer.engine.checkpoints import built_from, steps_of
 from qnmixer.engine.config.compose import quoted, values_of
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import without_places
@@ -16,6 +16,7 @@ from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.reconstructor import Reconstructor, method_name, second_order
 from qnmixer.engine.reports.terminal import markdown_table
 from qnmixer.engine.tracking.records import duration, read_results, read_text
+from qnmixer.pretrained import digest_of_weights
 from qnmixer.weights import CHECKPOINT_KEY
 
 _CARD = """\

@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qnmixer.engine.checkpoints import digest_of_weights, load_run
+from qnmixer.engine.checkpoints import load_run
 from qnmixer.engine.config.rules import one_scale
 from qnmixer.engine.config.run import section
-from qnmixer.engine.evaluation.config import EvaluateConfig, TaskConfig
 from qnmixer.engine.evaluation.logs import log_scores
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor, build_noise
@@ -19,10 +18,12 @@ from qnmixer.engine.tracking.loggers import scoring_loggers
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import ConfigError
 from qnmixer.extras.task import scores as of
+from qnmixer.extras.task.config import EvaluateTaskConfig, TaskConfig
 from qnmixer.extras.task.phantoms import Disc, TaskPhantom
 from qnmixer.extras.task.report import DoseScores, headings, scores_by_name, write_task
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation
+from qnmixer.pretrained import digest_of_weights
 
 _KINDS = "absent", "present", "edges"
 _FINER = 2  # sinograms come from a finer grid, so that no method reconstructs by the matrix that simulated
@@ -32,13 +33,12 @@ measured with white noise and blurs of 1 to 6 mm."""
 _CORE = 0.6  # part of an insert's radius within which its contrast is measured
 
 
-def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> None:
+def evaluate_task(config: EvaluateTaskConfig, folder: Path, overrides: list[str]) -> None:
     """Run `qnmixer.evaluate evaluation=task`. Writes table.md, table.csv, picture.png and results.json into the folder.
 
     Raises CheckpointError for weights that cannot be loaded, ConfigError for a network or an insert that does not fit.
     """
     task, console = config.evaluation, Console()
-    assert isinstance(task, TaskConfig)
     module = load_run(config.run, config.checkpoint, config.trust)
     one_scale(module.config.data, section("noise", "physical"))
     geometry, phantom = module.projector.geometry, TaskPhantom(module.projector.geometry)

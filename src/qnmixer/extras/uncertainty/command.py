@@ -7,33 +7,32 @@ import numpy as np
 import torch
 
 from qnmixer.engine.batch import to_hu
-from qnmixer.engine.checkpoints import digest_of_weights
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.command import on_test
-from qnmixer.engine.evaluation.config import EvaluateConfig, UncertaintyConfig
 from qnmixer.engine.evaluation.evaluate import evaluated_source
 from qnmixer.engine.evaluation.logs import name_in_logs
+from qnmixer.engine.evaluation.statistics import half_width
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor, symmetries_of
 from qnmixer.engine.reports.terminal import Console, csv_table, in_digits, markdown_table, progress, terminal_table
 from qnmixer.engine.tracking.loggers import scoring_loggers
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import ConfigError
-from qnmixer.extras.comparison.statistics import half_width
+from qnmixer.extras.uncertainty.config import EvaluateUncertaintyConfig
 from qnmixer.extras.uncertainty.coverage import GROUPS, by_patient, coverages, covered_by, factor_for
 from qnmixer.files import write_text
 from qnmixer.physics import Symmetry, images_by_symmetry
+from qnmixer.pretrained import digest_of_weights
 
 _SPLITS = "val", "test"
 
 
-def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> None:
+def evaluate_uncertainty(config: EvaluateUncertaintyConfig, folder: Path, overrides: list[str]) -> None:
     """Run `qnmixer.evaluate evaluation=uncertainty`. Writes table.md, table.csv and results.json into the folder.
 
     Raises CheckpointError, ConfigError for a scan without symmetries, or DataError for slices without a split.
     """
     settings, console = config.evaluation, Console()
-    assert isinstance(settings, UncertaintyConfig)
     module, slices, _ = on_test(config, config.run, overrides, scan=config.geometry)
     if not isinstance(slices, SliceDataModule):
         raise ConfigError("evaluation=uncertainty needs patients of two splits: give data=…, not a datamodule of yours")

@@ -14,6 +14,7 @@ from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import ConfigError, DataError
+from qnmixer.installed import NotInstalled
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 from ..sets import write_lodopab
@@ -130,5 +131,5 @@ def test_without_h5py_or_files(written: Path, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(DataError, match="no slices for test"):
         module(tmp_path).dataset("test")
     monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(DataError, match=r'data=lodopab is read by h5py.*pip install "qnmixer\[lodopab\]"'):
+    with pytest.raises(NotInstalled, match=r'data=lodopab needs h5py.*pip install "qnmixer\[lodopab\]"'):
         module(written).setup()

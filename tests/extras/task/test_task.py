@@ -12,13 +12,13 @@ import torch
 from qnmixer.engine.checkpoints import load_run
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import section
-from qnmixer.engine.evaluation.config import EvaluateConfig
 from qnmixer.evaluate import check, evaluate, into_new_folder
 from qnmixer.extras.task.command import reconstructed
+from qnmixer.extras.task.config import EvaluateTaskConfig
 from qnmixer.extras.task.phantoms import Disc, TaskPhantom
 from qnmixer.physics import FanBeamGeometry
 
-from ..test_export import TINY, run, save
+from ...saved import TINY, run, save
 
 
 def geometry(size: int = 64) -> FanBeamGeometry:
@@ -80,7 +80,7 @@ def test_what_an_insert_leaves_in_fbp_does_not_depend_on_the_noise(network: Path
     phantom, rng = TaskPhantom(module.projector.geometry), np.random.default_rng(0)
     body = phantom.draw(2 * phantom.size, [], rng)
     fine = body + phantom.draw_discs(2 * phantom.size, [Disc(x, y, 20.0, 20.0) for x, y in phantom.places])
-    task = EvaluateConfig.parse(compose("evaluate", ["run=x", "evaluation=task"])).evaluation
+    task = EvaluateTaskConfig.parse(compose("evaluate", ["run=x", "evaluation=task"])).evaluation
     left = []
     for seed in range(2):
         module.config.noise = section("noise", "physical", photons=1e4)

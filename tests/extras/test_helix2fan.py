@@ -23,6 +23,7 @@ from qnmixer.engine.inference.reconstruct import reconstruct_input
 from qnmixer.engine.inference.sinograms import holds_sinograms
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import ConfigError, DataError
+from qnmixer.installed import NotInstalled
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.weights import CHECKPOINT_KEY
 
@@ -163,7 +164,7 @@ def test_bad_values_and_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(DataError, match=r"scan_001_flat_fan_projections#0 cannot be used .*NaN or infinite"):
         module(tmp_path).dataset("train")[0]
     monkeypatch.setitem(sys.modules, "tifffile", None)
-    with pytest.raises(DataError, match=r"data=helix2fan is read by tifffile"):
+    with pytest.raises(NotInstalled, match="data=helix2fan needs tifffile"):
         module(tmp_path).setup()
 
 

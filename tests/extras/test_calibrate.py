@@ -19,8 +19,8 @@ from qnmixer.extras.calibration.report import calibrate_input
 from qnmixer.extras.calibration.variances import of_series
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
 
-from .benchmarks.calibrate_coverage import KINDS, draw, held
-from .data.conftest import MakeCt, make_ct
+from ..benchmarks.calibrate_coverage import KINDS, draw, held
+from ..data.conftest import MakeCt, make_ct
 
 __all__ = ["make_ct"]
 

@@ -14,8 +14,8 @@ from qnmixer.export import check, export
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
 
-from ..hub_server import HubServer
-from ..test_export import TINY, run, save
+from ...hub_server import HubServer
+from ...saved import TINY, run, save
 
 
 def test_weights_that_were_exported_are_loaded_from_a_hub(hub_server: HubServer, tmp_path: Path) -> None:

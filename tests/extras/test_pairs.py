@@ -26,10 +26,10 @@ from qnmixer.engine.training.terminal import print_start
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.train import train
 
-from .conftest import TINY
-from .sets import write_lodopab, write_two_detect
-from .test_export import save
-from .warm import Warm
+from ..conftest import TINY
+from ..saved import save
+from ..sets import write_lodopab, write_two_detect
+from ..warm import Warm
 
 VIEWS = 8
 WORDS = [

@@ -23,7 +23,7 @@ from qnmixer.extras.comparison.config import CompareConfig
 from qnmixer.extras.comparison.methods import ComparedMethod, Comparison
 from qnmixer.extras.comparison.report import write_comparison
 
-from ..conftest import TINY
+from ...conftest import TINY
 from .test_compare import lines, write_sweep
 
 Change = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]

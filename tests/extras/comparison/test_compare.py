@@ -19,9 +19,9 @@ from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY
 
-from ..conftest import TINY, every_third
-from ..studies import SEARCH_PATH, STUDIES
-from ..test_export import run as run_command
+from ...conftest import TINY, every_third
+from ...saved import run as run_command
+from ...studies import SEARCH_PATH, STUDIES
 
 
 def run(*arguments: str) -> tuple[int, str, str]:

@@ -21,7 +21,7 @@ from qnmixer.extras.robustness.perturbations import disc
 from qnmixer.extras.robustness.table import has_fallen, in_turn
 from qnmixer.models import UnrolledNetwork
 
-from ..test_export import TINY, save
+from ...saved import TINY, save
 
 
 class WeightOfEachView(UnrolledNetwork):

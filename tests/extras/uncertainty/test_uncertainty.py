@@ -11,7 +11,7 @@ import torch
 from qnmixer.evaluate import check, evaluate
 from qnmixer.extras.uncertainty.coverage import by_patient, coverages, covered_by, factor_for
 
-from ..test_export import TINY, run, save
+from ...saved import TINY, run, save
 
 
 def test_normal_errors_are_covered_as_they_should_be() -> None:

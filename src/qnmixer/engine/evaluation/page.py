@@ -1,4 +1,4 @@
-"""Write a page: tables, and a viewer for slices by method. `write_evaluation` writes that of an evaluation."""
+"""Write a page: tables, and a viewer for slices by method. `write_page_of` writes that of an evaluation."""
 
 import base64
 import hashlib
@@ -62,7 +62,7 @@ def write_page(path: Path, title: str, tables: list[Table], slices: list[SliceIm
     write_text(path, page)
 
 
-def write_evaluation(path: Path, evaluation: Evaluation) -> None:
+def write_page_of(path: Path, evaluation: Evaluation) -> None:
     """Write the page of an evaluation: its table, and the slices that were kept, the worst first."""
     method, n_images, n_kept = evaluation.methods[-1], evaluation.n_images, len(evaluation.slices)
     lines = [*(f"Warning: {line}" for line in evaluation.warnings()), evaluation.gain()]
@@ -72,7 +72,7 @@ def write_evaluation(path: Path, evaluation: Evaluation) -> None:
 
 
 def _part(name: str) -> str:
-    return files("qnmixer.extras.page").joinpath(name).read_text(encoding="utf-8")
+    return files("qnmixer.engine.evaluation").joinpath(name).read_text(encoding="utf-8")
 
 
 def _text(text: str) -> str:

@@ -8,7 +8,7 @@ import torch
 from qnmixer.models.data_term import back_projection
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
-from ..studies import STUDIES
+from ...studies import STUDIES
 
 
 @pytest.mark.parametrize("kind", ["fbp", "adjoint"])

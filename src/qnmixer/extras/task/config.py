@@ -1,0 +1,66 @@
+"""The config of `qnmixer.evaluate evaluation=task`."""
+
+from typing import Annotated, ClassVar, Self
+
+from annotated_types import Ge, Gt, Le, Len
+from omegaconf import DictConfig
+from pydantic import Field, model_validator
+
+from qnmixer.engine.config.checking import Section
+from qnmixer.engine.config.data import DataConfig
+from qnmixer.engine.config.sections import GeometryChanges, Length, ScanOrAsTrained, Seed, Symmetries
+from qnmixer.engine.config.targets import Loggers
+from qnmixer.engine.evaluation.config import ScoringConfig
+from qnmixer.errors import ConfigError
+
+
+class TaskConfig(Section):
+    """An evaluation by task: phantoms with inserts at several doses."""
+
+    photons: Annotated[list[Annotated[float, Gt(0), Le(1e15)]], Len(1)]
+    n_images: Annotated[int, Ge(3)]
+    insert_hu: Annotated[float, Ge(-1000), Le(2000)]
+    insert_diameter: Length  # mm
+    edge_hu: Annotated[list[Annotated[float, Ge(-1000), Le(2000)]], Len(1)]
+    tv_weight: Annotated[float, Ge(1e-9), Le(1e9)]
+    tv_noise_weight: Annotated[float, Ge(0), Le(1e9)]
+    seed: Seed
+
+    @model_validator(mode="after")
+    def _visible(self) -> Self:
+        if 0 in self.edge_hu:
+            raise ValueError(f"edge_hu={self.edge_hu} has a disc without contrast: give for example [50,200,800]")
+        if self.insert_hu == 0:
+            raise ValueError("insert_hu=0 is no insert: give for example 20")
+        return self
+
+
+class EvaluateTaskConfig(ScoringConfig):
+    """The checked config of one evaluation by task."""
+
+    command: ClassVar[str] = "evaluate"
+
+    evaluation: TaskConfig
+    run: str
+    geometry: ScanOrAsTrained
+    symmetries: Symmetries
+    logger: Loggers = Field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, cfg: DictConfig) -> Self:
+        """As for every scoring. An evaluation by task has phantoms and noise of its own. Raises ConfigError."""
+        config = super().parse(cfg)
+        same_scan = isinstance(config.geometry, GeometryChanges) and not any(
+            value is not None for value in config.geometry.plain().values()
+        )
+        if config.symmetries > 1 or not same_scan:
+            key = "symmetries" if config.symmetries > 1 else "geometry"
+            raise ConfigError(f"evaluation=task is of the network itself, on its own scan: leave out {key}=…")
+        chosen = isinstance(config.data, DataConfig) or any(value is not None for value in config.data.plain().values())
+        if chosen or config.split != "test":
+            raise ConfigError(f"evaluation=task draws its own phantoms: leave out {'data' if chosen else 'split'}=…")
+        if config.noise is not None:
+            raise ConfigError(
+                f"evaluation=task draws photon counts: give doses, as evaluation.photons=[1e5], not {config.noise.name}"
+            )
+        return config

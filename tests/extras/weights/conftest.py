@@ -1,0 +1,3 @@
+from ...hub_server import hub_server
+
+__all__ = ["hub_server"]

@@ -1,0 +1,47 @@
+"""Run folders with untrained weights, and commands on them by the code that they run, in this process."""
+
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qnmixer.engine.build import build_module
+from qnmixer.engine.cli import command
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse
+
+from .schemas import SCHEMAS
+
+TINY = [
+    "data.image_size=32", "geometry.n_views=8", "geometry.n_detectors=48", "geometry.detector_pitch=20",
+    "model.n_iterations=2", "model.channels=8", "model.n_mixer_layers=1", "logger=csv",
+]  # fmt: skip
+
+
+def run(task: Any, check: Any, name: str, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and error of a command."""
+    code, stdout, stderr = 0, io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(sys, "argv", [name, *arguments])
+        patch.delenv(command.TRACEBACK, raising=False)
+        try:
+            command.run(task, check, SCHEMAS[name])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return code, stdout.getvalue(), stderr.getvalue()
+
+
+def save(folder: Path, *overrides: str, seed: int = 0) -> Path:
+    """A run folder with random weights as its best."""
+    torch.manual_seed(seed)
+    module = build_module(parse(compose("train", list(overrides))))
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict(), "global_step": 3}
+    module.on_save_checkpoint(checkpoint)
+    path = folder / "checkpoints" / "best.ckpt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(checkpoint, path)
+    return folder
