@@ -142,7 +142,7 @@ robustness: install ## how far run=pretrained can be trusted, for its card: CT, 
 
 # SWEEPS: those of experiment=data_term, after qnmixer.compare sweep=DIR for each
 second-order: install ## the table of experiment=data_term: make second-order SWEEPS="runs/data_term runs/data_term_4"
-	$(BIN)/python notebooks/studies/second_order.py $(SWEEPS) > runs/data_term.md
+	$(BIN)/python -m qnmixer.extras.comparison.data_term $(SWEEPS) > runs/data_term.md
 	cp runs/data_term.md notebooks/results/data_term.md
 
 results: install ## copy the tables of make compare, bench and test-gpu into notebooks/results

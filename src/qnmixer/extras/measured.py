@@ -1,4 +1,4 @@
-"""Measured scans by FBP, TV and a run of experiment=measured: python notebooks/studies/measured.py RUN FOLDER
+"""Measured scans by FBP, TV and a run of experiment=measured: python -m qnmixer.extras.measured RUN FOLDER
 
 FOLDER has the .mat files of the Helsinki tomography challenge 2022. They have no truth here. So the table says how well
 each image explains its sinogram. Which image is nearer to the object, it does not say: smooth images explain less, and
@@ -6,10 +6,12 @@ noise can be explained too. The weight of total variation is the best on the run
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
 import torch
+from torch import Tensor
 
 from qnmixer.engine.checkpoints import load_run
 from qnmixer.engine.config.compose import compose
@@ -31,7 +33,7 @@ def scores_of(module: Reconstructor) -> dict[str, float]:
     """PSNR in dB of each method, by its heading, on the run's validation slices: means over slices."""
     data = SliceDataModule(module.config.data, geometry=module.projector.geometry)
     batches = [(batch["image"], module.measure(batch, "val")) for batch in data.loader("val")]
-    methods = {"FBP": module.projector.fbp, module.network.title: module}
+    methods: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp, module.network.title: module}
     methods |= {f"TV, α = {weight:.2g}": TotalVariation(module.projector, ITERATIONS, weight) for weight in WEIGHTS}
     return {
         name: mean(value for x, y in batches for value in psnr(method(y), x).tolist())
@@ -46,7 +48,7 @@ def main(run: str, folder: Path) -> None:
     scores = scores_of(module)
     tv = max((name for name in scores if name.startswith("TV")), key=scores.__getitem__)
     weight = WEIGHTS[[name for name in scores if name.startswith("TV")].index(tv)]
-    methods = {
+    methods: dict[str, Callable[[Tensor], Tensor]] = {
         "FBP": module.projector.fbp,
         tv: TotalVariation(module.projector, ITERATIONS, weight),
         module.network.title: module,
