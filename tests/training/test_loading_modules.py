@@ -77,33 +77,33 @@ class Alone(ReconstructionModule):
         super().__init__(QNMixer(FanBeamProjector(self_made), n_iterations=1, channels=channels, n_mixer_layers=1))
         self.save_hyperparameters()
 """
-PARTS = ["loss=custom", "loss._target_=of_mine.huber", "+loss.delta=0.1", "optimizer=sgd", "optimizer.lr=0.02"]
+PARTS = ["loss=custom", "loss._target_=my_parts.huber", "+loss.delta=0.1", "optimizer=sgd", "optimizer.lr=0.02"]
 OWN = [
-    "module._target_=of_mine.Own", "+module.weights=[0.5,2]", "+module.critic._target_=of_mine.Critic",
+    "module._target_=my_parts.Own", "+module.weights=[0.5,2]", "+module.critic._target_=my_parts.Critic",
     "+module.critic.width=3",
 ]  # fmt: skip
-SMOOTH = ["module._target_=of_mine.Smooth", "+module.smooth=0.25"]
+SMOOTH = ["module._target_=my_parts.Smooth", "+module.smooth=0.25"]
 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("modules")
-    (folder / "of_mine.py").write_text(CODE)
+    (folder / "my_parts.py").write_text(CODE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         for name, words in (("own", OWN), ("smooth", SMOOTH)):
             train(*TINY, *PHANTOMS, *PARTS, *words, "callbacks=none", f"hydra.run.dir={name}")
         yield folder
-    sys.modules.pop("of_mine")
+    sys.modules.pop("my_parts")
 
 
 @pytest.mark.parametrize("name", ["own", "smooth"])
 def test_it_comes_back_with_all_its_parts(here: Path, name: str) -> None:
-    import of_mine
+    import my_parts
 
     path = here / name / "checkpoints" / "best.ckpt"
-    kind = {"own": of_mine.Own, "smooth": of_mine.Smooth}[name]
+    kind = {"own": my_parts.Own, "smooth": my_parts.Smooth}[name]
     module = kind.load_from_checkpoint(path)
     assert type(module) is kind
     saved = torch.load(path, weights_only=True)
@@ -111,7 +111,7 @@ def test_it_comes_back_with_all_its_parts(here: Path, name: str) -> None:
     assert state.keys() == saved["state_dict"].keys()
     assert all(torch.equal(state[key], tensor) for key, tensor in saved["state_dict"].items())
     x, truth = torch.rand(2, 2, 1, 16, 16)
-    assert torch.equal(module.loss(x, truth), of_mine.huber(x, truth, 0.1))
+    assert torch.equal(module.loss(x, truth), my_parts.huber(x, truth, 0.1))
     optimizer = module.optimizer(module.network)
     assert (type(optimizer), optimizer.param_groups[0]["lr"]) == (torch.optim.SGD, 0.02)
     assert module.schedule(40)(0) == 0.5  # in a warm-up of one step
@@ -120,7 +120,10 @@ def test_it_comes_back_with_all_its_parts(here: Path, name: str) -> None:
     assert torch.equal(module.network.eval()(y), load_pretrained(here / name)(y))
     if name == "own":
         assert module.weights == (0.5, 2)
-        assert saved["hyper_parameters"] == {"weights": [0.5, 2], "critic": {"_target_": "of_mine.Critic", "width": 3}}
+        assert saved["hyper_parameters"] == {
+            "weights": [0.5, 2],
+            "critic": {"_target_": "my_parts.Critic", "width": 3},
+        }
     else:
         assert (module.smooth, saved["hyper_parameters"]) == (0.25, {"smooth": 0.25})
     assert dict(module.hparams) == saved["hyper_parameters"]
@@ -132,10 +135,10 @@ def test_it_resumes_though_its_class_saves_all_its_arguments(here: Path) -> None
 
 
 def test_an_argument_takes_the_place_of_that_of_the_file(here: Path) -> None:
-    import of_mine
+    import my_parts
 
     path = here / "smooth" / "checkpoints" / "best.ckpt"
-    module = of_mine.Smooth.load_from_checkpoint(path, smooth=7, loss=torch.nn.L1Loss())
+    module = my_parts.Smooth.load_from_checkpoint(path, smooth=7, loss=torch.nn.L1Loss())
     assert (module.smooth, type(module.loss)) == (7, torch.nn.L1Loss)
     assert type(ReconstructionModule.load_from_checkpoint(path)) is ReconstructionModule  # it takes no `smooth`
 
@@ -143,34 +146,34 @@ def test_an_argument_takes_the_place_of_that_of_the_file(here: Path) -> None:
 def test_of_a_stranger_only_the_class_that_is_called_is_trusted(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import of_mine
+    import my_parts
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     path = here / "smooth" / "checkpoints" / "best.ckpt"
-    with pytest.raises(PluginError, match=r"loss\._target_=of_mine\.huber, which is not part of qnmixer"):
-        of_mine.Smooth.load_from_checkpoint(path)
-    assert type(of_mine.Smooth.load_from_checkpoint(path, trust=["of_mine"])) is of_mine.Smooth
+    with pytest.raises(PluginError, match=r"loss\._target_=my_parts\.huber, which is not part of qnmixer"):
+        my_parts.Smooth.load_from_checkpoint(path)
+    assert type(my_parts.Smooth.load_from_checkpoint(path, trust=["my_parts"])) is my_parts.Smooth
     checkpoint = torch.load(here / "own/checkpoints/best.ckpt", weights_only=True)
     config = checkpoint["qnmixer"]["config"]
     config["loss"] = {"_target_": "qnmixer.losses.mse"}
     torch.save(checkpoint, tmp_path / "own.ckpt")
-    with pytest.raises(PluginError, match=r"module\.critic\._target_=of_mine\.Critic, which is not part of qnmixer"):
-        of_mine.Own.load_from_checkpoint(tmp_path / "own.ckpt")
+    with pytest.raises(PluginError, match=r"module\.critic\._target_=my_parts\.Critic, which is not part of qnmixer"):
+        my_parts.Own.load_from_checkpoint(tmp_path / "own.ckpt")
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["qnmixer"]["config"]["loss"] = {"_target_": "qnmixer.losses.mse"}
     checkpoint["hyper_parameters"]["_instantiator"] = "lightning.pytorch.cli.instantiate_module"
     torch.save(checkpoint, tmp_path / "smooth.ckpt")
-    assert of_mine.Smooth.load_from_checkpoint(tmp_path / "smooth.ckpt").smooth == 0.25
+    assert my_parts.Smooth.load_from_checkpoint(tmp_path / "smooth.ckpt").smooth == 0.25
 
 
 def test_of_a_script_it_is_as_in_lightning(here: Path, tmp_path: Path) -> None:
-    import of_mine
+    import my_parts
 
-    module = of_mine.Alone(channels=8)
+    module = my_parts.Alone(channels=8)
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.strategy.connect(module)
     trainer.save_checkpoint(tmp_path / "alone.ckpt")
-    loaded = of_mine.Alone.load_from_checkpoint(tmp_path / "alone.ckpt")
+    loaded = my_parts.Alone.load_from_checkpoint(tmp_path / "alone.ckpt")
     assert loaded.network.state_dict().keys() == module.network.state_dict().keys()
     with pytest.raises(CheckpointError, match="or give network=… for the checkpoint of a script"):
-        of_mine.Smooth.load_from_checkpoint(tmp_path / "alone.ckpt")
+        my_parts.Smooth.load_from_checkpoint(tmp_path / "alone.ckpt")
