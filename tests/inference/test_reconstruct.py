@@ -124,6 +124,7 @@ def test_only_scans_with_missing_views_get_further_passes(tiny_module: Build, tm
     np.testing.assert_allclose(together[::2], plain, atol=0.05)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("reader", [("lodopab", "h5py"), ("two_detect", "tifffile")], ids=lambda its: its[0])
 def test_a_sinogram_of_a_public_set_is_reconstructed_as_it_is_evaluated(
     reader: tuple[str, str], tmp_path: Path
