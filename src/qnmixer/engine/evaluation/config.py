@@ -48,16 +48,21 @@ class ScoringConfig(Section):
         return config
 
 
-class EvaluateConfig(ScoringConfig):
-    """The checked config of one evaluation."""
+class RunEvaluationConfig(ScoringConfig):
+    """What every kind of evaluation of `qnmixer.evaluate` has. Each adds its own section `evaluation`."""
 
     command: ClassVar[str] = "evaluate"
 
-    evaluation: EvaluationConfig
     run: str
     geometry: ScanOrAsTrained
     symmetries: Symmetries
     logger: Loggers = Field(default_factory=dict)
+
+
+class EvaluateConfig(RunEvaluationConfig):
+    """The checked config of one evaluation slice by slice."""
+
+    evaluation: EvaluationConfig
 
 
 def check_slices(data: DataConfig | AsTrained) -> None:

@@ -1,16 +1,15 @@
 """The config of `qnmixer.evaluate evaluation=task`."""
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Self
 
 from annotated_types import Ge, Gt, Le, Len
 from omegaconf import DictConfig
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from qnmixer.engine.config.checking import Section
 from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.config.sections import GeometryChanges, Length, ScanOrAsTrained, Seed, Symmetries
-from qnmixer.engine.config.targets import Loggers
-from qnmixer.engine.evaluation.config import ScoringConfig
+from qnmixer.engine.config.sections import GeometryChanges, Length, Seed
+from qnmixer.engine.evaluation.config import RunEvaluationConfig
 from qnmixer.errors import ConfigError
 
 
@@ -35,16 +34,10 @@ class TaskConfig(Section):
         return self
 
 
-class EvaluateTaskConfig(ScoringConfig):
+class EvaluateTaskConfig(RunEvaluationConfig):
     """The checked config of one evaluation by task."""
 
-    command: ClassVar[str] = "evaluate"
-
     evaluation: TaskConfig
-    run: str
-    geometry: ScanOrAsTrained
-    symmetries: Symmetries
-    logger: Loggers = Field(default_factory=dict)
 
     @classmethod
     def parse(cls, cfg: DictConfig) -> Self:

@@ -1,15 +1,12 @@
 """The config of `qnmixer.evaluate evaluation=uncertainty`."""
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Self
 
 from annotated_types import Gt, Len, Lt
 from omegaconf import DictConfig
-from pydantic import Field
 
 from qnmixer.engine.config.checking import Section
-from qnmixer.engine.config.sections import ScanOrAsTrained, Symmetries
-from qnmixer.engine.config.targets import Loggers
-from qnmixer.engine.evaluation.config import ScoringConfig
+from qnmixer.engine.evaluation.config import RunEvaluationConfig
 from qnmixer.errors import ConfigError
 
 
@@ -20,16 +17,10 @@ class UncertaintyConfig(Section):
     least_hu: float
 
 
-class EvaluateUncertaintyConfig(ScoringConfig):
+class EvaluateUncertaintyConfig(RunEvaluationConfig):
     """The checked config of one evaluation of the deviation over symmetries."""
 
-    command: ClassVar[str] = "evaluate"
-
     evaluation: UncertaintyConfig
-    run: str
-    geometry: ScanOrAsTrained
-    symmetries: Symmetries
-    logger: Loggers = Field(default_factory=dict)
 
     @classmethod
     def parse(cls, cfg: DictConfig) -> Self:
