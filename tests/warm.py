@@ -223,8 +223,8 @@ def _preload(modules: list[str]) -> None:
 def _compose_once() -> None:
     """Let Hydra find its plugins and read conf/, and pydantic build its types."""
     from qnmixer.engine.config.compose import compose
-    from qnmixer.engine.config.files import with_names
     from qnmixer.engine.config.run import parse
+    from qnmixer.engine.tracking.sharing import with_names
 
     configs = {name: compose(name, []) for name in COMMANDS}
     with_names(parse(configs["train"]).plain())

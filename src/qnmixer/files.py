@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from qnmixer.errors import ConfigError, DataError
+from qnmixer.errors import ConfigError, DataError, first_line
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
@@ -197,3 +197,18 @@ def check_no_nifti(key: str, path: str) -> None:
             f"{key}={path} is NIfTI, which qnmixer cannot read: give its original DICOM files, or convert it to "
             f".npy in HU: numpy.save('ct.npy', nibabel.load('{name}').get_fdata(dtype='float32').T)"
         )
+
+
+def numbers_in(key: str, path: str) -> list[float]:
+    """The numbers of a .npy file [N], or of a text file with a number on each line. Raises ConfigError.
+
+    key: of the config that names the file.
+    """
+    import numpy as np
+
+    try:
+        values = np.load(path) if path.endswith(".npy") else np.loadtxt(path)
+        return [float(value) for value in values]
+    except (OSError, ValueError, TypeError) as error:
+        fix = "give a .npy [bins], or a text file with a number on each line"
+        raise ConfigError(f"{key}={path} cannot be read ({first_line(error)}): {fix}") from error

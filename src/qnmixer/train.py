@@ -22,8 +22,8 @@ from qnmixer.engine.cli import command
 from qnmixer.engine.cli.errors import explain
 from qnmixer.engine.cli.project import in_project
 from qnmixer.engine.config.compose import search_path_in
-from qnmixer.engine.config.data import check_data
 from qnmixer.engine.config.run import Config, parse
+from qnmixer.engine.data.folders import check_data
 from qnmixer.engine.processes.process import is_rank, loading, stop_signals
 from qnmixer.engine.sweeps import Job, run_jobs, sweep
 from qnmixer.engine.tracking.run import Run, resume_overrides

@@ -20,10 +20,10 @@ from measuring import GIVE_BACK, MIB, Row, in_own_process, markdown, peak_mib
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.override import override
-from qnmixer.engine.config.run import Config, batch_of_replica, parse
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.plan import Planner
+from qnmixer.engine.memory.plan import Planner, batch_of_replica
 from qnmixer.engine.memory.tracker import batch_of
 from qnmixer.engine.parallel.devices import compile_blocks
 from qnmixer.engine.parallel.pipeline import Pipeline, sum_gradients

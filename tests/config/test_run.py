@@ -9,19 +9,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.engine.config.compose import compose, with_one_limit
-from qnmixer.engine.config.data import AsTrained, FolderData, PhantomData
+from qnmixer.engine.config.data import FolderData, PhantomData
 from qnmixer.engine.config.files import CONF
 from qnmixer.engine.config.override import override
-from qnmixer.engine.config.run import (
-    Config,
-    batch_of_replica,
-    devices_per_replica,
-    effective_batch,
-    parse,
-    section,
-)
+from qnmixer.engine.config.run import Config, effective_batch, parse, section
 from qnmixer.engine.evaluation.config import EvaluateConfig
 from qnmixer.engine.inference.config import ReconstructConfig
+from qnmixer.engine.memory.plan import batch_of_replica, devices_per_replica
+from qnmixer.engine.trained_run import AsTrained
 from qnmixer.errors import ConfigError
 
 

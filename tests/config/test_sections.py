@@ -9,8 +9,9 @@ import pytest
 from qnmixer.engine.config import compose as composing
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.files import CONF
-from qnmixer.engine.config.run import parse, parse_file, section, without_places
+from qnmixer.engine.config.run import parse, parse_file, section
 from qnmixer.engine.config.targets import CallbackConfig, LoggerConfig, MetricConfig, OptimizerConfig, modes_of
+from qnmixer.engine.tracking.sharing import without_places
 
 METRIC, CALLBACK = "+metrics.mine._target_=collections.Counter", "+callbacks.mine._target_=collections.Counter"
 LOGGER = ["logger._target_=collections.Counter", "+logger.key=3"]

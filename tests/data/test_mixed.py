@@ -10,11 +10,13 @@ import torch
 
 from qnmixer.engine.checkpoints import encode, read_checkpoint
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.data import AsTrained, MixedData, check_data
+from qnmixer.engine.config.data import MixedData
 from qnmixer.engine.config.run import parse, section
 from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.folders import check_data
 from qnmixer.engine.evaluation.command import as_trained
 from qnmixer.engine.evaluation.evaluate import evaluated_source
+from qnmixer.engine.trained_run import AsTrained
 from qnmixer.errors import CheckpointError, ConfigError, DataError, PluginError
 
 N_PATIENTS, N_EACH = 5, 2

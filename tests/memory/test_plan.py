@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.override import override
-from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, parse
+from qnmixer.engine.config.run import Config, parse
 from qnmixer.engine.memory.config import PlanConfig, device_memory
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.plan import Planner, idle, in_flight, n_microbatches
+from qnmixer.engine.memory.plan import Planner, batch_of_replica, devices_per_replica, idle, in_flight, n_microbatches
 from qnmixer.engine.memory.report import as_object, largest_batch, levers_table, print_plan, usable
 from qnmixer.engine.memory.shapes import without_data
 from qnmixer.engine.memory.tracker import (

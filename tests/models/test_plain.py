@@ -10,7 +10,7 @@ from torch import nn
 from qnmixer import load_pretrained
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse
-from qnmixer.engine.reconstructor import build_network, build_projector, method_name
+from qnmixer.engine.reconstructor import build_network, build_projector
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.models.plain import PlainNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
@@ -84,7 +84,7 @@ def test_it_gets_fbp_or_the_sinogram(here: Path, target: str) -> None:
     projector = build_projector(config)
     network: Any = build_network(config, projector)
     y = projector(torch.rand(2, 1, 16, 16))
-    assert (type(network), method_name(config), config.model.T) == (PlainNetwork, target, 1)
+    assert (type(network), config.model.title, config.model.T) == (PlainNetwork, target, 1)
     assert network.module.layers[0].out_channels == 6
     fbp = projector.fbp(y)
     assert torch.equal(network(y), fbp + network.module.layers(fbp))

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.files import TARGET
-from qnmixer.engine.config.run import Config, checked, effective_batch, parse_file, targets_of, without_places
+from qnmixer.engine.config.run import Config, checked, effective_batch, parse_file, targets_of
 from qnmixer.engine.config.target import Target
+from qnmixer.engine.config.targets import ModelConfig
 from qnmixer.engine.data.splits import SplitRecord, is_split_record
 from qnmixer.engine.plugins import check_trusted, is_trusted
 from qnmixer.engine.reconstructor import (
@@ -23,6 +24,7 @@ from qnmixer.engine.reconstructor import (
     say_scan,
 )
 from qnmixer.engine.tracking.records import own_modules
+from qnmixer.engine.tracking.sharing import without_places
 from qnmixer.errors import CheckpointError
 from qnmixer.models.data_term import follow_scan
 from qnmixer.pretrained import (
@@ -99,12 +101,18 @@ def load_weights(module: Any, run: str | Path) -> None:
             f"{module.config.data.image_size}: the two must be equal"
         )
     if differing := _differing(config, module.config, "model"):
-        words = config.model.choice() if differing.pop(TARGET, None) else []
+        words = _choice(config.model) if differing.pop(TARGET, None) else []
         words += [f"model.{key}={'null' if value is None else value}" for key, (value, _) in differing.items()]
         raise CheckpointError(f"{path} has another network: to build the same one, set {' '.join(words)}")
     load_state(module.network, state, path)
     if not same_scan(config, module.config):
         say_scan(config, module.config, follow_scan(module.network, build_projector(config)))
+
+
+def _choice(model: ModelConfig) -> list[str]:
+    """The overrides that choose a network."""
+    option = [f"model={model.name}"]
+    return option if model.name != model.target else ["model=custom", f"{model.key}={model.target}"]
 
 
 def built_from(config: Config, *sections: str) -> dict[str, str]:

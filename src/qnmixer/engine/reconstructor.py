@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.config.run import Config
 from qnmixer.engine.config.sections import GeometryConfig
+from qnmixer.engine.plugins import parameters_of
 from qnmixer.engine.processes.process import rank
 from qnmixer.errors import GeometryError, PluginError, say
 from qnmixer.models.data_term import follow_scan
@@ -255,7 +256,8 @@ def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwor
         network = model.build(projector, supplied={"variance": variance})
     else:
         module = model.build(supplied={"variance": variance, "projector": projector})
-        network = PlainNetwork(projector, module, of_sinogram=model.takes_projector)
+        takes_projector = any(parameter.name == "projector" for parameter in parameters_of(model.load()) or ())
+        network = PlainNetwork(projector, module, of_sinogram=takes_projector)
     require_shapes(network, model.as_typed)
     if model.has_weights and not any(p.requires_grad for p in network.parameters()):
         raise PluginError(f"model._target_={model.target} has no weights to train: give it an nn.Parameter")
@@ -272,11 +274,6 @@ def require_shapes(module: nn.Module, name: str) -> None:
 def _variance(config: Config, y: Tensor) -> Tensor:
     """The noise variance of each ray under the current noise of the config. An evaluation may change the noise."""
     return build_noise(config).variance(y)
-
-
-def method_name(config: Config) -> str:
-    """The name of the network in tables and pictures."""
-    return config.model.title
 
 
 def second_order(network: UnrolledNetwork[Any]) -> dict[str, str]:

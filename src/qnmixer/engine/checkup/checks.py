@@ -20,8 +20,9 @@ from torch import Tensor
 
 from qnmixer.engine.checkup.rank import STEPS, Report, examine, read_report, run_ranks, train_a_little
 from qnmixer.engine.cli.errors import explain
-from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, effective_batch
+from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.config.sections import MemoryConfig, SingleConfig
+from qnmixer.engine.memory.plan import batch_of_replica, devices_per_replica
 from qnmixer.engine.memory.usage import MIB
 from qnmixer.engine.parallel.devices import check_precision, choose_device, resolve_devices
 from qnmixer.engine.processes.folders import temporary_folder

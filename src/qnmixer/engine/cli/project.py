@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from qnmixer.engine.config.checking import Section, validated
-from qnmixer.engine.config.compose import key_of, names_folder
+from qnmixer.engine.config.compose import FLAGS, SEARCH_PATH, key_of
 from qnmixer.engine.config.files import OF_A_RUN
 from qnmixer.errors import ConfigError, first_line
 
@@ -43,7 +43,8 @@ def in_project(words: Sequence[str], command: str, folder: Path = Path()) -> lis
     Raises ConfigError for a table that names no folder, or has an unknown key.
     """
     file = folder / FILE
-    if names_folder(words) or not file.is_file():
+    names_folder = any(key_of(word) == SEARCH_PATH or word.startswith(FLAGS) for word in words)
+    if names_folder or not file.is_file():
         return [*words]
     try:
         tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool")

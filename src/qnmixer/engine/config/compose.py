@@ -16,22 +16,17 @@ from qnmixer.engine.config.files import CONF, OF_A_RUN, option_files
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
 
-LENGTH = ("trainer.max_steps", "trainer.max_epochs")
-"""The keys that set the length of a run."""
 SEARCH_PATH = "hydra.searchpath"
 SWEEP_MODE = "hydra.mode=MULTIRUN"
-_FLAGS = ("--config-dir", "-cd")
+FLAGS = ("--config-dir", "-cd")
 _FILE, _PACKAGE = "file://", "pkg://"
 _MOST_BYTES, _MOST_ALIASES = 2**17, 12
 """Of a config file. One of ours has 2 kB, and none."""
 
 
 def quoted(path: Path | str) -> str:
-    """A path or address, quoted for Hydra's command line."""
-    text = str(path)
-    if all((c.isascii() and c.isalnum()) or c in "/-_.:" for c in text):  # Hydra's grammar knows ASCII letters only
-        return text
-    return in_quotes(text)
+    """A path or address, quoted for Hydra's command line, whose grammar knows ASCII letters only."""
+    return str(path) if re.fullmatch(r"[\w/.:-]*", str(path), re.ASCII) else in_quotes(str(path))
 
 
 def in_quotes(text: str) -> str:
@@ -83,7 +78,7 @@ def with_search_path(arguments: list[str]) -> list[str]:
     words = iter(arguments)
     for word in words:
         flag, equal, value = word.partition("=")
-        if flag in _FLAGS:
+        if flag in FLAGS:
             folder = value if equal else next(words, "")
             if not folder:
                 raise ConfigError(f"{flag} has no value: write {flag} FOLDER")
@@ -99,11 +94,6 @@ def with_search_path(arguments: list[str]) -> list[str]:
 def search_path_in(overrides: list[str]) -> list[str]:
     """The override that names the config folders, in a list; [] if there is none."""
     return [override for override in overrides if key_of(override) == SEARCH_PATH]
-
-
-def names_folder(words: Iterable[str]) -> bool:
-    """Whether a command line names a config folder of the user's."""
-    return any(key_of(word) == SEARCH_PATH or word.startswith(_FLAGS) for word in words)
 
 
 def folders_in(words: Iterable[str]) -> list[Path]:

@@ -3,28 +3,18 @@
 Keys that only one class has are arguments of that class: its signature has their types and bounds.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Tag, model_validator
 
-from qnmixer.engine.config.checking import Section, has_no_value, unknown_key, validated
+from qnmixer.engine.config.checking import has_no_value, unknown_key, validated
 from qnmixer.engine.config.files import TARGET, options, values_of_option
 from qnmixer.engine.config.sections import Seed
 from qnmixer.engine.config.target import Target
 from qnmixer.engine.plugins import Kind, is_trusted
-from qnmixer.errors import ConfigError, DataError
-from qnmixer.files import check_no_nifti, check_there, path_of
-
-LOADING = "batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"
-"""Keys of how slices are loaded. They change no slice."""
-_PRIVATE: dict[str, Any] = {
-    "root": None, "include": "*", "cache_dir": None,
-    "train_patients": [], "val_patients": [], "test_patients": [],
-}  # fmt: skip
-"""Keys that name folders or patients, and what is shared instead."""
+from qnmixer.errors import ConfigError
 
 
 class DataConfig(Target):
@@ -82,16 +72,13 @@ class DataConfig(Target):
         """The sources of the slices, by config section: this source itself, or each source of a mix."""
         return {"data": self}
 
+    def with_each_source(self, change: "Callable[[DataConfig], DataConfig]") -> "DataConfig":
+        """The same config with each source changed."""
+        return change(self)
+
     def checked(self) -> Self:
         """With its arguments checked, if its class is one of qnmixer without files: others are read when built."""
         return super().checked() if self.read_at_once else self
-
-    def without_places(self) -> Self:
-        """The same config without private values: folders, people, patients, and arguments of the user's own class."""
-        values = {key: _PRIVATE.get(key, value) for key, value in self.plain().items()}
-        if not is_trusted(self.target, ()):
-            values = {key: value for key, value in values.items() if key not in self.arguments}
-        return type(self).model_validate(values).at(self._place)
 
 
 class PhantomData(DataConfig):
@@ -150,6 +137,8 @@ class MixedData(DataConfig):
             give an option's name (numpy, say), which brings its defaults. An epoch has each training slice of the first
             source with a share once.
     """
+
+    TARGET: ClassVar[str] = "qnmixer.data.MixedSource"
 
     evaluate_on: str
     sources: dict[str, dict[str, Any]]
@@ -210,18 +199,17 @@ class MixedData(DataConfig):
             for (name, share), source in zip(self.shares.items(), sources.values(), strict=True)
         }
 
+    def with_each_source(self, change: Callable[[DataConfig], DataConfig]) -> Self:
+        """As for a single source."""
+        return self.changed(sources=self._written({key: change(source) for key, source in self.by_section().items()}))
+
     def checked(self) -> Self:
         """With each source checked."""
-        return self.changed(sources=self._written({key: source.checked() for key, source in self.by_section().items()}))
+        return self.with_each_source(lambda source: source.checked())
 
     def targets(self) -> dict[str, str]:
         """The targets of all sources too."""
         return super().targets() | {source.key: source.target for source in self.by_section().values()}
-
-    def without_places(self) -> Self:
-        """Also without the private values of all sources."""
-        sources = {key: source.without_places() for key, source in self.by_section().items()}
-        return self.changed(sources=self._written(sources))
 
 
 class PairData(DataConfig):
@@ -269,38 +257,24 @@ class PairData(DataConfig):
         return of_set or super().hu_scaling
 
 
-class AsTrained(Section):
-    """For an evaluation: the slices of the run itself. Keys that are not None here replace the run's."""
-
-    target: None = Field(alias="_target_")
-    root: str | None
-    simulation_factor: Annotated[int, Ge(1), Le(16)] | None
-    disc: bool | None
-
-
 def _kind_of_source(values: Any) -> str:
-    """Which of the classes above has the keys of a section. A user's own reader of files has the keys of ours."""
-    target = values.get(TARGET) if isinstance(values, Mapping) else ""
-    if not isinstance(target, str):
-        return "as trained"
-    if target == PhantomData.TARGET:
-        return "phantoms"
-    if "sources" in values:
-        return "mixed"
+    """The class above of a section. A user's own class says by its keys, those of _folder.yaml, that it reads files."""
+    values = values if isinstance(values, Mapping) else {}
+    if (target := str(values.get(TARGET))) in (PhantomData.TARGET, MixedData.TARGET):
+        return "phantoms" if target == PhantomData.TARGET else "mixed"
     if {"patient_from", "val_fraction"} & values.keys():
         return "folder"
     return "pairs" if "root" in values and is_trusted(target, ()) else "other"
 
 
-_Source = (
+Source = Annotated[
     Annotated[PhantomData, Tag("phantoms")]
     | Annotated[MixedData, Tag("mixed")]
     | Annotated[FolderData, Tag("folder")]
     | Annotated[PairData, Tag("pairs")]
-    | Annotated[DataConfig, Tag("other")]
-)
-Source = Annotated[_Source, Discriminator(_kind_of_source)]
-SourceOrAsTrained = Annotated[_Source | Annotated[AsTrained, Tag("as trained")], Discriminator(_kind_of_source)]
+    | Annotated[DataConfig, Tag("other")],
+    Discriminator(_kind_of_source),
+]
 
 
 def check_untouched(config: DataConfig) -> None:
@@ -308,29 +282,3 @@ def check_untouched(config: DataConfig) -> None:
     for key, value in {"augment": False, "disc": False, "simulation_factor": 1, "scaling": "attenuation"}.items():
         if (current := getattr(config, key)) != value:
             raise ConfigError(f"data.{key}={current} changes images, and measured sinograms would not follow")
-
-
-def check_data(config: DataConfig) -> None:
-    """Raise DataError for a folder that does not exist, before its files are searched.
-
-    Raises ConfigError if two sources of a mix share a folder: training slices of one would test the other.
-    """
-    seen: dict[str, Path] = {}
-    for section, source in config.by_section().items():
-        if not isinstance(source, FolderData | PairData):
-            continue
-        if source.root is None:
-            raise has_no_value(f"{section}.root")
-        check_there(f"{section}.root", source.root, "the folder with the slices")
-        if path_of(source.root).is_file():
-            raise DataError(f"{section}.root={source.root} is a file: give its folder")
-        if isinstance(source, PairData):
-            continue
-        folder = path_of(source.root).resolve()
-        for other_section, other_folder in seen.items():
-            if folder.is_relative_to(other_folder) or other_folder.is_relative_to(folder):
-                raise ConfigError(
-                    f"{section}.root={source.root} has slices of {other_section} too, which splits them anew"
-                )
-        seen[section] = folder
-        check_no_nifti(f"{section}.root", source.root)

@@ -82,14 +82,6 @@ def option_of(group: str, target: str) -> str:
     return _options_by_target(group).get(target, target)
 
 
-def with_names(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of `plain` for readers: each section with a target also has the name of its option."""
-    return {
-        key: {"name": option_of(key, value[TARGET]), **value} if isinstance(value, dict) and TARGET in value else value
-        for key, value in plain.items()
-    }
-
-
 def flat_keys(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
     """Dotted names of all keys, groups included."""
     for key, value in values.items():

@@ -36,7 +36,7 @@ from qnmixer.engine.config.targets import (
     ScheduleConfig,
     check_monitor,
 )
-from qnmixer.engine.plugins import check_plugin, is_trusted, with_public_names
+from qnmixer.engine.plugins import check_plugin, with_public_names
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.installed import require_for
 
@@ -168,24 +168,9 @@ class WithRunConfig(Section):
         return config
 
 
-def devices_per_replica(config: Config) -> int:
-    """The number of devices that work on the same samples: those of a pipeline, or one."""
-    return config.strategy.devices_per_replica(config.trainer)
-
-
-def batch_of_replica(config: Config) -> int:
-    """Samples that the devices of one replica get together. data.batch_size is for one device."""
-    return config.data.batch_size * devices_per_replica(config)
-
-
 def effective_batch(config: Config) -> int:
     """Samples of one optimizer step, over all devices."""
     return config.data.batch_size * config.trainer.n_devices * config.trainer.accumulate_grad_batches
-
-
-def with_iterations(config: Config, T: int) -> Config:
-    """The same config with another T, or unchanged if T is fixed."""
-    return config.changed(model=config.model.changed(n_iterations=T)) if config.model.is_unrolled else config
 
 
 def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
@@ -208,14 +193,3 @@ def values_of_choice(group: str, choice: str) -> DictConfig:
         values = values_of_option(group, option)
         merged.merge_with({option: values} if group == "logger" and option != "custom" else values)
     return merged
-
-
-def without_places(config: Config) -> Config:
-    """The config for sharing: the same network, scan and training, without private values.
-
-    Folders, names of patients, earlier runs and the logger's account are left out. Arguments of the user's own classes
-    stay, because a network may need them. Arguments of the user's own slices, and the user's own metrics, are left out.
-    """
-    metrics = {name: metric for name, metric in config.metrics.items() if is_trusted(metric.target, ())}
-    groups: dict[str, Any] = {"metrics": metrics, "logger": {}, "callbacks": {}, "tags": []}
-    return config.changed(**groups, data=config.data.without_places(), finetune=None, resume=None, fit=FIT)

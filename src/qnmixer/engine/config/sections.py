@@ -9,11 +9,8 @@ from annotated_types import Ge, Gt, Le, Len
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    Discriminator,
     Field,
     StringConstraints,
-    Tag,
-    create_model,
     model_validator,
 )
 
@@ -26,11 +23,9 @@ Length = Annotated[float, Gt(0)]
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 Accelerator = Literal["auto", "cpu", "gpu", "cuda"]
 Precision = Literal["32", "16-mixed", "bf16-mixed"]
-CheckpointName = Literal["best", "last"]
 RunTag = Annotated[str, Len(0, LONGEST_TAG)]
 Name = Annotated[str, Len(0, LONGEST_NAME)]
 RunID = Annotated[str, StringConstraints(pattern=rf"^[\w.-]{{1,{LONGEST_NAME}}}$")]
-Symmetries = Literal[1, 2, 4, 8]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """One text, or several."""
 File = Annotated[str, AfterValidator(expanduser)]
@@ -54,30 +49,6 @@ class GeometryConfig(Section):
     fbp_filter: Literal["ramp", "shepp-logan", "cosine", "hamming", "hann"]
     beam: Literal["fan_flat", "fan_curved", "parallel"] = "fan_flat"
     detector_offset: float = 0.0  # bins
-
-
-def _kind_of_scan(values: Any) -> str:
-    return "changes" if isinstance(values, dict) and values.get("name", "") is None else "scan"
-
-
-_CHANGES: dict[str, Any] = {
-    key: (Annotated[field.annotation, key, *field.metadata] | None, ...)
-    for key, field in GeometryConfig.model_fields.items()
-}
-GeometryChanges: Any = create_model("GeometryChanges", __base__=Section, **_CHANGES)
-"""For a trained network: the scan of the run itself. Keys that are not None here replace the run's."""
-ScanOrAsTrained = Annotated[
-    Annotated[GeometryConfig, Tag("scan")] | Annotated[GeometryChanges, Tag("changes")], Discriminator(_kind_of_scan)
-]
-"""A scan, or changes of the run's."""
-
-
-def scan_for(section: ScanOrAsTrained, trained: GeometryConfig) -> GeometryConfig:
-    """The scan that a command with a trained network uses."""
-    if isinstance(section, GeometryConfig):
-        return section
-    changes = {key: value for key, value in section.plain().items() if value is not None}
-    return trained.changed(**changes) if changes else trained
 
 
 class MemoryConfig(Section):

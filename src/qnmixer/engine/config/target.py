@@ -82,12 +82,6 @@ class Target(Section):
         """The keys that it does not declare."""
         return dict(self.model_extra or {})
 
-    def choice(self) -> list[str]:
-        """The overrides that choose this target."""
-        if self.name != self.target:
-            return [f"{self.group}={self.name}"]
-        return [f"{self.group}=custom", f"{self.group}.{TARGET}={self.target}"]
-
     def keywords(self) -> dict[str, Any]:
         """The arguments, without Hydra's words."""
         return {key: value for key, value in self.arguments.items() if key not in _WORDS}

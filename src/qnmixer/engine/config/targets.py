@@ -15,7 +15,8 @@ from qnmixer.engine.config.sections import WandbConfig
 from qnmixer.engine.config.target import FUNCTION_OR_MODULE, Target
 from qnmixer.engine.plugins import Kind, defaults_of, is_trusted, load_plugin, parameters_of, subclass_of
 from qnmixer.engine.reports.names import LOSS, taken_names
-from qnmixer.errors import ConfigError, first_line
+from qnmixer.errors import ConfigError
+from qnmixer.files import numbers_in
 
 METRICS_FILE = "qnmixer.lightning.MetricsFile"
 """The target of logger=csv. Every run has this logger."""
@@ -59,11 +60,6 @@ class ModelConfig(Target):
         """Whether it is an UnrolledNetwork. Imports it."""
         return _UNROLLED.fits(self.load())
 
-    @property
-    def takes_projector(self) -> bool:
-        """Whether a plain torch module has an argument projector, and so gets sinograms. Imports it."""
-        return any(parameter.name == "projector" for parameter in parameters_of(self.load()) or ())
-
     def positional(self, function: Any) -> int:
         """One, the projector, for an UnrolledNetwork."""
         return int(self.has_steps)
@@ -90,12 +86,6 @@ class ModelConfig(Target):
     def title(self) -> str:
         """Its name in tables and pictures."""
         return str(self.load().title) if self.has_steps else self.load().__name__
-
-    @property
-    def width(self) -> int:
-        """Its argument channels; 0 without it, or if that is no number."""
-        width = self.settings().get("channels", 0)
-        return width if isinstance(width, int) else 0
 
     def divisors(self) -> dict[str, int]:
         """Numbers that must divide the image size, by the key that sets each."""
@@ -138,20 +128,10 @@ class NoiseConfig(Target):
     supplied: ClassVar[tuple[str, ...]] = ("hu_max",)
 
     def checked(self) -> Self:
-        """Read the file of a profile first: checkpoints have its values, and so need no file."""
+        """With the values of a profile's file: checkpoints have these, and so need no file."""
         path = self.keywords().get("profile")
-        return super().checked() if not isinstance(path, str) else self.changed(profile=_profile_in(path)).checked()
-
-
-def _profile_in(path: str) -> list[float]:
-    import numpy as np
-
-    try:
-        values = np.load(path) if path.endswith(".npy") else np.loadtxt(path)
-        return [float(value) for value in values]
-    except (OSError, ValueError, TypeError) as error:
-        fix = "give a .npy [bins], or a text file with a number on each line"
-        raise ConfigError(f"noise.profile={path} cannot be read ({first_line(error)}): {fix}") from error
+        values = {"profile": numbers_in("noise.profile", path)} if isinstance(path, str) else {}
+        return super(NoiseConfig, self.changed(**values)).checked()
 
 
 class OptimizerConfig(Target):

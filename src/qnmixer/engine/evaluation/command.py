@@ -6,10 +6,10 @@ from pathlib import Path
 from qnmixer.engine.build import build_own_data
 from qnmixer.engine.checkpoints import load_run, run_of, split_of
 from qnmixer.engine.config.compose import values_of
-from qnmixer.engine.config.data import LOADING, AsTrained, DataConfig, FolderData, MixedData, PairData, PhantomData
+from qnmixer.engine.config.data import DataConfig, FolderData, MixedData, PairData, PhantomData
 from qnmixer.engine.config.rules import one_scale, scan_of_set
 from qnmixer.engine.config.run import section, targets_of
-from qnmixer.engine.config.sections import GeometryConfig, ScanOrAsTrained, scan_for
+from qnmixer.engine.config.sections import GeometryConfig
 from qnmixer.engine.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.engine.evaluation.config import EvaluateConfig, ScoringConfig
 from qnmixer.engine.evaluation.evaluate import (
@@ -29,10 +29,13 @@ from qnmixer.engine.reports.terminal import Console
 from qnmixer.engine.tracking.loggers import scoring_loggers
 from qnmixer.engine.tracking.records import is_signed, own_modules, read_results
 from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.trained_run import AsTrained, ScanOrAsTrained, scan_for
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import path_of
 from qnmixer.weights import SUFFIX, find_checkpoint, located
 
+_LOADING = "batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"
+"""Keys of how slices are loaded. They change no slice."""
 _KEYS_OF_TEST = "simulation_factor", "disc"
 """Keys that turn the run's own slices into another test."""
 _NO_PLACE = "{} does not say where its slices are: give data=NAME data.root=FOLDER, as data=dicom"
@@ -166,12 +169,12 @@ def other_slices(
         for source in trained.by_section().values():
             if isinstance(source, FolderData) and _folder(data) == _folder(source):
                 # else the evaluation would use slices that the network was trained on
-                if conflicts := sorted(keys - {"root", *fixed, *_KEYS_OF_TEST, *LOADING}):
+                if conflicts := sorted(keys - {"root", *fixed, *_KEYS_OF_TEST, *_LOADING}):
                     raise ConfigError(
                         f"data.root={data.root} is the run's own folder, which was split already: leave out "
                         f"data.{conflicts[0]}, or give data.split=all too for other slices of the folder"
                     )
-                changed = [*_KEYS_OF_TEST, *(key for key in LOADING if key in keys)]
+                changed = [*_KEYS_OF_TEST, *(key for key in _LOADING if key in keys)]
                 return source.changed(**{key: getattr(data, key) for key in changed}), True
         data = data.changed(split="all")
     if isinstance(data, FolderData) and "pixel_size" not in keys and trained.at_true_size:

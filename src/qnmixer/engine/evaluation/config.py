@@ -7,18 +7,13 @@ from omegaconf import DictConfig
 from pydantic import BeforeValidator, Field
 
 from qnmixer.engine.config.checking import Section
-from qnmixer.engine.config.data import AsTrained, DataConfig, SourceOrAsTrained, check_data
+from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.files import TARGET
 from qnmixer.engine.config.run import check_targets
-from qnmixer.engine.config.sections import (
-    Accelerator,
-    CheckpointName,
-    EvaluationConfig,
-    ScanOrAsTrained,
-    Symmetries,
-    Texts,
-)
+from qnmixer.engine.config.sections import Accelerator, EvaluationConfig, Texts
 from qnmixer.engine.config.targets import Loggers, NoiseConfig
+from qnmixer.engine.data.folders import check_data
+from qnmixer.engine.trained_run import AsTrained, CheckpointName, ScanOrAsTrained, SourceOrAsTrained, Symmetries
 from qnmixer.files import check_there
 
 

@@ -5,17 +5,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import model_validator
 
 from qnmixer.engine.config.checking import Section
-from qnmixer.engine.config.sections import (
-    Accelerator,
-    CheckpointName,
-    Count,
-    File,
-    Length,
-    ScanOrAsTrained,
-    Symmetries,
-    Texts,
-    check_window,
-)
+from qnmixer.engine.config.sections import Accelerator, Count, File, Length, Texts, check_window
+from qnmixer.engine.trained_run import CheckpointName, ScanOrAsTrained, Symmetries
 
 OF_DATAMODULE = "predict_dataloader"
 """The input that means the slices of the run's own LightningDataModule. A file of this name needs a path: ./…"""

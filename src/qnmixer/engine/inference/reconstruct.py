@@ -14,7 +14,6 @@ from rich.progress import Progress
 from torch import Tensor
 
 from qnmixer.engine.checkpoints import load_run
-from qnmixer.engine.config.sections import scan_for
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.engine.inference.config import OF_DATAMODULE, ReconstructConfig
 from qnmixer.engine.inference.input_slices import simulated_scans, slice_files
@@ -25,6 +24,7 @@ from qnmixer.engine.memory.usage import is_out_of_memory
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor, on_scan, symmetries_of
 from qnmixer.engine.reports.terminal import Console
+from qnmixer.engine.trained_run import scan_for
 from qnmixer.errors import DataError, OutOfMemory, first_line
 from qnmixer.models.fbp import FBP
 from qnmixer.physics import Symmetry, images_by_symmetry

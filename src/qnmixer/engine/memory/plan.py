@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map_only
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config.override import override
-from qnmixer.engine.config.run import Config, batch_of_replica, devices_per_replica, validate, with_iterations
+from qnmixer.engine.config.run import Config, validate
 from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig
-from qnmixer.engine.config.targets import averages_weights
+from qnmixer.engine.config.targets import ModelConfig, averages_weights
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.shapes import values_refused, without_data
 from qnmixer.engine.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes
@@ -62,11 +62,12 @@ class Planner:
     def growth(self, config: Config) -> float | None:
         """Bytes that each further iteration adds; None for a pipeline, and for a network that cannot have more."""
         T = config.model.T
-        if isinstance(config.strategy, PipelineConfig) or T < 2:
+        if isinstance(config.strategy, PipelineConfig) or T < 2 or not config.model.is_unrolled:
             return None
         n_added = 2  # an even number: two kinds of block may alternate
         try:
-            longer_peak = self.estimate(with_iterations(config, T + n_added)).peak
+            longer = config.changed(model=config.model.changed(n_iterations=T + n_added))
+            longer_peak = self.estimate(longer).peak
         except ConfigError:
             return None
         return (longer_peak - self.estimate(config).peak) / n_added
@@ -217,6 +218,16 @@ def _sharded(footprint: Footprint, config: Config, network: UnrolledNetwork[Any]
 # The stages of a pipeline
 
 
+def devices_per_replica(config: Config) -> int:
+    """The number of devices that work on the same samples: those of a pipeline, or one."""
+    return config.strategy.devices_per_replica(config.trainer)
+
+
+def batch_of_replica(config: Config) -> int:
+    """Samples that the devices of one replica get together. data.batch_size is for one device."""
+    return config.data.batch_size * devices_per_replica(config)
+
+
 def n_microbatches(config: Config) -> int:
     """Micro-batches in the batch of a pipeline."""
     assert isinstance(config.strategy, PipelineConfig)
@@ -326,6 +337,12 @@ def advice(planner: Planner, config: Config, available: float) -> str:
     )
 
 
+def channels_of(model: ModelConfig) -> int:
+    """The argument channels of a network; 0 without it, or if that is no number."""
+    channels = model.settings().get("channels", 0)
+    return channels if isinstance(channels, int) else 0
+
+
 def changes(config: Config) -> list[str]:
     """Changes that make a step smaller at the same effective batch, mildest first, except those already made."""
     batch = config.data.batch_size
@@ -333,9 +350,9 @@ def changes(config: Config) -> list[str]:
     kind = "bf16" if config.trainer.accelerator == "cpu" else "16"  # fp16 is far slower on a CPU
     half_precision = "" if config.trainer.precision != "32" else f"trainer.precision={kind}-mixed"
     smaller_batch, batch_of_one = (_with_batch(config, min(batch - 1, limit)) for limit in (batch, 1))
-    model = config.model
+    model, channels = config.model, channels_of(config.model)
     fewer_iterations = f"model.n_iterations={model.T // 2}" if model.T > 1 else ""
-    fewer_channels = f"model.channels={model.width // 8 * 4}" if model.width >= 8 else ""
+    fewer_channels = f"model.channels={channels // 8 * 4}" if channels >= 8 else ""
     candidates = [
         recompute,
         smaller_batch,

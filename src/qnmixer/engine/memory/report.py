@@ -9,7 +9,7 @@ from qnmixer.engine.config.files import options
 from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.config import DEVICES, PlanConfig, device_memory
-from qnmixer.engine.memory.plan import Planner, changed_to, idle, with_assumed_devices
+from qnmixer.engine.memory.plan import Planner, changed_to, channels_of, idle, with_assumed_devices
 from qnmixer.engine.memory.usage import MIB, on_a_gpu
 from qnmixer.engine.reports.terminal import Console, markdown_table, progress, terminal_table
 
@@ -94,7 +94,7 @@ def _setting(config: Config, assumed: str = "") -> str:
             f"({effective_batch(config)} slices an optimizer step)"
         )
     model, size = config.model, config.data.image_size
-    width = f", C = {model.width}" if model.width else ""
+    width = f", C = {channels}" if (channels := channels_of(model)) else ""
     return (
         f"{model.name}, T = {model.T}{width}, {size} × {size} pixels, batch {config.data.batch_size}, "
         f"precision {config.trainer.precision}, memory={config.memory.name}, {config.optimizer.name}{spread}"

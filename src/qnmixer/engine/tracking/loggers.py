@@ -19,12 +19,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from pydantic import ValidationError
 
 from qnmixer.engine.config.compose import values_of
-from qnmixer.engine.config.files import with_names
-from qnmixer.engine.config.run import Config, effective_batch, without_places
+from qnmixer.engine.config.run import Config, effective_batch
 from qnmixer.engine.config.sections import LONGEST_NAME, LONGEST_TAG, WandbConfig
 from qnmixer.engine.config.targets import METRICS_FILE, LoggerConfig
 from qnmixer.engine.processes.process import rank
-from qnmixer.engine.reconstructor import method_name
 from qnmixer.engine.reports.names import OF_NETWORKS
 from qnmixer.engine.tracking.records import (
     as_number,
@@ -37,6 +35,7 @@ from qnmixer.engine.tracking.records import (
     versions,
 )
 from qnmixer.engine.tracking.run import name_of_run
+from qnmixer.engine.tracking.sharing import with_names, without_places
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_in_errors, write_text
 
@@ -367,7 +366,7 @@ def _described(config: Config) -> dict[str, Any]:
     """The config for a logger, without private values, and with the versions and hardware that results depend on."""
     trainer = config.trainer
     return _anonymous(with_names(without_places(config).plain())) | {
-        "method": method_name(config),
+        "method": config.model.title,
         "git_commit": git_commit(),
         "versions": versions(),
         "device": device_name(trainer.accelerator),

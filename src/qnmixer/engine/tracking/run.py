@@ -15,7 +15,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from qnmixer.engine.config.compose import LENGTH, SEARCH_PATH, compose, key_of, of_hydra, quoted, values_of
+from qnmixer.engine.config.compose import SEARCH_PATH, compose, key_of, of_hydra, quoted, values_of
 from qnmixer.engine.config.files import CONF
 from qnmixer.engine.processes.folders import remove_left_folders
 from qnmixer.engine.processes.process import rank
@@ -311,7 +311,7 @@ def _asked_run(asked: str, folder: Path | None) -> Path:
 def _in_place(run: Path, command_overrides: list[str]) -> list[str]:
     """The overrides that resume a run in its folder. Overrides given now replace those of the run."""
     record, values = read_results(run), values_of(command_overrides)
-    if record.get("status") == "done" and not any(key in values for key in (*LENGTH, "trainer.max_time")):
+    if record.get("status") == "done" and not any(key in values for key in (*_LENGTH, "trainer.max_time")):
         steps = record.get("steps", 0)
         raise CheckpointError(f"{run} is done ({steps} steps): to train longer, raise trainer.max_steps")
     run_overrides = _without_keys(overrides_of(run), "resume")
@@ -350,6 +350,8 @@ def _has_begun(run: Path, overrides: list[str]) -> bool:
     return True
 
 
+_LENGTH = ("trainer.max_steps", "trainer.max_epochs")
+"""The keys that set the length of a run."""
 _SET_HERE = ("resume", "hydra.run.dir", "hydra.output_subdir")
 """Keys that are set here."""
 
@@ -380,8 +382,8 @@ def _merged(run_overrides: list[str], command_overrides: list[str]) -> list[str]
     """
     new_keys = {*map(key_of, command_overrides)}
     dropped_prefixes = tuple(f"{key}." for key in new_keys if (CONF / key).is_dir())
-    if not new_keys.isdisjoint(LENGTH):
-        dropped_prefixes += LENGTH
+    if not new_keys.isdisjoint(_LENGTH):
+        dropped_prefixes += _LENGTH
     kept_overrides = [
         override
         for override in run_overrides

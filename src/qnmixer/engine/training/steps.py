@@ -35,7 +35,7 @@ from qnmixer.engine.evaluation.evaluate import RunData, count_of, evaluate, what
 from qnmixer.engine.evaluation.logs import log_evaluation
 from qnmixer.engine.lightning_private import count_training_steps, disable_signal_handling
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.plan import Planner, advice
+from qnmixer.engine.memory.plan import Planner, advice, channels_of
 from qnmixer.engine.memory.usage import MIB, is_out_of_memory, memory_of
 from qnmixer.engine.metrics import try_metrics
 from qnmixer.engine.parallel.buffers import buffer_means
@@ -138,7 +138,8 @@ def require_memory(config: Config) -> None:
     model, data = config.model, config.data
     if config.trainer.accelerator != "cpu" or not model.has_weights:
         return
-    values = model.T * model.width * (data.batch_size * data.image_size**2 + 16 * model.width)
+    channels = channels_of(model)
+    values = model.T * channels * (data.batch_size * data.image_size**2 + 16 * channels)
     available = memory_of(torch.device("cpu"))
     if 4 * values / MIB < available / 16:
         return

@@ -5,8 +5,9 @@ from typing import ClassVar, Self
 from omegaconf import DictConfig
 
 from qnmixer.engine.config.checking import unknown_key
-from qnmixer.engine.config.sections import EvaluationConfig, Seed, Symmetries, Texts
+from qnmixer.engine.config.sections import EvaluationConfig, Seed, Texts
 from qnmixer.engine.evaluation.config import ScoringConfig
+from qnmixer.engine.trained_run import Symmetries
 
 
 class CompareConfig(ScoringConfig):

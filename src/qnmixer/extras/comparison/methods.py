@@ -17,7 +17,6 @@ from qnmixer.engine.data.splits import Overlap
 from qnmixer.engine.evaluation.scores import Conditions, ImageScore, by_patient
 from qnmixer.engine.evaluation.statistics import Scores, Seeds, Statistic, difference, spread
 from qnmixer.engine.plugins import check_trusted
-from qnmixer.engine.reconstructor import method_name
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.sweeps import jobs_of
 from qnmixer.engine.tracking.identity import what_is_trained
@@ -219,7 +218,7 @@ def _names(words: Sequence[Words], jobs: Sequence[ComparedJob | None]) -> list[s
     keys = dict.fromkeys(key for of_job in words for key in of_job if key not in _OF_NO_METHOD)
     varying = [key for key in keys if len({of_job.get(key) for of_job in words}) > 1]
     overrides = [tuple(f"{key}={of_job[key]}" for key in varying if key in of_job) for of_job in words]
-    networks = [method_name(job.config) if job else "" for job in jobs]
+    networks = [job.config.model.title if job else "" for job in jobs]
     names = [_name_of(own, network, overrides, networks) for own, network in zip(overrides, networks, strict=True)]
     for name in {name for name in names if names.count(name) > 1}:
         namesakes = [(n, job.trained) for n, job in enumerate(jobs) if names[n] == name and job]

@@ -11,11 +11,11 @@ from typing import Any
 from qnmixer.engine.checkpoints import built_from, steps_of
 from qnmixer.engine.config.compose import quoted, values_of
 from qnmixer.engine.config.files import TARGET
-from qnmixer.engine.config.run import without_places
 from qnmixer.engine.plugins import trust_words
-from qnmixer.engine.reconstructor import Reconstructor, method_name, second_order
+from qnmixer.engine.reconstructor import Reconstructor, second_order
 from qnmixer.engine.reports.terminal import markdown_table
 from qnmixer.engine.tracking.records import duration, read_results, read_text
+from qnmixer.engine.tracking.sharing import without_places
 from qnmixer.pretrained import digest_of_weights
 from qnmixer.weights import CHECKPOINT_KEY
 
@@ -68,7 +68,7 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
     of_weights = evaluations(run, digest_of_weights(module.state_dict()))
     tables = [f"### {folder.relative_to(run)}\n\n{read_text(folder / 'table.md').strip()}" for folder in of_weights]
     return _CARD.format(
-        method=method_name(config),
+        method=config.model.title,
         size=config.data.image_size,
         n_views=config.geometry.n_views,
         file=file.name,

@@ -6,9 +6,10 @@ from annotated_types import Ge, Gt, Le
 from pydantic import model_validator
 
 from qnmixer.engine.config.files import options
-from qnmixer.engine.config.sections import Count, EvaluationConfig, Length, Symmetries
+from qnmixer.engine.config.sections import Count, EvaluationConfig, Length
 from qnmixer.engine.config.targets import Loggers
 from qnmixer.engine.evaluation.config import ScoringConfig
+from qnmixer.engine.trained_run import Symmetries
 from qnmixer.errors import ConfigError
 
 Fraction = Annotated[float, Gt(0), Le(1)]

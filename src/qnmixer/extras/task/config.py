@@ -8,8 +8,9 @@ from pydantic import model_validator
 
 from qnmixer.engine.config.checking import Section
 from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.config.sections import GeometryChanges, Length, Seed
+from qnmixer.engine.config.sections import Length, Seed
 from qnmixer.engine.evaluation.config import RunEvaluationConfig
+from qnmixer.engine.trained_run import GeometryChanges
 from qnmixer.errors import ConfigError
 
 
