@@ -32,10 +32,10 @@ import pytest
 import torch
 import yaml
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, parse
 from qnmixer.module import ReconstructionModule
+from qnmixer.module.build import build_module
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import Config, parse
 
 from .composing import compose_faster
 from .schemas import EXTRAS
@@ -133,8 +133,8 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Warm:
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
     """Runs commands that need torch, Lightning or W&B."""
-    rooms = ["training.worker", "inference.reconstruct", "memory.report", "checkup.checks"]
-    loaded = ["qnmixer.fit", *["qnmixer.extras.export.run"] * EXTRAS, *(f"qnmixer.engine.{room}" for room in rooms)]
+    rooms = ["training.worker", "reconstruction.reconstruct", "memory.report", "commands.checkup.checks"]
+    loaded = ["qnmixer.fit", *["qnmixer.extras.export.run"] * EXTRAS, *(f"qnmixer.{room}" for room in rooms)]
     loaded += ["wandb", "wandb.sdk.launch"]  # W&B loads its launcher when a run starts
     return server("warm", tmp_path_factory, *loaded)
 

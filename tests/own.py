@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.models import UnrolledNetwork
 from qnmixer.module import ReconstructionModule
 from qnmixer.physics import KeyedNoise

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.cli import command
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
+from qnmixer.commands import command
+from qnmixer.module.build import build_module
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
 
 from .schemas import SCHEMAS
 

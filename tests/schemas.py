@@ -2,12 +2,12 @@
 
 from importlib.util import find_spec
 
-from qnmixer.engine.checkup.config import DoctorConfig
-from qnmixer.engine.config.checking import Section
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.evaluation.config import EvaluateConfig
-from qnmixer.engine.inference.config import ReconstructConfig
-from qnmixer.engine.memory.config import PlanConfig
+from qnmixer.commands.checkup.config import DoctorConfig
+from qnmixer.evaluation.config import EvaluateConfig
+from qnmixer.memory.config import PlanConfig
+from qnmixer.reconstruction.config import ReconstructConfig
+from qnmixer.settings.run import Config
+from qnmixer.settings.validation import Section
 
 EXTRAS = find_spec("qnmixer.extras") is not None
 SCHEMAS: dict[str, type[Section]] = {

@@ -11,7 +11,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, ListConfig
 
-from qnmixer.engine.config.compose import compose
+from qnmixer.settings.compose import compose
 
 from . import composing
 from .composing import FileConfigSource

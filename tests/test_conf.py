@@ -6,9 +6,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer import models
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.files import CONF, options, values_of_option
-from qnmixer.engine.config.run import parse
+from qnmixer.settings.compose import compose
+from qnmixer.settings.options import CONF, options, values_of_option
+from qnmixer.settings.run import parse
 
 from .conftest import every_third
 from .studies import SEARCH_PATH, STUDIES

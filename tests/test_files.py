@@ -7,7 +7,7 @@ import pytest
 
 from qnmixer.errors import DataError
 from qnmixer.files import atomic_file, check_there, make_free_folder, write_text
-from qnmixer.weights import check_weights
+from qnmixer.reconstruction.weights import check_weights
 
 
 def test_a_name_that_is_not_utf8_is_written(tmp_path: Path) -> None:

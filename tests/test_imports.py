@@ -16,8 +16,8 @@ SRC = Path(qnmixer.__file__).parent
     ("module", "unwanted"),
     [
         ("qnmixer", {"torch", "numpy", "omegaconf", "rich"}),
-        ("qnmixer.engine.config.run", {"torch", "lightning"}),
-        ("qnmixer.engine.inference.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
+        ("qnmixer.settings.run", {"torch", "lightning"}),
+        ("qnmixer.reconstruction.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
         pytest.param(
             "qnmixer.extras.export.run", {"lightning", "torchmetrics", "matplotlib"}, marks=pytest.mark.extras
         ),
@@ -35,4 +35,4 @@ def test_one_file_reaches_into_lightning() -> None:
         r"|\b(fit|val|epoch|evaluation)_loop\b|_batches_that_stepped|\btrainer\._\w"  # loops and attributes
     )
     found = {str(path.relative_to(SRC)) for path in SRC.rglob("*.py") if private.search(path.read_text())}
-    assert found == {"engine/lightning_private.py"}
+    assert found == {"parallel/lightning_private.py"}

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import qnmixer
-from qnmixer.engine.checkpoints import encode, load_run
-from qnmixer.engine.config.files import options
-from qnmixer.engine.reconstructor import Reconstructor, on_scan
 from qnmixer.errors import CheckpointError, ConfigError, GeometryError
 from qnmixer.installed import PACKAGES
-from qnmixer.pretrained import load_network
+from qnmixer.reconstruction.checkpoints import encode, load_run
+from qnmixer.reconstruction.pretrained import load_network
+from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY
+from qnmixer.settings.options import options
 from qnmixer.steps import config_of
-from qnmixer.weights import CHECKPOINT_KEY
 
 from .conftest import PHANTOMS, TINY, environment
 from .heavy import path_hiding

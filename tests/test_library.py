@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import qnmixer
-from qnmixer.engine.checkpoints import encode
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import CheckpointError, ConfigError, GeometryError, PluginError
 from qnmixer.models import QNMixer
+from qnmixer.reconstruction.checkpoints import encode
+from qnmixer.reconstruction.reconstructor import Reconstructor
+from qnmixer.settings.run import Config
 from qnmixer.train import train
 
 from .conftest import PHANTOMS, TINY

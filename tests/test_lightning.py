@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch.tuner import Tuner
 
 import qnmixer.lightning
-from qnmixer.engine.processes import process
 from qnmixer.errors import CheckpointError
 from qnmixer.lightning import EMA, Checkpointing, Measurement, MemoryMonitor, ReconstructionModule, slices
 from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
+from qnmixer.runs.processes import process
 from qnmixer.train import train
 
 from .conftest import PHANTOMS, TINY

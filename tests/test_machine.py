@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from qnmixer import machine
-from qnmixer.engine.memory.usage import MIB, memory_of
-from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.errors import GeometryError
 from qnmixer.machine import n_cores, threads_each, wait_briefly
+from qnmixer.parallel.device_memory import MIB, memory_of
+from qnmixer.parallel.devices import choose_device
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 SLURM = "0::/slurm/job_7/step_0\n"

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.parts import build_optimizer
+from qnmixer.module.build import build_module
+from qnmixer.module.parts import build_optimizer
 from qnmixer.muon import Muon, orthogonalized
+from qnmixer.settings.run import Config
 
 MODELS = ["qn_mixer", "learn", "learned_primal_dual", "learn_pp", "itnet model.channels=8"]
 MODELS += ["regformer model.channels=6 model.window_size=4"]

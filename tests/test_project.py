@@ -12,6 +12,7 @@ import pytest
 from qnmixer import new
 
 from .conftest import environment
+from .public import PRIVATE
 from .warm import Warm
 
 TEMPLATE = new.TEMPLATE
@@ -41,7 +42,7 @@ def test_nothing_in_it_has_the_name_of_the_template(project: Path) -> None:
 def test_it_is_short_and_imports_nothing_private(project: Path) -> None:
     files = [path for path in project.rglob("*") if path.is_file()]
     assert sum(len(path.read_text().splitlines()) for path in files) < 700
-    assert [path for path in files if "qnmixer.engine" in path.read_text()] == []
+    assert [path for path in files if PRIVATE.search(path.read_text())] == []
 
 
 def test_its_notebook_has_no_outputs(project: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from .pages import PAGES, ROOT
-from .public import MODULES, signatures
+from .public import MODULES, PRIVATE, signatures
 
 FILE = Path(__file__).with_name("public.txt")
 READ_BY_USERS = [
@@ -15,7 +15,7 @@ READ_BY_USERS = [
     *sorted((ROOT / "notebooks").glob("*.ipynb")),
     *(
         path
-        for path in sorted((ROOT / "src" / "qnmixer" / "template").rglob("*"))
+        for path in sorted((ROOT / "src" / "qnmixer" / "commands" / "template").rglob("*"))
         if path.suffix in (".py", ".ipynb", ".md")
     ),
 ]
@@ -33,6 +33,6 @@ def test_a_change_of_a_public_name_is_in_the_changelog() -> None:
 @pytest.mark.parametrize("path", READ_BY_USERS, ids=lambda path: path.name)
 def test_what_users_read_imports_public_modules_only(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert re.findall(r"qnmixer\.engine[.\w]*", text) == []
+    assert PRIVATE.findall(text) == []
     imported = re.findall(r"^\W*(?:from|import) (qnmixer[.\w]*)", text, re.MULTILINE)
     assert {*imported} - {*MODULES, "qnmixer.train"} == set()

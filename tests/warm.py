@@ -198,7 +198,7 @@ def _reap(*_: object) -> None:
 
 
 def _die_with(parent: int) -> None:
-    from qnmixer.engine.processes.process import die_with_parent
+    from qnmixer.runs.processes.process import die_with_parent
 
     die_with_parent(parent)
 
@@ -222,9 +222,9 @@ def _preload(modules: list[str]) -> None:
 
 def _compose_once() -> None:
     """Let Hydra find its plugins and read conf/, and pydantic build its types."""
-    from qnmixer.engine.config.compose import compose
-    from qnmixer.engine.config.run import parse
-    from qnmixer.engine.tracking.sharing import with_names
+    from qnmixer.runs.sharing import with_names
+    from qnmixer.settings.compose import compose
+    from qnmixer.settings.run import parse
 
     configs = {name: compose(name, []) for name in COMMANDS}
     with_names(parse(configs["train"]).plain())
@@ -241,7 +241,7 @@ def _become(arguments: list[str]) -> None:
         media.MEDIA_TMP._finalizer.detach()
         media.MEDIA_TMP.__init__("wandb-media")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, whose parent is not its launcher
-        ranks = importlib.import_module("qnmixer.engine.processes.process")
+        ranks = importlib.import_module("qnmixer.runs.processes.process")
         die_with_parent = ranks.die_with_parent
         ranks.die_with_parent = lambda parent=None: die_with_parent()
     match arguments:

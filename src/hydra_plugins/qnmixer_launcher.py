@@ -11,13 +11,13 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 if TYPE_CHECKING:
-    from qnmixer.engine.sweeps import Job
+    from qnmixer.runs.sweeps import Job
 
 
 class ProcessLauncher(Launcher):
     """Runs each job of a sweep in new processes and in its own folder; several at once if there are enough devices.
 
-    A failed job returns None to the sweeper, and the other jobs run. `qnmixer.engine.sweeps` reports failed jobs.
+    A failed job returns None to the sweeper, and the other jobs run. `qnmixer.runs.sweeps` reports failed jobs.
 
     Args:
         jobs_at_once: the most jobs at a time. None: as many as there are GPUs for; on a CPU one at a time. More than
@@ -34,13 +34,13 @@ class ProcessLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run these jobs and wait for all of them."""
-        from qnmixer.engine.config.compose import search_path_in, with_one_limit
-        from qnmixer.engine.sweeps import (  # imported here, because Hydra loads this file for every command
+        from qnmixer.errors import ConfigError
+        from qnmixer.runs.sweeps import (  # imported here, because Hydra loads this file for every command
             Job,
             place_jobs,
             run_jobs,
         )
-        from qnmixer.errors import ConfigError
+        from qnmixer.settings.compose import search_path_in, with_one_limit
         from qnmixer.train import check
 
         if self.jobs_at_once is not None and (not isinstance(self.jobs_at_once, int) or self.jobs_at_once < 1):

@@ -43,14 +43,14 @@ def load_pretrained(
         NotInstalled: hf:// needs `qnmixer[hub]`; a network of one's own, or total variation, needs `qnmixer[train]`.
         PluginError: the file names a class of a module that is not in `trust`.
     """
-    from qnmixer.pretrained import load_network
-    from qnmixer.weights import find_checkpoint
+    from qnmixer.reconstruction.pretrained import load_network
+    from qnmixer.reconstruction.weights import find_checkpoint
 
     path = find_checkpoint(run)
     if (network := load_network(path, **geometry)) is None:
         require("train", f"the network of {path}")
-        from qnmixer.engine.checkpoints import load_run
-        from qnmixer.engine.reconstructor import on_scan
+        from qnmixer.reconstruction.checkpoints import load_run
+        from qnmixer.reconstruction.reconstructor import on_scan
 
         trained = load_run(path, trust=trust)
         scan = trained.config.geometry.changed(**geometry)
@@ -67,6 +67,6 @@ def phantom(size: int, *, seed: int, part: str, index: int) -> "np.ndarray[Any, 
         part: "train", "val" or "test"; their phantoms never coincide.
         index: number in the part; any non-negative integer.
     """
-    from qnmixer.engine.data import phantoms
+    from qnmixer.phantoms import phantoms
 
     return phantoms.phantom(size, seed=seed, part=part, index=index)

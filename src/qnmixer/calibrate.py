@@ -11,7 +11,7 @@ import qnmixer.needs_train  # noqa: F401
 
 from omegaconf import DictConfig
 
-from qnmixer.engine.cli import command
+from qnmixer.commands import command
 from qnmixer.errors import say, visible
 from qnmixer.files import check_there, check_unused
 from qnmixer.installed import extras, require

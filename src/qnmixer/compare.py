@@ -13,14 +13,14 @@ import qnmixer.needs_train  # noqa: F401
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from qnmixer.engine.cli import command
-from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.config.targets import NoiseConfig
-from qnmixer.engine.evaluation.config import check_slices
-from qnmixer.engine.sweeps import find_sweep
+from qnmixer.commands import command
 from qnmixer.errors import ConfigError, say, visible
+from qnmixer.evaluation.config import check_slices
 from qnmixer.files import check_no_links, check_unused, path_of
 from qnmixer.installed import extras
+from qnmixer.runs.sweeps import find_sweep
+from qnmixer.settings.data import DataConfig
+from qnmixer.settings.parts import NoiseConfig
 
 with extras():
     from qnmixer.extras.comparison.config import CompareConfig
@@ -31,9 +31,9 @@ def compare(config: CompareConfig) -> None:
     overrides = list(HydraConfig.get().overrides.task)
     sweeps = [find_sweep(sweep) for sweep in config.sweep]
     say(visible(f"comparing the jobs of {', '.join(map(str, sweeps))} (loading PyTorch …)"))
-    from qnmixer.engine.reports.terminal import Console
     from qnmixer.extras.comparison.compare import compare
     from qnmixer.extras.comparison.report import write_comparison
+    from qnmixer.runs.terminal import Console
 
     console = Console() if Console().is_terminal else Console(width=120)  # rich would wrap a log at 80 columns
     write_comparison(output_of(config, sweeps), compare(config, sweeps, overrides), console)

@@ -15,14 +15,14 @@ import qnmixer.needs_train  # noqa: F401
 
 from hydra.core.hydra_config import HydraConfig
 
-from qnmixer.engine.checkup.config import DoctorConfig
-from qnmixer.engine.cli import command
+from qnmixer.commands import command
+from qnmixer.commands.checkup.config import DoctorConfig
 from qnmixer.errors import say
 
 
 def doctor(config: DoctorConfig) -> None:
     """Run all checks, print each one when it is done, and exit with 1 if one failed."""
-    from qnmixer.engine.checkup.checks import checkup
+    from qnmixer.commands.checkup.checks import checkup
 
     checks = []
     for check in checkup(config.run, Path(HydraConfig.get().runtime.output_dir)):

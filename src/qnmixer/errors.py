@@ -1,4 +1,4 @@
-"""Errors that a user can fix, one type each. `qnmixer.engine.cli.command` prints each as one line.
+"""Errors that a user can fix, one type each. `qnmixer.commands.command` prints each as one line.
 
 Every message says what is wrong, where (file or key), and how to fix it. Plain Python: any module may import it.
 """

@@ -12,12 +12,12 @@ import qnmixer.needs_train  # noqa: F401
 
 from omegaconf import DictConfig
 
-from qnmixer.engine.cli import command
-from qnmixer.engine.evaluation.config import EvaluateConfig, check_slices
-from qnmixer.engine.tracking import run as tracking
+from qnmixer.commands import command
 from qnmixer.errors import say, visible
+from qnmixer.evaluation.config import EvaluateConfig, check_slices
 from qnmixer.installed import extras
-from qnmixer.weights import check_weights
+from qnmixer.reconstruction.weights import check_weights
+from qnmixer.runs import run as tracking
 
 if TYPE_CHECKING:
     from qnmixer.extras.task.config import EvaluateTaskConfig
@@ -31,7 +31,7 @@ def evaluate(config: "AnyConfig") -> None:
     say(visible(f"evaluating {config.run} (loading PyTorch …)"))
     with tracking.new_folder() as (folder, overrides):
         if isinstance(config, EvaluateConfig):
-            from qnmixer.engine.evaluation.command import evaluate_run
+            from qnmixer.evaluation.command import evaluate_run
 
             evaluate_run(config, folder, overrides)
             return

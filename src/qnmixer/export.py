@@ -13,11 +13,11 @@ import qnmixer.needs_train  # noqa: F401
 
 from omegaconf import DictConfig
 
-from qnmixer.engine.cli import command
+from qnmixer.commands import command
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
 from qnmixer.installed import extras
-from qnmixer.weights import PRETRAINED, SUFFIX
+from qnmixer.reconstruction.weights import PRETRAINED, SUFFIX
 
 with extras():
     from qnmixer.extras.export.config import ExportConfig

@@ -8,22 +8,22 @@ from typing import Any, Literal
 
 import qnmixer.needs_train  # noqa: F401
 
-from qnmixer.engine.batch import Batch, to_hu
-from qnmixer.engine.config.run import section
-from qnmixer.engine.config.sections import MemoryConfig
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.metrics import psnr, rmse, ssim, ssim_percent
-from qnmixer.engine.parallel.pipeline import PipelineStrategy
-from qnmixer.engine.parallel.strategies import DDPStrategy, FSDPStrategy
-from qnmixer.engine.reconstructor import Measurement
-from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.tracking.loggers import MetricsFile, WandbRun
-from qnmixer.engine.training.callbacks import EMA, IteratePictures, MemoryMonitor
-from qnmixer.engine.training.checkpointing import Checkpointing
+from qnmixer.data.batch import Batch, to_hu
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.evaluation.metrics import psnr, rmse, ssim, ssim_percent
+from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import UnrolledNetwork
 from qnmixer.module import ReconstructionModule
+from qnmixer.module.base import RunModule
+from qnmixer.parallel.pipeline import PipelineStrategy
+from qnmixer.parallel.strategies import DDPStrategy, FSDPStrategy
 from qnmixer.physics import FanBeamGeometry
+from qnmixer.reconstruction.reconstructor import Measurement
+from qnmixer.runs.loggers import MetricsFile, WandbRun
+from qnmixer.settings.run import section
+from qnmixer.settings.sections import MemoryConfig
+from qnmixer.training.callbacks import EMA, IteratePictures, MemoryMonitor
+from qnmixer.training.checkpointing import Checkpointing
 
 __all__ = [
     "EMA",

@@ -23,6 +23,6 @@ def l1(image: Tensor, truth: Tensor) -> Tensor:
 def ssim_mix(image: Tensor, truth: Tensor, ssim_weight: Annotated[float, Ge(0), Le(1)]) -> Tensor:
     """(1 − weight) · L1 + weight · (1 − SSIM)."""
     # Imported here, because it takes a second and few runs need SSIM.
-    from qnmixer.engine.metrics import ssim
+    from qnmixer.evaluation.metrics import ssim
 
     return (1 - ssim_weight) * l1(image, truth) + ssim_weight * (1 - ssim(image, truth))

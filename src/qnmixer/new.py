@@ -18,12 +18,12 @@ from typing import Any
 
 import qnmixer.needs_train  # noqa: F401
 
-from qnmixer.engine.cli.errors import explain
 from qnmixer.errors import ConfigError
+from qnmixer.settings.error_lines import explain
 from qnmixer.torch_builds import TORCH, installed_build, is_on_pypi, pinned
 
 PACKAGE = Path(__file__).parent
-TEMPLATE = PACKAGE / "template"
+TEMPLATE = PACKAGE / "commands" / "template"
 TOP = (".github", ".gitignore", "Makefile", "README.md", "conf", "notebooks", "pyproject.toml", "src", "tests")
 """What a project has at its top. Linters leave caches beside it."""
 NAME, DISTRIBUTION = "my_ct", "my-ct"

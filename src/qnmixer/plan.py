@@ -7,13 +7,13 @@ python -m qnmixer.plan memory=recompute format=json           # one object, for 
 
 import qnmixer.needs_train  # noqa: F401
 
-from qnmixer.engine.cli import command
-from qnmixer.engine.memory.config import PlanConfig
+from qnmixer.commands import command
+from qnmixer.memory.config import PlanConfig
 
 
 def plan(config: PlanConfig) -> None:
     """Print the plan of one run."""
-    from qnmixer.engine.memory.report import print_plan
+    from qnmixer.memory.report import print_plan
 
     print_plan(config)
 

@@ -10,18 +10,18 @@ import qnmixer.needs_train  # noqa: F401
 
 from omegaconf import DictConfig
 
-from qnmixer.engine.cli import command
-from qnmixer.engine.inference.config import OF_DATAMODULE, ReconstructConfig
+from qnmixer.commands import command
 from qnmixer.errors import ConfigError, say, visible
 from qnmixer.files import check_no_nifti, check_there, check_unused
 from qnmixer.installed import require
-from qnmixer.weights import check_weights
+from qnmixer.reconstruction.config import OF_DATAMODULE, ReconstructConfig
+from qnmixer.reconstruction.weights import check_weights
 
 
 def reconstruct(config: ReconstructConfig) -> None:
     """Write the reconstruction of every slice or sinogram of `input` into `output`."""
     say(visible(f"reconstructing {config.input} by {config.run} (loading PyTorch …)"))
-    from qnmixer.engine.inference.reconstruct import reconstruct_input
+    from qnmixer.reconstruction.reconstruct import reconstruct_input
 
     Path(config.output).mkdir(parents=True, exist_ok=True)  # one that cannot be made is reported before the work
     reconstruct_input(config)

@@ -10,12 +10,12 @@ import qnmixer.needs_train  # noqa: F401
 
 from omegaconf import DictConfig
 
-from qnmixer.engine.cli import command
-from qnmixer.engine.evaluation.config import check_slices
-from qnmixer.engine.tracking.run import into_new_folder, new_folder
+from qnmixer.commands import command
 from qnmixer.errors import say, visible
+from qnmixer.evaluation.config import check_slices
 from qnmixer.installed import extras
-from qnmixer.weights import check_weights
+from qnmixer.reconstruction.weights import check_weights
+from qnmixer.runs.run import into_new_folder, new_folder
 
 with extras():
     from qnmixer.extras.robustness.config import RobustnessConfig

@@ -8,19 +8,19 @@ A program that has no run takes the parts alone: `config_of`, then `build_module
 
 import qnmixer.needs_train  # noqa: F401
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.override import override
-from qnmixer.engine.config.run import Config, parse
-from qnmixer.engine.evaluation.evaluate import evaluate
-from qnmixer.engine.evaluation.scores import by_patient
-from qnmixer.engine.evaluation.statistics import difference, spread
-from qnmixer.engine.memory.plan import Planner
-from qnmixer.engine.parts import build_optimizer, learning_rate_factor
-from qnmixer.engine.reconstructor import build_network
-from qnmixer.engine.tracking.loggers import build_loggers
-from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.steps import (
+from qnmixer.evaluation.evaluate import evaluate
+from qnmixer.evaluation.scores import by_patient
+from qnmixer.evaluation.statistics import difference, spread
+from qnmixer.memory.plan import Planner
+from qnmixer.module.build import build_module
+from qnmixer.module.parts import build_optimizer, learning_rate_factor
+from qnmixer.reconstruction.reconstructor import build_network
+from qnmixer.runs.loggers import build_loggers
+from qnmixer.runs.run import Run
+from qnmixer.settings.compose import compose
+from qnmixer.settings.override import override
+from qnmixer.settings.run import Config, parse
+from qnmixer.training.steps import (
     all_callbacks,
     build_data,
     build_trainer,
@@ -31,7 +31,7 @@ from qnmixer.engine.training.steps import (
     training,
     validate_last_steps,
 )
-from qnmixer.engine.training.terminal import print_end
+from qnmixer.training.terminal import print_end
 
 __all__ = [
     "Config",

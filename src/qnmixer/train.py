@@ -18,19 +18,19 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from qnmixer.engine.cli import command
-from qnmixer.engine.cli.errors import explain
-from qnmixer.engine.cli.project import in_project
-from qnmixer.engine.config.compose import search_path_in
-from qnmixer.engine.config.run import Config, parse
-from qnmixer.engine.data.folders import check_data
-from qnmixer.engine.processes.process import is_rank, loading, stop_signals
-from qnmixer.engine.sweeps import Job, run_jobs, sweep
-from qnmixer.engine.tracking.run import Run, resume_overrides
-from qnmixer.engine.training.worker import check_processes, fit_as_rank, fit_in_processes, function_that_trains
+from qnmixer.commands import command
+from qnmixer.data.folders import check_data
 from qnmixer.errors import ConfigError
 from qnmixer.files import private_files
-from qnmixer.weights import check_weights
+from qnmixer.reconstruction.weights import check_weights
+from qnmixer.runs.processes.process import is_rank, loading, stop_signals
+from qnmixer.runs.run import Run, resume_overrides
+from qnmixer.runs.sweeps import Job, run_jobs, sweep
+from qnmixer.settings.compose import search_path_in
+from qnmixer.settings.error_lines import explain
+from qnmixer.settings.project import in_project
+from qnmixer.settings.run import Config, parse
+from qnmixer.training.worker import check_processes, fit_as_rank, fit_in_processes, function_that_trains
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def run(config: Config) -> Trained:
     with record.lock(), stop_signals():
         print_begin(record, config)
         with loading():  # Lightning takes seconds
-            from qnmixer.engine.parallel.devices import resolve_devices
-            from qnmixer.weights import find_checkpoint
+            from qnmixer.parallel.devices import resolve_devices
+            from qnmixer.reconstruction.weights import find_checkpoint
 
         config = resolve_devices(config)
         check_processes(config)
@@ -124,7 +124,7 @@ def check(cfg: DictConfig) -> Config:
     torch, which the classes that the config names need, and nothing else that is large."""
     config = parse(cfg)
     check_data(config.data)
-    from qnmixer.engine.reconstructor import build_geometry  # torch
+    from qnmixer.reconstruction.reconstructor import build_geometry  # torch
 
     build_geometry(config)
     if config.finetune is not None:

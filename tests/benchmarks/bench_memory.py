@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from measuring import GIVE_BACK, MIB, Row, in_own_process, markdown, peak_mib
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.override import override
-from qnmixer.engine.config.run import Config, parse
-from qnmixer.engine.config.sections import PipelineConfig
-from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.plan import Planner, batch_of_replica
-from qnmixer.engine.memory.tracker import batch_of
-from qnmixer.engine.parallel.devices import compile_blocks
-from qnmixer.engine.parallel.pipeline import Pipeline, sum_gradients
-from qnmixer.engine.parts import build_optimizer
-from qnmixer.engine.reconstructor import AUTOCAST
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.plan import Planner, batch_of_replica
+from qnmixer.memory.tracker import batch_of
+from qnmixer.module.build import build_module
+from qnmixer.module.parts import build_optimizer
+from qnmixer.parallel.devices import compile_blocks
+from qnmixer.parallel.pipeline import Pipeline, sum_gradients
+from qnmixer.reconstruction.reconstructor import AUTOCAST
+from qnmixer.settings.compose import compose
+from qnmixer.settings.override import override
+from qnmixer.settings.run import Config, parse
+from qnmixer.settings.sections import PipelineConfig
 
 CONFIGS = [
     "model.n_iterations=4",

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.reports.terminal import markdown_table
 from qnmixer.errors import DataError
 from qnmixer.extras.calibration.config import CalibrateConfig
 from qnmixer.extras.calibration.dose import Dose, fit_dose
 from qnmixer.extras.calibration.variances import of_repeats
+from qnmixer.runs.terminal import markdown_table
+from qnmixer.settings.compose import compose
 
 VIEWS, BINS = 32, 160
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.parts import build_optimizer
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.module.build import build_module
+from qnmixer.module.parts import build_optimizer
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
 
 _TINY = ["data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40"]
 

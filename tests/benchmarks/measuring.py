@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from qnmixer.engine.memory.usage import read_usage
+from qnmixer.parallel.device_memory import read_usage
 
 MIB = 2**20
 SHORT = 0.2

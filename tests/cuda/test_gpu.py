@@ -21,23 +21,23 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from torch import Tensor
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.checkup.rank import untrained
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.override import override
-from qnmixer.engine.config.run import Config, parse
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.memory import modes
-from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.plan import Planner
-from qnmixer.engine.memory.usage import MIB, WORKSPACE, on_a_gpu
-from qnmixer.engine.parallel.devices import allow_tf32, compile_blocks, has_bf16
-from qnmixer.engine.parallel.strategies import build_precision
-from qnmixer.engine.reconstructor import sample_measurement
-from qnmixer.engine.training.callbacks import MemoryMonitor
-from qnmixer.engine.training.steps import build_trainer
+from qnmixer.commands.checkup.rank import untrained
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.memory import modes
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.plan import Planner
+from qnmixer.module.build import build_module
+from qnmixer.parallel.device_memory import MIB, WORKSPACE, on_a_gpu
+from qnmixer.parallel.devices import allow_tf32, compile_blocks, has_bf16
+from qnmixer.parallel.strategies import build_precision
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
+from qnmixer.reconstruction.reconstructor import sample_measurement
+from qnmixer.settings.compose import compose
+from qnmixer.settings.override import override
+from qnmixer.settings.run import Config, parse
+from qnmixer.training.callbacks import MemoryMonitor
+from qnmixer.training.steps import build_trainer
 
 from ..benchmarks.measuring import Row, medians
 from ..conftest import PHANTOMS, TINY, metrics

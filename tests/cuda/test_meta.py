@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.tracker import batch_of
-from qnmixer.engine.parts import build_optimizer
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.tracker import batch_of
+from qnmixer.module.build import build_module
+from qnmixer.module.parts import build_optimizer
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
 
 from .test_gpu import NETWORKS, SMALL
 

@@ -16,12 +16,12 @@ import pytest
 from pydicom.dataset import Dataset
 from tests.limits import within_limits
 
-from qnmixer.engine.config.run import section
-from qnmixer.engine.data.cache import SliceCache, open_cache
-from qnmixer.engine.data.dicom import DicomReader
-from qnmixer.engine.data.numpy_files import NumpyReader
-from qnmixer.engine.data.slices import Slice
+from qnmixer.data.cache import SliceCache, open_cache
+from qnmixer.data.dicom import DicomReader
+from qnmixer.data.numpy_files import NumpyReader
+from qnmixer.data.slices import Slice
 from qnmixer.errors import DataError
+from qnmixer.settings.run import section
 
 
 @pytest.fixture

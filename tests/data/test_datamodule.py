@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from qnmixer.engine.config.run import section
-from qnmixer.engine.data.datamodule import SliceDataModule, _end_with_parent_only
-from qnmixer.engine.data.dataset import EpochSampler, Pick, Scaling, scaling_of
-from qnmixer.engine.data.splits import PARTS, RunSplit, SplitRecord
-from qnmixer.engine.processes.process import SIGNALS
+from qnmixer.data.datamodule import SliceDataModule, _end_with_parent_only
+from qnmixer.data.dataset import EpochSampler, Pick, Scaling, scaling_of
+from qnmixer.data.splits import PARTS, RunSplit, SplitRecord
 from qnmixer.errors import DataError
+from qnmixer.runs.processes.process import SIGNALS
+from qnmixer.settings.run import section
 
 
 def phantoms(**options: Any) -> SliceDataModule:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from pydicom.uid import RLELossless
 
-from qnmixer.engine.data.decoder import decode_apart
-from qnmixer.engine.data.slices import SkipFile
+from qnmixer.data.decoder import decode_apart
+from qnmixer.data.slices import SkipFile
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def stored(body_hu: Any) -> Any:
 def decoder() -> int:
     """The process that decodes for this one."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    (pid,) = [pid for pid in children if b"qnmixer.engine.data.decoder" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (pid,) = [pid for pid in children if b"qnmixer.data.decoder" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return int(pid)
 
 

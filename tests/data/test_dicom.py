@@ -9,8 +9,8 @@ from pydicom.uid import DeflatedExplicitVRLittleEndian, JPEGLSLossless, RLELossl
 from tests.compressed import compressed
 from tests.limits import within_limits
 
-from qnmixer.engine.data.dicom import DicomReader, decode_frame, open_ct
-from qnmixer.engine.data.slices import SkipFile, Slice
+from qnmixer.data.dicom import DicomReader, decode_frame, open_ct
+from qnmixer.data.slices import SkipFile, Slice
 
 
 def read(path: Path) -> list[Slice]:

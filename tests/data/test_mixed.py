@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints import encode, read_checkpoint
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.data import MixedData
-from qnmixer.engine.config.run import parse, section
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.folders import check_data
-from qnmixer.engine.evaluation.command import as_trained
-from qnmixer.engine.evaluation.evaluate import evaluated_source
-from qnmixer.engine.trained_run import AsTrained
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.folders import check_data
 from qnmixer.errors import CheckpointError, ConfigError, DataError, PluginError
+from qnmixer.evaluation.command import as_trained
+from qnmixer.evaluation.evaluate import evaluated_source
+from qnmixer.reconstruction.checkpoints import encode, read_checkpoint
+from qnmixer.reconstruction.sections import AsTrained
+from qnmixer.settings.compose import compose
+from qnmixer.settings.data import MixedData
+from qnmixer.settings.run import parse, section
 
 N_PATIENTS, N_EACH = 5, 2
 

@@ -14,15 +14,15 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from qnmixer.engine.batch import SHAPES
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, parse
-from qnmixer.engine.data.own import OwnDataModule
-from qnmixer.engine.reconstructor import build_geometry
-from qnmixer.engine.tracking.records import read_metrics, read_results
-from qnmixer.engine.tracking.run import Run
+from qnmixer.data.batch import SHAPES
+from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import DataError
 from qnmixer.fit import fit
+from qnmixer.reconstruction.reconstructor import build_geometry
+from qnmixer.runs.records import read_metrics, read_results
+from qnmixer.runs.run import Run
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import Config, parse
 
 from ..conftest import TINY, environment
 from ..warm import FORK_RANKS, Done, Warm

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qnmixer.engine.config.run import section
-from qnmixer.engine.data.cache import open_cache, to_grid
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.slices import FloatArray
+from qnmixer.data.cache import open_cache, to_grid
+from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError
 from qnmixer.physics import FanBeamGeometry
+from qnmixer.physics.units import FloatArray
+from qnmixer.settings.run import section
 
 
 def disc(n: int, mm: float, diameter: float, x: float = 0.0, y: float = 0.0) -> FloatArray:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.config.run import section
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.slices import SliceInfo, clean_hu, doubted, unit_signs
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.slices import SliceInfo, clean_hu, doubted, unit_signs
+from qnmixer.settings.data import DataConfig
+from qnmixer.settings.run import section
 
 Stack = np.ndarray[Any, Any]
 DISC = np.hypot(*(np.mgrid[:40, :40] - 19.5)) < 20

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.config.run import section
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.numpy_files import NumpyReader
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.numpy_files import NumpyReader
 from qnmixer.errors import DataError, PluginError
+from qnmixer.settings.run import section
 
 MINE = """
 import numpy as np
@@ -96,8 +96,8 @@ def test_what_is_no_slice_is_named(target: str, message: str) -> None:
 
 READER = """
 import numpy as np
-from qnmixer.engine.data.numpy_files import NumpyReader
-from qnmixer.engine.data.slices import Slice
+from qnmixer.data.numpy_files import NumpyReader
+from qnmixer.data.slices import Slice
 
 class Phase(NumpyReader):
     def __init__(self, phase=0):

@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from qnmixer.engine.config.run import section
-from qnmixer.engine.data.slices import SliceInfo
-from qnmixer.engine.data.splits import PARTS, RunSplit, Split, files_as_patients, patients_of, seen_by
+from qnmixer.data.slices import SliceInfo
+from qnmixer.data.splits import PARTS, RunSplit, Split, files_as_patients, patients_of, seen_by
 from qnmixer.errors import DataError
+from qnmixer.settings.run import section
 
 
 def infos_of(*paths: str, patient: str = "") -> list[SliceInfo]:

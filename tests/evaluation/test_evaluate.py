@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.batch import to_hu
-from qnmixer.engine.config.run import section
-from qnmixer.engine.config.sections import EvaluationConfig
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.splits import Overlap
-from qnmixer.engine.evaluation.evaluate import evaluate, pictured, what_was_evaluated, worst_of, write_evaluation
-from qnmixer.engine.evaluation.scores import Evaluation, ImageScore
-from qnmixer.engine.metrics import psnr, ssim, to_window
-from qnmixer.engine.reports.pictures import MethodImages, SliceImages
-from qnmixer.engine.reports.terminal import Console
+from qnmixer.data.batch import to_hu
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.splits import Overlap
+from qnmixer.evaluation.evaluate import evaluate, pictured, what_was_evaluated, worst_of, write_evaluation
+from qnmixer.evaluation.metrics import psnr, ssim, to_window
+from qnmixer.evaluation.pictures import MethodImages, SliceImages
+from qnmixer.evaluation.scores import Evaluation, ImageScore
 from qnmixer.module import ReconstructionModule
+from qnmixer.runs.terminal import Console
+from qnmixer.settings.run import section
+from qnmixer.settings.sections import EvaluationConfig
 
 WINDOW = [-160.0, 240.0]
 NAMES = ("psnr", "ssim", "window_psnr", "window_ssim")

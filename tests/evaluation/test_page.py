@@ -17,9 +17,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from torch import Tensor
 
-from qnmixer.engine.evaluation.page import write_page
-from qnmixer.engine.reports.pictures import MethodImages, SliceImages
-from qnmixer.engine.reports.terminal import Table
+from qnmixer.evaluation.page import write_page
+from qnmixer.evaluation.pictures import MethodImages, SliceImages
+from qnmixer.runs.terminal import Table
 
 pytestmark = pytest.mark.xdist_group("browser")  # one browser serves all
 

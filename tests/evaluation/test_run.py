@@ -4,12 +4,12 @@ from functools import cache
 
 import pytest
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.data import DataConfig, FolderData
-from qnmixer.engine.config.run import Config, parse
-from qnmixer.engine.evaluation.command import other_slices
-from qnmixer.engine.evaluation.config import EvaluateConfig
 from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.evaluation.command import other_slices
+from qnmixer.evaluation.config import EvaluateConfig
+from qnmixer.settings.compose import compose
+from qnmixer.settings.data import DataConfig, FolderData
+from qnmixer.settings.run import Config, parse
 
 
 @cache

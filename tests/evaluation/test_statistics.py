@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from qnmixer.engine.evaluation.statistics import Statistic, difference, spread
+from qnmixer.evaluation.statistics import Statistic, difference, spread
 
 
 def test_mean_over_seeds_of_means_over_patients() -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from qnmixer.calibrate import check, main
-from qnmixer.engine.cli.command import TRACEBACK
-from qnmixer.engine.config.compose import compose
+from qnmixer.commands.command import TRACEBACK
 from qnmixer.errors import DataError
 from qnmixer.extras.calibration.dose import Dose, Variances, fit_dose
 from qnmixer.extras.calibration.report import calibrate_input
 from qnmixer.extras.calibration.variances import of_series
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
+from qnmixer.settings.compose import compose
 
 from ..benchmarks.calibrate_coverage import KINDS, draw, held
 from ..data.conftest import MakeCt, make_ct

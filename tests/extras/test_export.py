@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from qnmixer.engine.config.compose import quoted
-from qnmixer.engine.data.phantoms import phantom
 from qnmixer.export import check, export
+from qnmixer.phantoms.phantoms import phantom
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
+from qnmixer.settings.compose import quoted
 
 from ..saved import TINY, run, save
 

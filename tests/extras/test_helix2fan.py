@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse, section
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.fan_tiff import open_fan
-from qnmixer.engine.inference.config import ReconstructConfig
-from qnmixer.engine.inference.reconstruct import reconstruct_input
-from qnmixer.engine.inference.sinograms import holds_sinograms
-from qnmixer.engine.reconstructor import build_geometry
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.fan_tiff import open_fan
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.installed import NotInstalled
+from qnmixer.module.build import build_module
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.weights import CHECKPOINT_KEY
+from qnmixer.reconstruction.config import ReconstructConfig
+from qnmixer.reconstruction.reconstruct import reconstruct_input
+from qnmixer.reconstruction.reconstructor import build_geometry
+from qnmixer.reconstruction.sinograms import holds_sinograms
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse, section
 
 from ..conftest import TINY
 from ..sets import discs, image_of, write_helix2fan

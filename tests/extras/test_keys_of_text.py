@@ -2,8 +2,8 @@
 
 import pytest
 
-from qnmixer.engine.cli.texts import with_texts
-from qnmixer.engine.config.files import CONF
+from qnmixer.settings.options import CONF
+from qnmixer.settings.typed_text import with_texts
 
 from ..schemas import SCHEMAS
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.extras.export.card import model_card
-from qnmixer.pretrained import digest_of_weights
+from qnmixer.reconstruction.pretrained import digest_of_weights
+from qnmixer.reconstruction.reconstructor import Reconstructor
 
 RECORD = {
     "status": "done", "overrides": [], "git_commit": "abc123", "versions": {"python": "3.11.7", "torch": "2.13.0"},

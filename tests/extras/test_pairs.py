@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.build import build_data_module, build_module
-from qnmixer.engine.checkpoints import load_run
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse, section
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.evaluation.command import evaluate_run
-from qnmixer.engine.evaluation.config import EvaluateConfig
-from qnmixer.engine.evaluation.evaluate import title_of
-from qnmixer.engine.reconstructor import STREAMS, build_geometry, build_noise
-from qnmixer.engine.reports.terminal import Console
-from qnmixer.engine.training.steps import build_trainer
-from qnmixer.engine.training.terminal import print_start
+from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError, DataError
+from qnmixer.evaluation.command import evaluate_run
+from qnmixer.evaluation.config import EvaluateConfig
+from qnmixer.evaluation.evaluate import title_of
+from qnmixer.module.build import build_data_module, build_module
+from qnmixer.reconstruction.checkpoints import load_run
+from qnmixer.reconstruction.reconstructor import STREAMS, build_geometry, build_noise
+from qnmixer.runs.terminal import Console
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse, section
 from qnmixer.train import train
+from qnmixer.training.steps import build_trainer
+from qnmixer.training.terminal import print_start
 
 from ..conftest import TINY
 from ..saved import save

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse, section
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.reconstructor import build_geometry
+from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.extras.pairs import views_of
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.reconstruction.reconstructor import build_geometry
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse, section
 
 from ..sets import write_two_detect
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.override import override
-from qnmixer.engine.config.run import Config, effective_batch, parse
-from qnmixer.engine.memory.plan import Planner, advice, changes
-from qnmixer.engine.memory.usage import MIB
+from qnmixer.memory.plan import Planner, advice, changes
+from qnmixer.parallel.device_memory import MIB
+from qnmixer.settings.compose import compose
+from qnmixer.settings.override import override
+from qnmixer.settings.run import Config, effective_batch, parse
 
 TINY = [
     "data.image_size=32",

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.config.sections import MemoryConfig
-from qnmixer.engine.memory import modes as memory
-from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.plan import Planner
-from qnmixer.engine.memory.tracker import PeakTracker
+from qnmixer.memory import modes as memory
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.plan import Planner
+from qnmixer.memory.tracker import PeakTracker
 from qnmixer.models import LEARN, QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
+from qnmixer.settings.sections import MemoryConfig
 
 from ..models.conftest import FIGURE
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import Config, parse
-from qnmixer.engine.memory.config import PlanConfig
-from qnmixer.engine.memory.plan import Planner, advice, changes
-from qnmixer.engine.memory.report import print_plan
-from qnmixer.engine.memory.shapes import _Shapes
-from qnmixer.engine.training import steps
 from qnmixer.errors import ConfigError, OutOfMemory
+from qnmixer.memory.config import PlanConfig
+from qnmixer.memory.plan import Planner, advice, changes
+from qnmixer.memory.report import print_plan
+from qnmixer.memory.shapes import _Shapes
+from qnmixer.module.build import build_module
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import Config, parse
+from qnmixer.training import steps
 
 OWN = """
 import torch

@@ -5,28 +5,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.override import override
-from qnmixer.engine.config.run import Config, parse
-from qnmixer.engine.memory.config import PlanConfig, device_memory
-from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.plan import Planner, batch_of_replica, devices_per_replica, idle, in_flight, n_microbatches
-from qnmixer.engine.memory.report import as_object, largest_batch, levers_table, print_plan, usable
-from qnmixer.engine.memory.shapes import without_data
-from qnmixer.engine.memory.tracker import (
-    PeakTracker,
-    autocast,
-    batch_of,
-    make_state,
-    n_bytes,
-    optimizer_tensors,
-)
-from qnmixer.engine.memory.usage import MIB, Footprint
-from qnmixer.engine.parallel.pipeline import Stage, layouts, loss_of_part, stages_of
-from qnmixer.engine.parts import build_optimizer
-from qnmixer.engine.reconstructor import build_network, system_matrix_at
 from qnmixer.errors import ConfigError
+from qnmixer.memory.config import PlanConfig, device_memory
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.plan import Planner, batch_of_replica, devices_per_replica, idle, in_flight, n_microbatches
+from qnmixer.memory.report import as_object, largest_batch, levers_table, print_plan, usable
+from qnmixer.memory.shapes import without_data
+from qnmixer.memory.tracker import PeakTracker, autocast, batch_of, make_state, n_bytes, optimizer_tensors
+from qnmixer.module.build import build_module
+from qnmixer.module.parts import build_optimizer
+from qnmixer.parallel.device_memory import MIB, Footprint
+from qnmixer.parallel.pipeline import Stage, layouts, loss_of_part, stages_of
+from qnmixer.reconstruction.reconstructor import build_network, system_matrix_at
+from qnmixer.settings.compose import compose
+from qnmixer.settings.override import override
+from qnmixer.settings.run import Config, parse
 
 from ..conftest import every_third
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.engine.config.sections import MemoryConfig
-from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.recomputation import Recomputation
-from qnmixer.engine.memory.tracker import PeakTracker
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.recomputation import Recomputation
+from qnmixer.memory.tracker import PeakTracker
 from qnmixer.models import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.settings.sections import MemoryConfig
 
-from .. import buffers
+from ...tests import buffers
 
 NETWORKS = {
     kind.__name__: kind

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.override import override
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.memory.plan import Planner
-from qnmixer.engine.memory.shapes import _Shapes, storage_of, without_data
-from qnmixer.engine.memory.tracker import PeakTracker
+from qnmixer.memory.plan import Planner
+from qnmixer.memory.shapes import _Shapes, storage_of, without_data
+from qnmixer.memory.tracker import PeakTracker
+from qnmixer.settings.compose import compose
+from qnmixer.settings.override import override
+from qnmixer.settings.run import parse
 
 from .test_plan import SMALL
 

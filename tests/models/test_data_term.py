@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.engine.data.phantoms import phantom
 from qnmixer.models.data_term import DATA_TERMS, data_gradient, nonnegative, safe_step_size
+from qnmixer.phantoms.phantoms import phantom
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 from .conftest import LEARNED, build

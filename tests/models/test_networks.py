@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from qnmixer.engine.config.sections import MemoryConfig
-from qnmixer.engine.memory import modes
 from qnmixer.errors import ConfigError
+from qnmixer.memory import modes
 from qnmixer.models import LEARN, FBPConvNet, ItNet, LearnedPrimalDual, LEARNPlusPlus, QNMixer, RegFormer
 from qnmixer.physics import FanBeamProjector
+from qnmixer.settings.sections import MemoryConfig
 
 from .conftest import LEARNED, OPTIONS, SOLVERS, build
 

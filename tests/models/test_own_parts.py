@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.models.qn_mixer import QNMixer
 from qnmixer.models.regformer import RegFormer
 from qnmixer.physics import FanBeamProjector, KeyedNoise
+from qnmixer.reconstruction.reconstructor import build_geometry
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
 
 from ..conftest import TINY
 

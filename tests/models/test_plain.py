@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from qnmixer import load_pretrained
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.reconstructor import build_network, build_projector
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.models.plain import PlainNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.reconstruction.reconstructor import build_network, build_projector
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
 
 from ..conftest import PHANTOMS, TINY, environment
 from ..data.conftest import make_ct

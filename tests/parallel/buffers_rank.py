@@ -8,12 +8,12 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.run import Config, parse
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.processes.process import rank
-from qnmixer.engine.training.steps import build_trainer
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.module.build import build_module
+from qnmixer.runs.processes.process import rank
+from qnmixer.settings.run import Config, parse
+from qnmixer.training.steps import build_trainer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.buffers import Everything

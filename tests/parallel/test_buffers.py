@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.parallel.buffers import line_on_buffers
-from qnmixer.engine.processes.launch import launch
-from qnmixer.engine.reconstructor import build_projector
+from qnmixer.parallel.buffers import line_on_buffers
+from qnmixer.reconstruction.reconstructor import build_projector
+from qnmixer.runs.processes.launch import launch
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
 
 from ..buffers import Changing, Everything
 from ..warm import Warm

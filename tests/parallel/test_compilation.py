@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from qnmixer.engine.config.sections import MemoryConfig
-from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.parallel.devices import compile_blocks, resolve_devices
 from qnmixer.errors import ConfigError
+from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import FBP, QNMixer
+from qnmixer.parallel.devices import compile_blocks, resolve_devices
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.settings.sections import MemoryConfig
 
 from ..conftest import TinyConfig
 from ..models.conftest import FIGURE

@@ -3,15 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.parallel.devices import (
-    check_precision,
-    choose_device,
-    gpu_problem,
-    resolve_devices,
-    runs_on,
-)
-from qnmixer.engine.training.steps import build_trainer
 from qnmixer.errors import ConfigError
+from qnmixer.parallel.devices import check_precision, choose_device, gpu_problem, resolve_devices, runs_on
+from qnmixer.training.steps import build_trainer
 
 from ..conftest import TinyConfig
 from ..nvidia import fake_nvidia_smi

@@ -8,20 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.parallel.pipeline import (
-    Logged,
-    Packing,
-    Stage,
-    layouts,
-    loss_of_part,
-    stages_of,
-    sum_gradients,
-)
 from qnmixer.models.qn_mixer import QNMixer, QNState
 from qnmixer.module import ReconstructionModule
+from qnmixer.module.build import build_module
+from qnmixer.parallel.pipeline import Logged, Packing, Stage, layouts, loss_of_part, stages_of, sum_gradients
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
 
 
 def test_stages_are_as_equal_as_possible() -> None:

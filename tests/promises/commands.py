@@ -14,15 +14,15 @@ import pydicom
 import pytest
 import torch
 
-from qnmixer.engine.cli import command
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.evaluation.config import EvaluateConfig
-from qnmixer.engine.inference.writers import write_dicom
-from qnmixer.engine.tracking.run import resume_overrides
+from qnmixer.commands import command
 from qnmixer.evaluate import evaluate, into_new_folder
+from qnmixer.evaluation.config import EvaluateConfig
+from qnmixer.phantoms.phantoms import phantom
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
+from qnmixer.reconstruction.writers import write_dicom
+from qnmixer.runs.run import resume_overrides
+from qnmixer.settings.run import parse
 from qnmixer.train import run as train
 
 from ..schemas import SCHEMAS

@@ -11,20 +11,20 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from torch import Tensor
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.checkpoints import load_weights
-from qnmixer.engine.config.run import Config, parse
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.evaluation.evaluate import evaluate
-from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.parallel.devices import compile_blocks
-from qnmixer.engine.parallel.shards import gather
-from qnmixer.engine.processes.process import rank, world_size
-from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.tracking.loggers import build_loggers
-from qnmixer.engine.training.callbacks import build_callbacks
-from qnmixer.engine.training.checkpointing import Checkpointing
-from qnmixer.engine.training.steps import build_trainer
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.evaluation.evaluate import evaluate
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.module.base import RunModule
+from qnmixer.module.build import build_module
+from qnmixer.parallel.devices import compile_blocks
+from qnmixer.parallel.shards import gather
+from qnmixer.reconstruction.checkpoints import load_weights
+from qnmixer.runs.loggers import build_loggers
+from qnmixer.runs.processes.process import rank, world_size
+from qnmixer.settings.run import Config, parse
+from qnmixer.training.callbacks import build_callbacks
+from qnmixer.training.checkpointing import Checkpointing
+from qnmixer.training.steps import build_trainer
 
 
 class Record(Callback):

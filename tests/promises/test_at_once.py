@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from qnmixer.engine.cli import command
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
+from qnmixer.commands import command
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
 
 from ..conftest import environment
 from ..heavy import LOADED, path_without

@@ -19,9 +19,9 @@ import pytest
 import torch
 from PIL import Image
 
-from qnmixer.engine.checkpoints import load_run
 from qnmixer.module import ReconstructionModule
-from qnmixer.pretrained import digest_of_weights
+from qnmixer.reconstruction.checkpoints import load_run
+from qnmixer.reconstruction.pretrained import digest_of_weights
 
 from ..conftest import environment, metrics
 from ..nvidia import fake_nvidia_smi

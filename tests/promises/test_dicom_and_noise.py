@@ -17,10 +17,10 @@ import pytest
 import torch
 from PIL import Image
 
-from qnmixer.engine.checkpoints import load_run
 from qnmixer.module import ReconstructionModule
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.noise import attenuation_per_value
+from qnmixer.reconstruction.checkpoints import load_run
 
 from ..conftest import metrics
 from .commands import (

@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from qnmixer import load_pretrained
-from qnmixer.engine.cli.command import TRACEBACK
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.reconstructor import build_projector
-from qnmixer.engine.tracking.run import latest
+from qnmixer.commands.command import TRACEBACK
 from qnmixer.new import new
+from qnmixer.phantoms.phantoms import phantom
+from qnmixer.reconstruction.reconstructor import build_projector
+from qnmixer.runs.run import latest
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
 
 from ..conftest import PHANTOMS
 from ..pages import ROOT, commands

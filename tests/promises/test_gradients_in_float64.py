@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.processes.launch import launch
+from qnmixer.runs.processes.launch import launch
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
 
 from ..warm import Warm
 from .test_gradients_of_one_process import COMPETITORS, MODEL, RANK, TINY

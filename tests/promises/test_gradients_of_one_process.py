@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints import load_run, split_of
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.override import override
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.data.splits import PARTS
-from qnmixer.engine.processes.launch import launch
+from qnmixer.data.splits import PARTS
+from qnmixer.phantoms.phantoms import phantom
+from qnmixer.reconstruction.checkpoints import load_run, split_of
+from qnmixer.runs.processes.launch import launch
+from qnmixer.settings.compose import compose
+from qnmixer.settings.override import override
+from qnmixer.settings.run import parse
 
 from ..warm import Warm
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qnmixer.module import ReconstructionModule
-from qnmixer.weights import CHECKPOINT_KEY
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 
 from .commands import Command, Outcome, contents, reconstruction, run, training
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.memory.usage import MIB
 from qnmixer.module import ReconstructionModule
-from qnmixer.weights import CHECKPOINT_KEY
+from qnmixer.parallel.device_memory import MIB
+from qnmixer.phantoms.phantoms import phantom
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 
 from ..conftest import environment
 from ..memory.test_advice import TINY
@@ -73,7 +73,7 @@ runpy.run_module("qnmixer.train", run_name="__main__", alter_sys=True)
 # Everything is imported and then the address space ends so many MiB above what it takes.
 _LIMITED = """
 import resource, sys
-import qnmixer.engine.inference.reconstruct
+import qnmixer.reconstruction.reconstruct
 from qnmixer.reconstruct import main
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 limit = now + int(sys.argv.pop(1)) * 2**20

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from hydra._internal.hydra import Hydra
 
-from qnmixer.engine import sweeps
-from qnmixer.engine.cli import command
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.files import CONF, flat_keys, options
+from qnmixer.commands import command
+from qnmixer.runs import sweeps
+from qnmixer.settings.compose import compose
+from qnmixer.settings.options import CONF, flat_keys, options
 
 from ..schemas import SCHEMAS
 

@@ -144,8 +144,6 @@ def test_a_project_names_the_library_as_it_was_installed(
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: qnmixer\nVersion: 9.9\n")
     if origin is not None:
         (about / "direct_url.json").write_text(json.dumps(origin))
-    (site / "qnmixer" / "weights").mkdir()
-    shutil.copy(new.PACKAGE / "weights" / "__init__.py", site / "qnmixer" / "weights")
     code = f"import sys; sys.path.insert(0, {str(site)!r}); from qnmixer.new import dependency; print(dependency())"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.strip() == (f"qnmixer[train,dicom] @ {expected}" if expected else "qnmixer[train,dicom]==9.9"), (

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.config.run import parse_file
-from qnmixer.weights import CHECKPOINT_KEY
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY
+from qnmixer.settings.run import parse_file
 
 from ..conftest import PHANTOMS, environment, metrics
 from ..conftest import TINY as COMMON

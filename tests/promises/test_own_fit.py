@@ -18,7 +18,7 @@ NUMBER = 1
 
 
 def fit(config, run):
-    from qnmixer.engine.processes.process import rank
+    from qnmixer.runs.processes.process import rank
 
     Path(f"{run.folder}/fitted.{rank()}").write_text(config.fit)
     return ours(config, run)

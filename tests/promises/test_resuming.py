@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints import read_checkpoint
+from qnmixer.reconstruction.checkpoints import read_checkpoint
 
 from ..conftest import PHANTOMS, TINY, environment
 from ..warm import FORK_RANKS, Warm
@@ -33,7 +33,8 @@ SLICES = (*PHANTOMS, "data.n_train=15")
 # Draws from all random generators of a process, in a layer of the network and beside it.
 DRAWING = """
 import random, numpy, torch
-from qnmixer.engine import build, reconstructor
+from qnmixer.module import build
+from qnmixer.reconstruction import reconstructor
 
 def build_network(config, projector):
     network = original(config, projector)

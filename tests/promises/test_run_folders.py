@@ -61,7 +61,7 @@ def test_an_evaluation_takes_a_folder_of_its_own(trained: Path, tmp_path: Path) 
     assert contents(tmp_path) == before
 
     new = tmp_path / "new"
-    hold = "import sys; from pathlib import Path; from qnmixer.engine.tracking.run import run_lock\n"
+    hold = "import sys; from pathlib import Path; from qnmixer.runs.run import run_lock\n"
     hold += "with run_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", hold, str(new)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qnmixer.engine.config.compose import compose
+from qnmixer.settings.compose import compose
 
 from ..conftest import PHANTOMS, TINY
 from ..warm import FORK_RANKS, Warm

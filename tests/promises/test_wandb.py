@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from qnmixer.engine.config.files import CONF
-from qnmixer.engine.tracking.records import read_metrics, read_results
+from qnmixer.runs.records import read_metrics, read_results
+from qnmixer.settings.options import CONF
 
 from ..conftest import PHANTOMS, environment
 from ..conftest import TINY as COMMON

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import qnmixer
-from qnmixer.engine.config.files import CONF
+from qnmixer.settings.options import CONF
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [

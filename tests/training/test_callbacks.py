@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints import read_checkpoint
-from qnmixer.engine.config.checking import validated
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.config.targets import CallbackConfig, Callbacks
-from qnmixer.engine.tracking.records import read_results
-from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.callbacks import build_callbacks
 from qnmixer.errors import PluginError
 from qnmixer.fit import fit
+from qnmixer.reconstruction.checkpoints import read_checkpoint
+from qnmixer.runs.records import read_results
+from qnmixer.runs.run import Run
+from qnmixer.settings.parts import CallbackConfig, Callbacks
+from qnmixer.settings.run import Config
+from qnmixer.settings.validation import validated
+from qnmixer.training.callbacks import build_callbacks
 
 TinyConfig = Callable[..., Config]
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.checkpointing import Checkpointing
 from qnmixer.errors import Stopped
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
+from qnmixer.runs.run import Run
+from qnmixer.settings.run import Config
+from qnmixer.training.checkpointing import Checkpointing
 
 TinyConfig = Callable[..., Config]
 
@@ -141,7 +141,7 @@ def test_a_run_that_was_stopped_after_training_comes_to_its_end(
         raise Stopped(signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr("qnmixer.engine.training.steps.evaluate", stop)
+        patch.setattr("qnmixer.training.steps.evaluate", stop)
         with pytest.raises(Stopped):
             fit(tiny_config(*overrides), Run(tmp_path))
     path = tmp_path / "results.json"
@@ -206,7 +206,7 @@ def test_a_first_step_that_compiles_ends_at_once(
         return MEASURE(self, batch, of)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ReconstructionModule, "measure", measure)
-    monkeypatch.setattr("qnmixer.engine.training.steps.compile_blocks", lambda _: None)  # only the time matters
+    monkeypatch.setattr("qnmixer.training.steps.compile_blocks", lambda _: None)  # only the time matters
     config = tiny_config(*RUN, f"compile={compiles}")
     with pytest.raises(Stopped, match="to resume"):
         fit(config, Run(tmp_path))

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from qnmixer.engine.checkpoints import load_run
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.parallel.devices import resolve_devices
-from qnmixer.engine.tracking.run import Run
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
+from qnmixer.parallel.devices import resolve_devices
+from qnmixer.reconstruction.checkpoints import load_run
+from qnmixer.runs.run import Run
+from qnmixer.settings.run import Config
 
 from ..conftest import metrics
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.checkpoints import read_checkpoint
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.tracking.records import read_metrics, read_results
-from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import CheckpointError, DataError, OutOfMemory, Stopped
 from qnmixer.fit import fit
+from qnmixer.reconstruction.checkpoints import read_checkpoint
+from qnmixer.runs.records import read_metrics, read_results
+from qnmixer.runs.run import Run
+from qnmixer.settings.run import Config
 
 TinyConfig = Callable[..., Config]
 QUICK = ["callbacks=none", "test_after_training=false"]
@@ -126,7 +126,7 @@ def raising(error: BaseException) -> Callable[..., None]:
 def test_a_stop_while_the_data_workers_start(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qnmixer.engine.data.datamodule._Loader.__iter__", raising(Stopped(signal.SIGINT)))
+    monkeypatch.setattr("qnmixer.data.datamodule._Loader.__iter__", raising(Stopped(signal.SIGINT)))
     with pytest.raises(Stopped):  # Lightning's teardown fails then
         fit(tiny_config("test_after_training=false"), Run(tmp_path))
     assert read_results(tmp_path)["status"] == "interrupted"
@@ -136,7 +136,7 @@ def test_a_step_that_no_memory_is_there_for_is_refused_before_any_is_taken(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config("memory=recompute", "data.batch_size=1")  # of which few smaller ones are tried
-    monkeypatch.setattr("qnmixer.engine.training.steps.memory_of", lambda device: 0.1)
-    monkeypatch.setattr("qnmixer.engine.training.steps.build_module", lambda config: pytest.fail("it was built"))
+    monkeypatch.setattr("qnmixer.training.steps.memory_of", lambda device: 0.1)
+    monkeypatch.setattr("qnmixer.training.steps.build_module", lambda config: pytest.fail("it was built"))
     with pytest.raises(OutOfMemory, match=r"^out of memory: a step of this run needs .* but 0 MiB were free"):
         fit(config, Run(tmp_path / "run"))

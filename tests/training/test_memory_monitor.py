@@ -10,16 +10,16 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.memory.plan import Planner
-from qnmixer.engine.memory.usage import MIB
-from qnmixer.engine.reports.terminal import Console
-from qnmixer.engine.tracking.records import read_results
-from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.callbacks import EMA, MemoryMonitor
+from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.fit import fit
+from qnmixer.memory.plan import Planner
 from qnmixer.module import ReconstructionModule
+from qnmixer.parallel.device_memory import MIB
+from qnmixer.runs.records import read_results
+from qnmixer.runs.run import Run
+from qnmixer.runs.terminal import Console
+from qnmixer.settings.run import Config
+from qnmixer.training.callbacks import EMA, MemoryMonitor
 
 from ..conftest import every_third
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.tracking.records import read_metrics, read_results
+from qnmixer.runs.records import read_metrics, read_results
 
 from ..conftest import PHANTOMS, environment
 from ..conftest import TINY as COMMON

@@ -11,17 +11,17 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.reports import terminal
-from qnmixer.engine.tracking.loggers import build_loggers
-from qnmixer.engine.tracking.records import read_metrics
-from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.callbacks import build_callbacks
-from qnmixer.engine.training.steps import build_trainer
-from qnmixer.engine.training.terminal import print_end, print_start
+from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.fit import fit
+from qnmixer.module.build import build_module
+from qnmixer.runs import terminal
+from qnmixer.runs.loggers import build_loggers
+from qnmixer.runs.records import read_metrics
+from qnmixer.runs.run import Run
+from qnmixer.settings.run import Config
+from qnmixer.training.callbacks import build_callbacks
+from qnmixer.training.steps import build_trainer
+from qnmixer.training.terminal import print_end, print_start
 
 TinyConfig = Callable[..., Config]
 

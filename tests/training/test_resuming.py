@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints import resumable
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.tracking.records import read_metrics
-from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import CheckpointError
 from qnmixer.fit import fit
+from qnmixer.reconstruction.checkpoints import resumable
+from qnmixer.runs.records import read_metrics
+from qnmixer.runs.run import Run
+from qnmixer.settings.run import Config
 
 # Seven slices, four a step: epochs of two steps, the second of three slices.
 RUN = ["data.n_train=7", "noise=field", "schedule=constant", "callbacks=none", "test_after_training=false"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.parts import learning_rate_factor
-from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.checkpointing import BuiltSchedule
 from qnmixer.fit import fit
+from qnmixer.module.parts import learning_rate_factor
+from qnmixer.runs.run import Run
+from qnmixer.settings.run import Config
+from qnmixer.training.checkpointing import BuiltSchedule
 
 from ..conftest import metrics
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.engine.training.callbacks import EMA
+from qnmixer.training.callbacks import EMA
 
 
 def test_the_mean_is_of_optimizer_steps_and_stands_for_the_weights_in_a_checkpoint() -> None:

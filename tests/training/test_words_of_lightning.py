@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from qnmixer import steps
-from qnmixer.engine.config.run import Config
-from qnmixer.engine.tracking.records import read_metrics, read_results
-from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import ConfigError
 from qnmixer.fit import fit
+from qnmixer.runs.records import read_metrics, read_results
+from qnmixer.runs.run import Run
+from qnmixer.settings.run import Config
 
 TinyConfig = Callable[..., Config]
 # Eight slices in batches of two: four steps an epoch. Three validation slices in two batches.

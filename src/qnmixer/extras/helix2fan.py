@@ -1,4 +1,4 @@
-"""helix2fan: measured clinical scans, rebinned to a fan beam (see `qnmixer.engine.data.fan_tiff`).
+"""helix2fan: measured clinical scans, rebinned to a fan beam (see `qnmixer.data.fan_tiff`).
 
 The input of a network is some views of a slice. Its true image is FBP of all views, because everybody who has such a
 file has them. The vendor's images have another thickness, centre and kernel, and helix2fan does not say which of them
@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qnmixer.engine.data.fan_tiff import TIFF, FanTiff, open_fan
-from qnmixer.engine.data.slices import FloatArray, SkipFile, summarise_skipped
+from qnmixer.data.fan_tiff import TIFF, FanTiff, open_fan
+from qnmixer.data.slices import SkipFile, summarise_skipped
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.extras.pairs import views_of
 from qnmixer.files import path_of
@@ -20,6 +20,7 @@ from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.fbp import fbp_of_slices
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.physics.sparse import cached
+from qnmixer.physics.units import FloatArray
 
 _PARTS = "train", "val", "test"
 _TOLERANCE = 1e-3

@@ -5,11 +5,12 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from qnmixer.engine.data.dataset import Scaling
-from qnmixer.engine.data.slices import FloatArray, SkipFile, optional, reading, usable
+from qnmixer.data.dataset import Scaling
+from qnmixer.data.slices import SkipFile, optional, reading, usable
 from qnmixer.extras.pairs import views_of
 from qnmixer.files import path_of
 from qnmixer.physics import FanBeamGeometry
+from qnmixer.physics.units import FloatArray
 
 _NAMES = {"train": "train", "val": "validation", "test": "test"}
 _IMAGES = {"train": 35820, "val": 3522, "test": 3553}

@@ -13,16 +13,16 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from qnmixer.engine.checkpoints import load_run
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.inference.config import ReconstructConfig
-from qnmixer.engine.inference.scan import misfit
-from qnmixer.engine.inference.sinograms import measured_scans, sinogram_files
-from qnmixer.engine.metrics import psnr
-from qnmixer.engine.reconstructor import Reconstructor
-from qnmixer.engine.reports.terminal import in_digits, markdown_table
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.evaluation.metrics import psnr
 from qnmixer.models import TotalVariation
+from qnmixer.reconstruction.checkpoints import load_run
+from qnmixer.reconstruction.config import ReconstructConfig
+from qnmixer.reconstruction.reconstructor import Reconstructor
+from qnmixer.reconstruction.scan import misfit
+from qnmixer.reconstruction.sinograms import measured_scans, sinogram_files
+from qnmixer.runs.terminal import in_digits, markdown_table
+from qnmixer.settings.compose import compose
 
 WEIGHTS = [10 ** (k / 2) for k in range(-8, -2)]
 ITERATIONS = 300  # a gap of 1 % would take thousands of them: 30° leave the problem ill-conditioned

@@ -10,12 +10,13 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
-from qnmixer.engine.data.dataset import Scaling
-from qnmixer.engine.data.slices import FloatArray, SkipFile, optional, reading, summarise_skipped
+from qnmixer.data.dataset import Scaling
+from qnmixer.data.slices import SkipFile, optional, reading, summarise_skipped
 from qnmixer.errors import DataError
 from qnmixer.extras.pairs import views_of
 from qnmixer.files import path_of
 from qnmixer.physics import FanBeamGeometry
+from qnmixer.physics.units import FloatArray
 
 _PARTS = {"train": range(1, 3931), "val": range(3931, 4481), "test": range(4531, 5001)}
 """Slices of the benchmark's splits, by whole samples; 4481 to 4530 are in none."""

@@ -53,7 +53,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """Seed and optimizer step, set from outside in training. A network that draws random numbers draws them by this
         and t. Then all devices draw the same ones, and so does what is computed again."""
         self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = UnrolledNetwork.run
-        """Runs some iterations. `engine/memory/modes.py` puts one that recomputes or offloads in its place."""
+        """Runs some iterations. `memory/modes.py` puts one that recomputes or offloads in its place."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raise ConfigError for a module or weight named like a method: torch would keep it, and the method hide it."""

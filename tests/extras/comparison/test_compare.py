@@ -10,14 +10,14 @@ import torch
 from PIL import Image
 
 from qnmixer.compare import check, compare
-from qnmixer.engine.build import build_module
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.evaluation.evaluate import evaluate
-from qnmixer.engine.reconstructor import Reconstructor
-from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.evaluation.evaluate import evaluate
+from qnmixer.module.build import build_module
+from qnmixer.phantoms.phantoms import phantom
+from qnmixer.reconstruction.reconstructor import Reconstructor
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
 
 from ...conftest import TINY, every_third
 from ...saved import run as run_command

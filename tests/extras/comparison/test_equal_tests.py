@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.data.cache import to_square
-from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.evaluation.command import on_test
-from qnmixer.engine.evaluation.config import EvaluateConfig
-from qnmixer.engine.evaluation.scores import titles_of, used_in_training
-from qnmixer.engine.reports.pictures import MethodImages, SliceImages
-from qnmixer.engine.reports.terminal import Console
+from qnmixer.data.cache import to_square
+from qnmixer.evaluation.command import on_test
+from qnmixer.evaluation.config import EvaluateConfig
+from qnmixer.evaluation.pictures import MethodImages, SliceImages
+from qnmixer.evaluation.scores import titles_of, used_in_training
 from qnmixer.extras.comparison.compare import compare
 from qnmixer.extras.comparison.config import CompareConfig
 from qnmixer.extras.comparison.methods import ComparedMethod, Comparison
 from qnmixer.extras.comparison.report import write_comparison
+from qnmixer.phantoms.phantoms import phantom
+from qnmixer.runs.terminal import Console
+from qnmixer.settings.compose import compose
 
 from ...conftest import TINY
 from .test_compare import lines, write_sweep

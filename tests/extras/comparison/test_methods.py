@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
 from qnmixer.errors import PluginError
 from qnmixer.extras.comparison.methods import methods_of
-from qnmixer.weights import CHECKPOINT_KEY
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
 
 
 def sweep(folder: Path, jobs: list[list[str]]) -> Path:

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import parse
-from qnmixer.engine.data.splits import Overlap
-from qnmixer.engine.evaluation.scores import Conditions, ImageScore, titles_of
-from qnmixer.engine.reports.pictures import MethodImages, SliceImages
-from qnmixer.engine.reports.terminal import Console
+from qnmixer.data.splits import Overlap
+from qnmixer.evaluation.pictures import MethodImages, SliceImages
+from qnmixer.evaluation.scores import Conditions, ImageScore, titles_of
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.extras.comparison.report import write_comparison
 from qnmixer.files import digest_of_bytes
+from qnmixer.runs.terminal import Console
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
 
 IMAGE = torch.zeros(32, 32).index_fill(0, torch.arange(8), 500.0)
 

@@ -9,7 +9,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.extras.comparison import compare as comparing
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod
 
-from ...cli.test_texts import ODD, is_plain
+from ...settings.test_texts import ODD, is_plain
 
 
 @pytest.mark.parametrize("odd", [*ODD, "a\nerror: b"])

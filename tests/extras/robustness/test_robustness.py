@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from qnmixer import robustness
-from qnmixer.engine.cli.command import TRACEBACK
-from qnmixer.engine.evaluation.evaluate import _values_of
-from qnmixer.engine.metrics import psnr
-from qnmixer.engine.tracking.records import read_results
+from qnmixer.commands.command import TRACEBACK
+from qnmixer.evaluation.evaluate import _values_of
+from qnmixer.evaluation.metrics import psnr
 from qnmixer.extras.export.card import evaluations
 from qnmixer.extras.robustness.cliff import search
 from qnmixer.extras.robustness.perturbations import disc
 from qnmixer.extras.robustness.table import has_fallen, in_turn
 from qnmixer.models import UnrolledNetwork
+from qnmixer.runs.records import read_results
 
 from ...saved import TINY, save
 

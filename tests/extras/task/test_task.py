@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.engine.checkpoints import load_run
-from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.run import section
 from qnmixer.evaluate import check, evaluate, into_new_folder
 from qnmixer.extras.task.command import reconstructed
 from qnmixer.extras.task.config import EvaluateTaskConfig
 from qnmixer.extras.task.phantoms import Disc, TaskPhantom
 from qnmixer.physics import FanBeamGeometry
+from qnmixer.reconstruction.checkpoints import load_run
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import section
 
 from ...saved import TINY, run, save
 

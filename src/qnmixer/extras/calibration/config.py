@@ -5,8 +5,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from annotated_types import Ge, Le, Len
 from pydantic import model_validator
 
-from qnmixer.engine.config.checking import Section
-from qnmixer.engine.config.sections import File, GeometryConfig, Length, Seed
+from qnmixer.settings.sections import File, GeometryConfig, Length, Seed
+from qnmixer.settings.validation import Section
 
 
 class CalibrateConfig(Section):

@@ -6,11 +6,11 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from qnmixer.engine.reports.terminal import Console, markdown_table, terminal_table
 from qnmixer.extras.calibration.config import CalibrateConfig
 from qnmixer.extras.calibration.dose import Dose, Interval, Variances, fit_dose
 from qnmixer.extras.calibration.variances import of_repeats, of_series
 from qnmixer.files import atomic_file, write_text
+from qnmixer.runs.terminal import Console, markdown_table, terminal_table
 
 
 def calibrate_input(config: CalibrateConfig) -> Dose:

@@ -10,11 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from qnmixer.engine.data.cache import to_grid
-from qnmixer.engine.data.numpy_files import open_stack
-from qnmixer.engine.data.slices import usable
-from qnmixer.engine.inference.input_slices import InputSlice, read_slices, slice_files
-from qnmixer.engine.reconstructor import geometry_of
+from qnmixer.data.cache import to_grid
+from qnmixer.data.numpy_files import open_stack
+from qnmixer.data.slices import usable
 from qnmixer.errors import DataError
 from qnmixer.extras.calibration.config import CalibrateConfig
 from qnmixer.extras.calibration.dose import Variances
@@ -22,6 +20,8 @@ from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.fbp import fbp_of_slices
 from qnmixer.physics.projector import system_matrix
 from qnmixer.physics.sparse import apply_linear
+from qnmixer.reconstruction.input_slices import InputSlice, read_slices, slice_files
+from qnmixer.reconstruction.reconstructor import geometry_of
 
 _FIX = "give a .npy of numbers, [repeats, views, bins]"
 _BLOCKS, _GROUPS, _FREEDOM = 24, 12, 200

@@ -4,13 +4,13 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from qnmixer.engine.evaluation.command import on_test
-from qnmixer.engine.evaluation.evaluate import evaluate
-from qnmixer.engine.parallel.devices import choose_device
-from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.errors import ConfigError, say, visible
+from qnmixer.evaluation.command import on_test
+from qnmixer.evaluation.evaluate import evaluate
+from qnmixer.evaluation.pictures import SliceImages
 from qnmixer.extras.comparison.config import CompareConfig
 from qnmixer.extras.comparison.methods import Comparison, methods_of
+from qnmixer.parallel.devices import choose_device
 
 
 def compare(config: CompareConfig, sweeps: list[Path], overrides: list[str]) -> Comparison:

@@ -4,10 +4,10 @@ from typing import ClassVar, Self
 
 from omegaconf import DictConfig
 
-from qnmixer.engine.config.checking import unknown_key
-from qnmixer.engine.config.sections import EvaluationConfig, Seed, Texts
-from qnmixer.engine.evaluation.config import ScoringConfig
-from qnmixer.engine.trained_run import Symmetries
+from qnmixer.evaluation.config import ScoringConfig
+from qnmixer.reconstruction.sections import Symmetries
+from qnmixer.settings.sections import EvaluationConfig, Seed, Texts
+from qnmixer.settings.validation import unknown_key
 
 
 class CompareConfig(ScoringConfig):

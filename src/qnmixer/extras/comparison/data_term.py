@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from qnmixer.engine.checkpoints import load_run
-from qnmixer.engine.evaluation.statistics import Scores, difference, spread
-from qnmixer.engine.reports.terminal import in_digits, markdown_table
-from qnmixer.engine.sweeps import jobs_of
-from qnmixer.engine.tracking.records import read_results
+from qnmixer.evaluation.statistics import Scores, difference, spread
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.fbp import matched_gain, ramp_response
+from qnmixer.reconstruction.checkpoints import load_run
+from qnmixer.runs.records import read_results
+from qnmixer.runs.sweeps import jobs_of
+from qnmixer.runs.terminal import in_digits, markdown_table
 
 RESULTS = [
     "A†",

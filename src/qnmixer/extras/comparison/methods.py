@@ -9,21 +9,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from qnmixer.engine.checkpoints import built_from, read_checkpoint, settings_of
-from qnmixer.engine.config.compose import of_hydra, values_of
-from qnmixer.engine.config.run import Config, checked
-from qnmixer.engine.data.slices import shortlist
-from qnmixer.engine.data.splits import Overlap
-from qnmixer.engine.evaluation.scores import Conditions, ImageScore, by_patient
-from qnmixer.engine.evaluation.statistics import Scores, Seeds, Statistic, difference, spread
-from qnmixer.engine.plugins import check_trusted
-from qnmixer.engine.reports.pictures import SliceImages
-from qnmixer.engine.sweeps import jobs_of
-from qnmixer.engine.tracking.identity import what_is_trained
-from qnmixer.engine.tracking.loggers import without_folders
-from qnmixer.engine.tracking.records import as_number, own_modules, read_results
+from qnmixer.data.slices import shortlist
+from qnmixer.data.splits import Overlap
+from qnmixer.evaluation.pictures import SliceImages
+from qnmixer.evaluation.scores import Conditions, ImageScore, by_patient
+from qnmixer.evaluation.statistics import Scores, Seeds, Statistic, difference, spread
 from qnmixer.files import digest
-from qnmixer.weights import find_checkpoint
+from qnmixer.reconstruction.checkpoints import built_from, read_checkpoint, settings_of
+from qnmixer.reconstruction.weights import find_checkpoint
+from qnmixer.runs.identity import what_is_trained
+from qnmixer.runs.loggers import without_folders
+from qnmixer.runs.records import as_number, own_modules, read_results
+from qnmixer.runs.sweeps import jobs_of
+from qnmixer.settings.compose import of_hydra, values_of
+from qnmixer.settings.plugins import check_trusted
+from qnmixer.settings.run import Config, checked
 
 _OF_NO_METHOD = ("seed", "data.seed", "tags", "test_after_training")
 """Keys that change no method. Jobs that differ in these only are one method."""

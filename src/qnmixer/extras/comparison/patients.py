@@ -9,9 +9,9 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 
-from qnmixer.engine.evaluation.scores import titles_of
-from qnmixer.engine.evaluation.statistics import difference, half_width
-from qnmixer.engine.reports.terminal import NOTHING, in_digits, markdown_table
+from qnmixer.evaluation.scores import titles_of
+from qnmixer.evaluation.statistics import difference, half_width
+from qnmixer.runs.terminal import NOTHING, in_digits, markdown_table
 
 Values = dict[str, dict[str, dict[str, float]]]
 """method → metric → patient → mean over the patient's slices."""

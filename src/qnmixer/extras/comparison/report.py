@@ -8,25 +8,17 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 
-from qnmixer.engine.data.slices import shortlist
-from qnmixer.engine.data.splits import Overlap
-from qnmixer.engine.evaluation.page import write_page
-from qnmixer.engine.evaluation.scores import Conditions, used_in_training
-from qnmixer.engine.reports.names import COLUMNS_OF_COMPARISON, IN_WINDOW
-from qnmixer.engine.reports.pictures import draw_slices
-from qnmixer.engine.reports.terminal import (
-    NOTHING,
-    Console,
-    Table,
-    csv_table,
-    in_digits,
-    markdown_table,
-    terminal_table,
-)
-from qnmixer.engine.tracking.loggers import without_folders
-from qnmixer.engine.tracking.records import duration
+from qnmixer.data.slices import shortlist
+from qnmixer.data.splits import Overlap
+from qnmixer.evaluation.page import write_page
+from qnmixer.evaluation.pictures import draw_slices
+from qnmixer.evaluation.scores import Conditions, used_in_training
 from qnmixer.extras.comparison.methods import ComparedMethod, Comparison
 from qnmixer.files import write_text
+from qnmixer.runs.loggers import without_folders
+from qnmixer.runs.records import duration
+from qnmixer.runs.terminal import NOTHING, Console, Table, csv_table, in_digits, markdown_table, terminal_table
+from qnmixer.settings.names import COLUMNS_OF_COMPARISON, IN_WINDOW
 
 _COLUMNS_OF_STATISTICS = (
     "method", "metric", "mean", "std_over_seeds", "std_over_patients", "seeds", "patients", "test",

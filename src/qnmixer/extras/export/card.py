@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qnmixer.engine.checkpoints import built_from, steps_of
-from qnmixer.engine.config.compose import quoted, values_of
-from qnmixer.engine.config.files import TARGET
-from qnmixer.engine.plugins import trust_words
-from qnmixer.engine.reconstructor import Reconstructor, second_order
-from qnmixer.engine.reports.terminal import markdown_table
-from qnmixer.engine.tracking.records import duration, read_results, read_text
-from qnmixer.engine.tracking.sharing import without_places
-from qnmixer.pretrained import digest_of_weights
-from qnmixer.weights import CHECKPOINT_KEY
+from qnmixer.reconstruction.checkpoints import built_from, steps_of
+from qnmixer.reconstruction.pretrained import digest_of_weights
+from qnmixer.reconstruction.reconstructor import Reconstructor, second_order
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY
+from qnmixer.runs.records import duration, read_results, read_text
+from qnmixer.runs.sharing import without_places
+from qnmixer.runs.terminal import markdown_table
+from qnmixer.settings.compose import quoted, values_of
+from qnmixer.settings.options import TARGET
+from qnmixer.settings.plugins import trust_words
 
 _CARD = """\
 # {method}, {size} × {size} pixels, {n_views} views

@@ -4,9 +4,9 @@ from typing import ClassVar, Self
 
 from pydantic import model_validator
 
-from qnmixer.engine.config.checking import Section
-from qnmixer.engine.config.sections import Texts
-from qnmixer.weights import SUFFIX
+from qnmixer.reconstruction.weights import SUFFIX
+from qnmixer.settings.sections import Texts
+from qnmixer.settings.validation import Section
 
 
 class ExportConfig(Section):

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from qnmixer.engine.checkpoints import encode, load_run
-from qnmixer.engine.reports.terminal import Console
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.extras.export.card import model_card
 from qnmixer.extras.export.config import ExportConfig
 from qnmixer.files import atomic_file, path_of, write_text
-from qnmixer.weights import find_checkpoint
+from qnmixer.reconstruction.checkpoints import encode, load_run
+from qnmixer.reconstruction.weights import find_checkpoint
+from qnmixer.runs.terminal import Console
 
 
 def export_run(config: ExportConfig) -> None:

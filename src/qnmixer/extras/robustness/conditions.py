@@ -8,13 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qnmixer.engine.batch import Batch
-from qnmixer.engine.config.run import Config, section
-from qnmixer.engine.reconstructor import Reconstructor, build_geometry, build_measurement, on_scan
+from qnmixer.data.batch import Batch
 from qnmixer.extras.robustness import perturbations as physics
 from qnmixer.extras.robustness.config import RobustnessConfig
 from qnmixer.physics import PhysicalNoise
 from qnmixer.physics.noise import attenuation_per_value
+from qnmixer.reconstruction.reconstructor import Reconstructor, build_geometry, build_measurement, on_scan
+from qnmixer.settings.run import Config, section
 
 VIEWS = "views"
 Perturbation = Callable[[Tensor, physics.Project], Tensor]

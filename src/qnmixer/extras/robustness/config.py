@@ -5,12 +5,12 @@ from typing import Annotated, ClassVar, Literal, Self
 from annotated_types import Ge, Gt, Le
 from pydantic import model_validator
 
-from qnmixer.engine.config.files import options
-from qnmixer.engine.config.sections import Count, EvaluationConfig, Length
-from qnmixer.engine.config.targets import Loggers
-from qnmixer.engine.evaluation.config import ScoringConfig
-from qnmixer.engine.trained_run import Symmetries
 from qnmixer.errors import ConfigError
+from qnmixer.evaluation.config import ScoringConfig
+from qnmixer.reconstruction.sections import Symmetries
+from qnmixer.settings.options import options
+from qnmixer.settings.parts import Loggers
+from qnmixer.settings.sections import Count, EvaluationConfig, Length
 
 Fraction = Annotated[float, Gt(0), Le(1)]
 

@@ -11,26 +11,26 @@ from lightning.pytorch.loggers import Logger
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.own import OwnDataModule
-from qnmixer.engine.evaluation.command import on_test
-from qnmixer.engine.evaluation.evaluate import RunData, evaluate, evaluated_name
-from qnmixer.engine.evaluation.logs import log_scores, name_in_logs
-from qnmixer.engine.evaluation.scores import Evaluation, by_patient, log_prefix
-from qnmixer.engine.evaluation.statistics import difference, half_width
-from qnmixer.engine.parallel.devices import choose_device
-from qnmixer.engine.reconstructor import Reconstructor
-from qnmixer.engine.reports.terminal import NOTHING, Console, csv_table, in_digits, markdown_table, terminal_table
-from qnmixer.engine.tracking.loggers import scoring_loggers
-from qnmixer.engine.tracking.run import Run
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import ConfigError, UserError, first_line, say
+from qnmixer.evaluation.command import on_test
+from qnmixer.evaluation.evaluate import RunData, evaluate, evaluated_name
+from qnmixer.evaluation.logs import log_scores, name_in_logs
+from qnmixer.evaluation.scores import Evaluation, by_patient, log_prefix
+from qnmixer.evaluation.statistics import difference, half_width
 from qnmixer.extras.robustness.cliff import DEPTH_DB, search
 from qnmixer.extras.robustness.conditions import VIEWS, Condition, Scene, conditions
 from qnmixer.extras.robustness.config import RobustnessConfig
 from qnmixer.files import atomic_file, write_text
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation
-from qnmixer.pretrained import digest_of_weights
+from qnmixer.parallel.devices import choose_device
+from qnmixer.reconstruction.pretrained import digest_of_weights
+from qnmixer.reconstruction.reconstructor import Reconstructor
+from qnmixer.runs.loggers import scoring_loggers
+from qnmixer.runs.run import Run
+from qnmixer.runs.terminal import NOTHING, Console, csv_table, in_digits, markdown_table, terminal_table
 
 PLOT = "robustness.png"
 _METRICS = "psnr", "ssim"

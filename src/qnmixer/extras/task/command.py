@@ -7,23 +7,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qnmixer.engine.checkpoints import load_run
-from qnmixer.engine.config.rules import one_scale
-from qnmixer.engine.config.run import section
-from qnmixer.engine.evaluation.logs import log_scores
-from qnmixer.engine.parallel.devices import choose_device
-from qnmixer.engine.reconstructor import Reconstructor, build_noise
-from qnmixer.engine.reports.terminal import Console, progress
-from qnmixer.engine.tracking.loggers import scoring_loggers
-from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import ConfigError
+from qnmixer.evaluation.logs import log_scores
 from qnmixer.extras.task import scores as of
 from qnmixer.extras.task.config import EvaluateTaskConfig, TaskConfig
 from qnmixer.extras.task.phantoms import Disc, TaskPhantom
 from qnmixer.extras.task.report import DoseScores, headings, scores_by_name, write_task
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation
-from qnmixer.pretrained import digest_of_weights
+from qnmixer.parallel.devices import choose_device
+from qnmixer.reconstruction.checkpoints import load_run
+from qnmixer.reconstruction.pretrained import digest_of_weights
+from qnmixer.reconstruction.reconstructor import Reconstructor, build_noise
+from qnmixer.runs.loggers import scoring_loggers
+from qnmixer.runs.run import Run
+from qnmixer.runs.terminal import Console, progress
+from qnmixer.settings.rules import one_scale
+from qnmixer.settings.run import section
 
 _KINDS = "absent", "present", "edges"
 _FINER = 2  # sinograms come from a finer grid, so that no method reconstructs by the matrix that simulated

@@ -6,12 +6,12 @@ from annotated_types import Ge, Gt, Le, Len
 from omegaconf import DictConfig
 from pydantic import model_validator
 
-from qnmixer.engine.config.checking import Section
-from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.config.sections import Length, Seed
-from qnmixer.engine.evaluation.config import RunEvaluationConfig
-from qnmixer.engine.trained_run import GeometryChanges
 from qnmixer.errors import ConfigError
+from qnmixer.evaluation.config import RunEvaluationConfig
+from qnmixer.reconstruction.sections import GeometryChanges
+from qnmixer.settings.data import DataConfig
+from qnmixer.settings.sections import Length, Seed
+from qnmixer.settings.validation import Section
 
 
 class TaskConfig(Section):

@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
-from qnmixer.engine.evaluation.evaluate import PICTURE
-from qnmixer.engine.evaluation.logs import name_in_logs
-from qnmixer.engine.evaluation.scores import log_prefix
-from qnmixer.engine.reports.terminal import Console, csv_table, in_digits, markdown_table, terminal_table
+from qnmixer.evaluation.evaluate import PICTURE
+from qnmixer.evaluation.logs import name_in_logs
+from qnmixer.evaluation.scores import log_prefix
 from qnmixer.files import atomic_file, write_text
+from qnmixer.runs.terminal import Console, csv_table, in_digits, markdown_table, terminal_table
 
 _FIRST = "photons a ray", "method"
 _KEPT, _DETECTED = "contrast kept, %", "d′"

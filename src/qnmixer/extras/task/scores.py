@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qnmixer.engine.evaluation.statistics import student_quantile
+from qnmixer.evaluation.statistics import student_quantile
 
 EDGE_REACH = 0.7
 """How far the profile of an edge goes inside and outside, in radii of its disc. Nothing else may be there."""

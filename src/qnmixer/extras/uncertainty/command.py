@@ -6,23 +6,23 @@ from statistics import mean
 import numpy as np
 import torch
 
-from qnmixer.engine.batch import to_hu
-from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.evaluation.command import on_test
-from qnmixer.engine.evaluation.evaluate import evaluated_source
-from qnmixer.engine.evaluation.logs import name_in_logs
-from qnmixer.engine.evaluation.statistics import half_width
-from qnmixer.engine.parallel.devices import choose_device
-from qnmixer.engine.reconstructor import Reconstructor, symmetries_of
-from qnmixer.engine.reports.terminal import Console, csv_table, in_digits, markdown_table, progress, terminal_table
-from qnmixer.engine.tracking.loggers import scoring_loggers
-from qnmixer.engine.tracking.run import Run
+from qnmixer.data.batch import to_hu
+from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError
+from qnmixer.evaluation.command import on_test
+from qnmixer.evaluation.evaluate import evaluated_source
+from qnmixer.evaluation.logs import name_in_logs
+from qnmixer.evaluation.statistics import half_width
 from qnmixer.extras.uncertainty.config import EvaluateUncertaintyConfig
 from qnmixer.extras.uncertainty.coverage import GROUPS, by_patient, coverages, covered_by, factor_for
 from qnmixer.files import write_text
+from qnmixer.parallel.devices import choose_device
 from qnmixer.physics import Symmetry, images_by_symmetry
-from qnmixer.pretrained import digest_of_weights
+from qnmixer.reconstruction.pretrained import digest_of_weights
+from qnmixer.reconstruction.reconstructor import Reconstructor, symmetries_of
+from qnmixer.runs.loggers import scoring_loggers
+from qnmixer.runs.run import Run
+from qnmixer.runs.terminal import Console, csv_table, in_digits, markdown_table, progress, terminal_table
 
 _SPLITS = "val", "test"
 

@@ -5,9 +5,9 @@ from typing import Annotated, Self
 from annotated_types import Gt, Len, Lt
 from omegaconf import DictConfig
 
-from qnmixer.engine.config.checking import Section
-from qnmixer.engine.evaluation.config import RunEvaluationConfig
 from qnmixer.errors import ConfigError
+from qnmixer.evaluation.config import RunEvaluationConfig
+from qnmixer.settings.validation import Section
 
 
 class UncertaintyConfig(Section):

@@ -1,0 +1,1 @@
+"""What every command does: compose its config, check it, run its task, and answer an error in one line."""

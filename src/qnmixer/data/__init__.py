@@ -1,0 +1,39 @@
+"""Slices of CT: readers of files, sources, the LightningDataModule. conf/data and written files name them from here.
+
+A name is imported when it is asked for: a config that is read or checked needs no Lightning.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from qnmixer.installed import require
+
+if TYPE_CHECKING:
+    from qnmixer.data.datamodule import SliceDataModule
+    from qnmixer.data.deeplesion import DeepLesionReader
+    from qnmixer.data.dicom import DicomReader
+    from qnmixer.data.numpy_files import NumpyReader
+    from qnmixer.data.sources import MixedSource
+    from qnmixer.phantoms.phantoms import PhantomSource
+
+__all__ = ["DeepLesionReader", "DicomReader", "MixedSource", "NumpyReader", "PhantomSource", "SliceDataModule"]
+
+_MODULES = {
+    "DeepLesionReader": "qnmixer.data.deeplesion",
+    "DicomReader": "qnmixer.data.dicom",
+    "MixedSource": "qnmixer.data.sources",
+    "NumpyReader": "qnmixer.data.numpy_files",
+    "PhantomSource": "qnmixer.phantoms.phantoms",
+    "SliceDataModule": "qnmixer.data.datamodule",
+}
+_OF_THE_BASE = "NumpyReader", "PhantomSource"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    if name not in _OF_THE_BASE:
+        require("train", f"{__name__}.{name}")
+    if name == "DicomReader":
+        require("dicom", f"{__name__}.{name}")
+    return getattr(import_module(_MODULES[name]), name)

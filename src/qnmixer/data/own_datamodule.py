@@ -1,0 +1,313 @@
+"""A LightningDataModule of the user's, as a run needs it: complete batches, shared by several devices."""
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning import LightningDataModule, Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from qnmixer.data.batch import SHAPES
+from qnmixer.data.shares import drawn_alike, has_distributed_sampler, share_of, shared, shares_itself
+from qnmixer.data.splits import Overlap
+from qnmixer.errors import DataError
+from qnmixer.physics import FanBeamGeometry
+from qnmixer.settings.data import DataConfig
+
+NOT_PROMISED = (
+    "not promised with it: that test slices are none of the training slices, which noise its images have, and that a "
+    "resumed run goes on at the same slice (it does at the same step)"
+)
+_STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
+"""What Lightning calls the setup of each part: one for fit gives validation slices too."""
+
+
+class OwnDataModule(LightningDataModule):
+    """Wraps any LightningDataModule whose loaders yield batches as dicts, or pairs (image, sinogram).
+
+    A dict has image [B, 1, S, S], and may have the other keys of a `Batch`. What is missing is added. On several
+    devices each gets its share of the batches that a DataLoader's own sampler draws. An IterableDataset shares itself.
+
+    Args:
+        data_module: the user's.
+        name: its target, for messages.
+        config: the section `data`, for size and scaling of the images.
+        geometry: the scan, for the size of sinograms.
+        part: what is evaluated: train, val, test or predict.
+
+    Attributes:
+        first: how many slices it looks at; None: all.
+        batch_size: slices of the first training batch of this process; None before.
+    """
+
+    def __init__(
+        self,
+        data_module: LightningDataModule,
+        name: str,
+        config: DataConfig,
+        geometry: FanBeamGeometry,
+        part: str = "test",
+    ) -> None:
+        super().__init__()
+        self.data_module, self.name, self.geometry = data_module, name, geometry
+        self.config = config.changed(simulation_factor=1, disc=False)  # of sources of `data` only
+        self.split = SimpleNamespace(record=None)  # nobody knows which slices it has
+        self.part = part
+        self.first: int | None = None
+        self.batch_size: int | None = None
+        self._has_sinograms: bool | None = None
+        self._ready: set[str | None] = set()
+        self._to_compare = False
+
+    # What Lightning calls
+
+    def prepare_data(self) -> None:
+        """Let the user's prepare its files; Lightning calls it on one process of a machine."""
+        self.data_module.prepare_data()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Set up the user's, once for each stage."""
+        if stage not in self._ready:
+            self._ready.add(stage)
+            self.data_module.trainer = self.trainer
+            self.data_module.setup(stage or "fit")
+
+    def teardown(self, stage: str) -> None:
+        """Tear down the user's."""
+        self._ready.discard(stage)
+        self.data_module.teardown(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the user's, for checkpoints."""
+        return self.data_module.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give the user's its state back."""
+        self.data_module.load_state_dict(state_dict)
+
+    def train_dataloader(self) -> Any:
+        """The user's training batches; on several devices the share of this one."""
+        share = getattr(self.trainer and self.trainer.strategy, "distributed_sampler_kwargs", {})
+        return self._shared("train", **share)
+
+    def val_dataloader(self) -> Any:
+        """The user's validation batches; on several devices the share of this one."""
+        share = {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank} if self.trainer else {}
+        return self._shared("val", **share)
+
+    def start_at(self, epoch: int, n_batches: int) -> None:
+        """Do nothing: a loader of the user's starts where it starts."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> dict[str, Any]:
+        """Complete a batch, on the host."""
+        batch = self.data_module.on_before_batch_transfer(batch, dataloader_idx)
+        trainer = self.trainer
+        if trainer is None:
+            return self.completed(batch, 0)
+        completed = self.completed(batch, trainer.current_epoch if trainer.training else 0)
+        share = share_of(trainer.train_dataloader if trainer.training else trainer.val_dataloaders)
+        if share is not None:
+            completed["weight"] = completed["weight"] * share.weights.popleft()
+        if trainer.training:
+            self.batch_size = self.batch_size or len(completed["image"])
+            self._require_other_batches(completed["image"])
+        return completed
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to the device, except its sample numbers, which the host reads."""
+        entries = {name: value for name, value in batch.items() if name != "sample"}
+        return self.data_module.transfer_batch_to_device(entries, device, dataloader_idx) | {"sample": batch["sample"]}
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Let the user's change a batch on the device."""
+        return self.data_module.on_after_batch_transfer(batch, dataloader_idx)
+
+    # What an evaluation needs, as of a `SliceDataModule`
+
+    @property
+    def measured(self) -> bool:
+        """Whether its batches have sinograms. It looks at the first one of the part."""
+        if self._has_sinograms is None:
+            next(iter(self.loader(self.part)))
+        return bool(self._has_sinograms)
+
+    def describe(self) -> str:
+        """Whose batches these are, and what is not promised with them."""
+        size = self.config.image_size
+        return f"datamodule={self.name}, {size} × {size}; {NOT_PROMISED}"
+
+    def trained(self, *_: object) -> Overlap:
+        """Nobody knows how many slices of a part a network was trained on."""
+        return Overlap()
+
+    def count(self, part: str) -> int | None:
+        """The slices of a part, if a sampler knows them before they are loaded."""
+        loader = self.loader(part).loader
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return None
+        batches: Any = loader.batch_sampler
+        n = None if batches is None else sum(map(len, batches))
+        return n if self.first is None or n is None else min(n, self.first)
+
+    def loader(self, part: str) -> "Numbered":
+        """Complete batches of a part with the `number` of each slice; of several processes each gets its share.
+
+        Raises DataError in several processes for a loader that shares its slices itself: nobody could number them.
+        """
+        loader = self._own_loader(part)
+        if self.trainer and self.trainer.world_size > 1 and shares_itself(loader):
+            raise DataError(f"{self.name}.{part}_dataloader shares itself, so one process evaluates it: evaluate run=…")
+        return Numbered(self, part, loader)
+
+    # Batches
+
+    def completed(self, batch: Any, epoch: int) -> dict[str, Any]:
+        """A `Batch` from what a loader yields. Raises DataError for another kind of batch, or for a key of other shape.
+
+        The number of a sample is one of its pixels and the epoch, so noise is the same in each validation.
+        """
+        if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
+            batch = {"image": batch[0], "sinogram": batch[1]}
+        if not isinstance(batch, Mapping) or "image" not in batch:
+            kind = type(batch).__name__
+            kind += (
+                f" of {len(batch)}" if isinstance(batch, Sequence) else " without image" * isinstance(batch, Mapping)
+            )
+            raise DataError(f"{self.name} gives a {kind}: give a dict with image, or a pair (image, sinogram)")
+        sizes: dict[str, int] = {
+            "1": 1, "S": self.config.image_size, "V": self.geometry.n_views, "D": self.geometry.n_detectors,
+        }  # fmt: skip
+        entries = {**batch} | {key: self._checked(key, batch[key], sizes) for key in SHAPES if key in batch}
+        self._has_sinograms = "sinogram" in entries
+        n, (offset, scale) = sizes["B"], self.config.hu_scaling
+        digests = [epoch << 32 | zlib.crc32(image.numpy(force=True).tobytes()) for image in entries["image"]]
+        return {
+            "hu_offset": torch.full((n,), float(offset)),
+            "hu_scale": torch.full((n,), float(scale)),
+            "sample": torch.tensor(digests),
+            "weight": torch.ones(n),
+            "name": [f"{number:x}" for number in digests],
+            **entries,
+        }
+
+    def _checked(self, key: str, value: Any, sizes: dict[str, int]) -> Any:
+        """The value of a key of a batch, if it has the shape of that key. A size that is not known yet is set."""
+        letters, known = SHAPES[key][1:-1].split(", "), {**sizes}
+        found = [*value.shape] if isinstance(value, Tensor) else [len(value)] if key == "name" else None
+        if found is None or len(found) != len(letters) or any(
+            sizes.setdefault(letter, size) != size for letter, size in zip(letters, found, strict=True)
+        ):  # fmt: skip
+            given = f"as {type(value).__name__}, not a tensor" if found is None else f"{found}, not"
+            shape = ", ".join(str(known.get(letter, letter)) for letter in letters)
+            remedy = f": set data.image_size={found[-1]}" if key == "image" and found else ""
+            remedy = ": set geometry.n_views and geometry.n_detectors" if key == "sinogram" and found else remedy
+            raise DataError(f"{self.name} gives {key} {given} [{shape}]{remedy}")
+        if key == "name":
+            return [*map(str, value)]
+        if key != "sample":
+            return value.float()
+        if value.dtype.is_floating_point or value.dtype == torch.bool or bool((value < 0).any()):
+            raise DataError(f"{self.name} gives sample {value.tolist()}, not integers from 0 on")
+        return value.long()
+
+    # Loaders
+
+    def _own_loader(self, part: str) -> Any:
+        """The user's loader of a part. Raises DataError for none, several or an empty one."""
+        if self.trainer is None:  # else Lightning has prepared its files
+            self.prepare_data()
+        self.setup(_STAGES[part])
+        method = f"{part}_dataloader"
+        try:
+            loader = getattr(self.data_module, method)()
+        except MisconfigurationException:  # of Lightning's own method
+            raise DataError(f"{self.name} has no {method}") from None
+        if isinstance(loader, Mapping | Sequence | CombinedLoader):
+            raise DataError(f"{self.name}.{method} gives several loaders: give one, such as a DataLoader")
+        if not isinstance(loader, Iterable):
+            raise DataError(f"{self.name}.{method} gives {loader}: give a DataLoader")
+        if n_batches(loader) == 0:
+            raise DataError(f"{self.name}.{method} has no batches")
+        return loader
+
+    def _shared(self, part: str, num_replicas: int = 1, rank: int = 0) -> Any:
+        """The user's loader, or the share of this process in its batches."""
+        loader = self._own_loader(part)
+        if num_replicas == 1:
+            return loader
+        own = shared(loader, partial(self._seed, part), num_replicas, rank)
+        self._to_compare = self._to_compare or (
+            part == "train" and own is loader and not has_distributed_sampler(loader)
+        )
+        return own
+
+    def _seed(self, part: str) -> list[int]:
+        """Of the order of an epoch: of training it is another one in each epoch, and after a resume."""
+        place = [self.trainer.current_epoch, self.trainer.global_step] if self.trainer and part == "train" else []
+        return [self.config.seed, *place]
+
+    def _require_other_batches(self, image: Tensor) -> None:
+        """Raise DataError if a loader that shares itself gives all devices the same first batch."""
+        if not self._to_compare:
+            return
+        self._to_compare = False
+        digests: list[int | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, zlib.crc32(image.numpy(force=True).tobytes()))
+        if len({*digests}) == 1:
+            raise DataError(
+                f"{self.name}.train_dataloader gives all devices the same batch: an IterableDataset shares itself, by "
+                "torch.distributed.get_rank()"
+            )
+
+
+class Numbered:
+    """The batches of a part, complete, with the `number` of each slice. Of several processes each gets its share."""
+
+    def __init__(self, data: OwnDataModule, part: str, loader: Any) -> None:
+        self.data, self.part, self.loader = data, part, loader
+
+    def __len__(self) -> int:
+        return n_batches(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        data, trainer, start = self.data, self.data.trainer, 0
+        n_processes, rank = (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
+        for k, given in enumerate(drawn_alike(self.loader, [data.config.seed])):
+            batch = data.data_module.on_before_batch_transfer(given, 0)
+            is_named = isinstance(batch, Mapping) and "name" in batch
+            batch = data.completed(batch, 0)
+            n = len(batch["image"])
+            batch["number"] = torch.arange(start, start + n)
+            if not is_named:
+                batch["name"] = [f"{self.part}_{number}" for number in range(start, start + n)]
+            if data.first is not None and start + n > data.first:
+                n = data.first - start
+                batch = {key: batch[key][:n] for key in (*SHAPES, "number") if key in batch}
+            if n and k % n_processes == rank:
+                yield batch
+            start += n
+            if start == data.first:
+                return
+
+
+def n_batches(loader: Any) -> int:
+    """The batches of an epoch of a loader; as many as a run can have if it does not know."""
+    try:
+        return len(loader)
+    except TypeError:
+        return 2**62
+
+
+def samples_of(trainer: Trainer, loader: Any, step: int) -> int:
+    """Slices that all devices together have had after this number of steps, if all batches of a loader are full."""
+    batch_size = getattr(getattr(trainer, "datamodule", None), "batch_size", None) or getattr(
+        loader, "batch_size", None
+    )
+    return step * trainer.accumulate_grad_batches * trainer.world_size * (batch_size or 1)

@@ -1,1 +1,0 @@
-"""The checklist of `qnmixer.doctor`."""

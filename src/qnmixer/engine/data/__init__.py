@@ -1,1 +1,0 @@
-"""CT slices in Hounsfield units from many sources, as one dataset and one LightningDataModule."""

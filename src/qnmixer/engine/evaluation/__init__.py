@@ -1,1 +1,0 @@
-"""Evaluate a network slice by slice, beside FBP and total variation."""

@@ -1,1 +1,0 @@
-"""Reconstruct new slices or measured sinograms with a trained network, from files to files."""

@@ -1,1 +1,0 @@
-"""Memory of a training step: the modes that save it, the plan, measurements, and leaks."""

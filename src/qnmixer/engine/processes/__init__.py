@@ -1,1 +1,0 @@
-"""Ranks, stop signals, cores, and one process for each device."""

@@ -1,1 +1,0 @@
-"""What people read: tables, progress and pictures."""

@@ -1,0 +1,1 @@
+"""Scores of images, and what an evaluation writes: tables, pictures, a page."""

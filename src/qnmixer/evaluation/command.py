@@ -1,0 +1,180 @@
+"""The command `qnmixer.evaluate`: a trained run on its own slices, or on others in the form that its network needs."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from qnmixer.data.splits import Overlap, RunSplit, SplitRecord
+from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.evaluation.config import EvaluateConfig, ScoringConfig
+from qnmixer.evaluation.evaluate import PAGE, RunData, evaluate, evaluated_source, what_was_evaluated, write_evaluation
+from qnmixer.evaluation.logs import log_evaluation
+from qnmixer.evaluation.scores import Evaluation
+from qnmixer.files import path_of
+from qnmixer.parallel.devices import choose_device
+from qnmixer.reconstruction.checkpoints import load_run, run_of, split_of
+from qnmixer.reconstruction.own_data import build_own_data
+from qnmixer.reconstruction.reconstructor import Reconstructor, build_geometry, on_scan, sample_measurement
+from qnmixer.reconstruction.sections import AsTrained, ScanOrAsTrained, scan_for
+from qnmixer.reconstruction.weights import SUFFIX, find_checkpoint, located
+from qnmixer.runs.loggers import scoring_loggers
+from qnmixer.runs.records import is_signed, own_modules, read_results
+from qnmixer.runs.run import Run
+from qnmixer.runs.terminal import Console
+from qnmixer.settings.compose import values_of
+from qnmixer.settings.data import DataConfig, FolderData, MixedData, PairData, PhantomData
+from qnmixer.settings.plugins import check_trusted, is_trusted, module_of
+from qnmixer.settings.rules import one_scale, scan_of_set
+from qnmixer.settings.run import section, targets_of
+from qnmixer.settings.sections import GeometryConfig
+
+_LOADING = "batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"
+"""Keys of how slices are loaded. They change no slice."""
+_KEYS_OF_TEST = "simulation_factor", "disc"
+"""Keys that turn the run's own slices into another test."""
+_NO_PLACE = "{} does not say where its slices are: give data=NAME data.root=FOLDER, as data=dicom"
+
+
+def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> Evaluation:
+    """Run `qnmixer.evaluate`: compare a run with FBP, and write table, picture and results.json.
+
+    Raises CheckpointError, ConfigError or DataError.
+    """
+    console = Console()
+    module, slices, split_record = on_test(config, config.run, overrides, scan=config.geometry)
+    if config.evaluation.first_order and module.network.first_order() is None:
+        raise ConfigError(f"evaluation.first_order=true is for a network of second order: {config.run} has H = I")
+    device = choose_device(config.accelerator)
+    with (
+        Run(folder, overrides).recording() as record,
+        scoring_loggers(module.config, config.logger, device.type, folder, overrides) as loggers,
+    ):
+        evaluation = evaluate(module, slices, config.split, config.evaluation, device, config.symmetries)
+        evaluation.trained = slices.trained(config.split, split_record) if split_record else Overlap()
+        record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, evaluation)}
+        picture = write_evaluation(folder, evaluation, console)
+        record["picture"] = str(picture)
+        log_evaluation(loggers, evaluation, folder, config.split)
+    console.print(f"picture: {picture}", soft_wrap=True)
+    console.print(f"to look through: {folder / PAGE}", soft_wrap=True)
+    return evaluation
+
+
+def on_test(
+    config: ScoringConfig,
+    run: str,
+    overrides: list[str],
+    seed: int | None = None,
+    scan: ScanOrAsTrained | None = None,
+) -> tuple[Reconstructor, RunData, SplitRecord | None]:
+    """The trained network of a run with the noise of an evaluation, its slices, and the record of the run's split.
+
+    `seed`: of phantoms and noise; None: the run's. `scan`: None: that of the run. Raises CheckpointError or
+    ConfigError for what does not fit.
+    """
+    checkpoint = find_checkpoint(run, config.checkpoint)
+    trust = [*config.trust, *map(module_of, targets_of(config).values()), *own_modules(run_of(checkpoint))]
+    trained = load_run(run, config.checkpoint, trust, "metrics.")
+    split_record = split_of(checkpoint)
+    test = trained.config.changed(data=with_own_cache(trained.config.data, checkpoint))
+    if scan is not None:
+        test.geometry = scan_for(scan, test.geometry)
+    datamodule = trained.config.datamodule
+    if isinstance(config.data, AsTrained):
+        if not is_trusted(datamodule.target, ()) and checkpoint.suffix == SUFFIX:
+            raise CheckpointError(_NO_PLACE.format(run))
+        data, from_run = as_trained(run, config.data, test.data, trust), True
+        check_trusted(run, datamodule.targets(), trust)
+        if not datamodule.is_of_slices and data != test.data:
+            raise CheckpointError(
+                f"{run} was trained with {datamodule.as_typed}, which takes no key of data: leave it out"
+            )
+        scan_of_set(data, test.geometry)
+    else:
+        data, from_run = other_slices(config.data, test.data, test.geometry, overrides)
+        test.datamodule = section("datamodule", "default")
+    if seed is not None:
+        data = data.changed(seed=seed) if isinstance(evaluated_source(data), PhantomData) else data
+        test.seed = seed
+    test.data, test.noise = data, config.noise or test.noise
+    one_scale(test.data, test.noise)
+    split = RunSplit(split_record if from_run else None)
+    for_measured = test.noise.load().for_measured
+    slices: RunData
+    if test.datamodule.is_of_slices:
+        measure = sample_measurement(test) if for_measured else None
+        slices = test.datamodule.build(data, split=split, geometry=build_geometry(test), measure=measure)
+    else:
+        slices = build_own_data(test, config.split)
+    if config.noise is not None and slices.measured and not for_measured:
+        named = f"data={data.name}" if test.datamodule.is_of_slices else test.datamodule.as_typed
+        raise ConfigError(
+            f"noise={config.noise.name} has no effect on the sinograms of {named}, which were measured: leave it out"
+        )
+    return on_scan(trained, test), slices, split_record
+
+
+def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection[str] = ()) -> DataConfig:
+    """The run's own slices, with the changes that an evaluation may ask for.
+
+    Raises CheckpointError for a weights file that was trained on files, because it does not name their folder. Also for
+    data.root, if the run had no folder or several. Raises PluginError if the class of the slices is in no module of
+    `trust`.
+    """
+    of_phantoms = all(isinstance(source, PhantomData) for source in data.by_section().values())
+    if located(run).suffix == SUFFIX and not of_phantoms:
+        raise CheckpointError(_NO_PLACE.format(run))
+    check_trusted(run, data.targets(), trust)
+    if changed.root is not None and not isinstance(data, FolderData | PairData):
+        why = f"is for a run on one folder, but {run} was trained with data={data.name}"
+        raise CheckpointError(f"data.root={changed.root} {why}: leave it out, or choose slices with data=dicom too")
+    return data.changed(**{key: value for key, value in changed if value is not None})
+
+
+def with_own_cache(data: DataConfig, checkpoint: Path) -> DataConfig:
+    """The slices of a run. If somebody else started it, they are cached where this user does, not where it names."""
+    if is_signed(read_results(run_of(checkpoint))):
+        return data
+    if isinstance(data, MixedData):
+        sources = {name: keys | dict.fromkeys({"cache_dir"} & keys.keys()) for name, keys in data.sources.items()}
+        return data.changed(sources=sources)
+    return data.changed(cache_dir=None) if isinstance(data, FolderData) else data
+
+
+def other_slices(
+    data: DataConfig, trained: DataConfig, geometry: GeometryConfig, overrides: list[str]
+) -> tuple[DataConfig, bool]:
+    """Slices that the run was not trained on, in the form that its network needs; all of them, if no split is given.
+
+    Also returns whether they are the run's own slices after all; then its split says which are test slices. Raises
+    ConfigError for a key that would change these, and CheckpointError for one that the network cannot use.
+    """
+    keys = {key.removeprefix("data.") for key in values_of(overrides) if key.startswith("data.")}
+    of_set = {"max_attenuation"} & data.arguments.keys() & trained.arguments.keys()
+    fixed = {key: getattr(trained, key) for key in ("image_size", "scaling", "hu_max", *of_set)}
+    for key, value in fixed.items():
+        if key in keys and getattr(data, key) != value:
+            raise CheckpointError(
+                f"the run was trained with data.{key}={value}: leave data.{key} out, or train another network"
+            )
+    seed = data.seed if "seed" in keys else trained.seed
+    data = data.changed(**fixed, seed=seed)
+    if isinstance(data, FolderData) and "split" not in keys:
+        for source in trained.by_section().values():
+            if isinstance(source, FolderData) and _folder(data) == _folder(source):
+                # else the evaluation would use slices that the network was trained on
+                if conflicts := sorted(keys - {"root", *fixed, *_KEYS_OF_TEST, *_LOADING}):
+                    raise ConfigError(
+                        f"data.root={data.root} is the run's own folder, which was split already: leave out "
+                        f"data.{conflicts[0]}, or give data.split=all too for other slices of the folder"
+                    )
+                changed = [*_KEYS_OF_TEST, *(key for key in _LOADING if key in keys)]
+                return source.changed(**{key: getattr(data, key) for key in changed}), True
+        data = data.changed(split="all")
+    if isinstance(data, FolderData) and "pixel_size" not in keys and trained.at_true_size:
+        data = data.changed(pixel_size="header")
+    scan_of_set(data, geometry)
+    return data, False
+
+
+def _folder(data: FolderData) -> Path:
+    return path_of(str(data.root)).resolve()

@@ -1,0 +1,253 @@
+"""Compare a network with FBP, and on request total variation, on a split: scores per image, a table, a picture."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from math import inf, isnan
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from qnmixer.data.batch import Batch, to_hu
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.own_datamodule import Numbered, OwnDataModule
+from qnmixer.evaluation.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
+from qnmixer.evaluation.page import write_page_of
+from qnmixer.evaluation.pictures import MethodImages, SliceImages, draw_slices
+from qnmixer.evaluation.scores import Conditions, Evaluation, ImageScore, titles_of, with_usual
+from qnmixer.files import digest, digest_of_bytes, write_text
+from qnmixer.models.total_variation import TotalVariation
+from qnmixer.physics import NoNoise, Symmetry, images_by_symmetry
+from qnmixer.reconstruction.pretrained import digest_of_weights
+from qnmixer.reconstruction.reconstructor import Reconstructor, second_order, symmetries_of
+from qnmixer.runs.processes.process import rank
+from qnmixer.runs.terminal import Console, csv_table, markdown_table, progress, terminal_table
+from qnmixer.settings.data import DataConfig, FolderData, MixedData
+from qnmixer.settings.names import IN_WINDOW
+from qnmixer.settings.run import Config
+from qnmixer.settings.sections import EvaluationConfig
+
+RunData = SliceDataModule | OwnDataModule
+PICTURE, PAGE = "picture.png", "page.html"
+_MOST_ITERATIONS = 50  # a page has room for the images of so many
+_N_WORST = 9
+"""So many of the worst slices are on a page, beside those of the picture."""
+
+
+def what_was_evaluated(module: Reconstructor, evaluation: Evaluation) -> dict[str, Any]:
+    """The entry of results.json that says what a table measures: the weights, the slices, the noise.
+
+    Scores of two evaluations can be compared only where `test` is equal in both. `scalars`: τ_t and the others.
+    """
+    return {
+        "weights": digest_of_weights(module.state_dict()),
+        "scalars": {name: [p.tolist() for p in part] for name, part in module.network.scalars().items() if part},
+        "data": evaluated_name(module.config),
+        "noise": module.config.noise.plain(),
+        "test": evaluation.test and evaluation.test._asdict(),
+    }
+
+
+def evaluated_source(data: DataConfig) -> DataConfig:
+    """The source of validation and test slices."""
+    return data.by_section()[f"data.sources.{data.evaluate_on}"] if isinstance(data, MixedData) else data
+
+
+def evaluated_name(config: Config) -> str:
+    """What gives the slices of validation and test: a source of `data`, or a LightningDataModule of the user's."""
+    return evaluated_source(config.data).name if config.datamodule.is_of_slices else config.datamodule.target
+
+
+def conditions_of(module: Reconstructor, data: RunData, contents: Sequence[int]) -> Conditions:
+    """What tells a test from others. `contents`: digests of its slices, in their order."""
+    noise_digests: tuple[str, ...] = ()
+    scan = {**asdict(module.projector.geometry), "factor": data.config.simulation_factor}
+    if data.measured:
+        scan |= {"measured": True}
+    noise_model = module.measurement.noise
+    if not isinstance(noise_model, NoNoise) and (noise_model.for_measured or not data.measured):
+        # The defaults of a class may be left out of a config.
+        keys = asdict(noise_model) if is_dataclass(noise_model) else module.config.noise.plain()
+        # The noise of a slice depends on its number.
+        noise = digest([module.config.noise.target, keys], sort_keys=True)
+        noise_digests = noise, str(module.config.seed), digest([*contents])
+    return Conditions(digest(sorted(contents)), digest(scan, sort_keys=True), *noise_digests)
+
+
+def _content(batch: Mapping[str, Any], b: int, measured: bool) -> int:
+    """A digest of the b-th truth of a batch, with its scale, and of its sinogram, if that was measured."""
+    names = ["image", "hu_offset", "hu_scale"]
+    if measured:
+        names.append("sinogram")
+    parts = [batch[name][b] for name in names]
+    return digest_of_bytes(b"".join(part.numpy().tobytes() for part in parts))
+
+
+def title_of(config: Config, n_views: int, module: RunData, split: str) -> str:
+    """The title of a table."""
+    data = module.config
+    slices = f"{split} split"
+    if config.datamodule.is_of_slices and isinstance(data, FolderData) and data.split == "all":
+        slices = "all slices"
+    finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
+    disc = ", with a bright disc" if data.disc else ""
+    sinograms = "measured" * module.measured or f"noise {config.noise.name}"
+    sinograms += f", noise {config.noise.name}" * (module.measured and config.noise.load().for_measured)
+    return f"{slices} of {evaluated_name(config)}{disc}, {n_views} views{finer}, {sinograms}"
+
+
+def evaluate(
+    module: Reconstructor,
+    data: RunData,
+    split: str,
+    config: EvaluationConfig,
+    device: torch.device,
+    most_symmetries: int = 1,
+) -> Evaluation:
+    """Reconstruct every slice of a split by FBP and by the network (which may be FBP), from the same noisy sinogram.
+
+    With several symmetries another row has the mean over those that the scan has, at most so many. With several
+    processes each evaluates its share, and all get the full result.
+    """
+    module = module.to(device).eval()
+    network = module.network
+    baselines: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp}
+    if config.tv_weight is not None:
+        baselines[TotalVariation.title] = TotalVariation(
+            module.projector,
+            weight=config.tv_weight,
+            noise_weight=config.tv_noise_weight,
+            variance=module.measurement.noise.variance,
+        )
+    turns = symmetries_of(module.projector, most_symmetries)
+    first_order = network.first_order() if config.first_order else None
+    metrics = build_metrics(with_usual(module.config.metrics), data.config.own_range)
+    n_images = count_of(data, split)
+    patients = data.parts[split].patients if isinstance(data, SliceDataModule) else ()
+    drawn = pictured(n_images, config.n_pictures)
+    scores: dict[int, list[ImageScore]] = {}
+    slices: dict[int, SliceImages] = {}
+    batches: DataLoader[Any] | Numbered = data.loader(split)
+    for host_batch in progress(batches, "evaluating", "batch", Console(quiet=rank() != 0)):
+        numbers = host_batch.get("number", host_batch["sample"]).tolist()
+        weights = host_batch["weight"].tolist()
+        batch: Batch = data.on_after_batch_transfer(data.transfer_batch_to_device(host_batch, device, 0), 0)
+        with torch.no_grad():
+            y = module.measure(batch, "test")
+            images = {name: [method(y)] for name, method in baselines.items() if name != network.title}
+            if first_order is not None:
+                images[f"{network.title}, H = I"] = [first_order(y)]
+            # For a solver with hundreds of iterations only x_T.
+            iterates = network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
+            images[network.title] = iterates
+            if len(turns) > 1:  # the first is the identity
+                turned = images_by_symmetry(network, y, turns[1:])
+                images[f"{network.title}, symmetric"] = [torch.cat([iterates[-1][None], turned]).mean(0)]
+        values = {name: _values_of(batch, iterates[-1], config.window, metrics) for name, iterates in images.items()}
+        for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
+            if weight:  # else it only fills the batch
+                file_name = batch["name"][b]
+                content = _content(host_batch, b, data.measured)
+                patient = patients[n] if patients else None
+                scores[n] = [
+                    ImageScore(n, file_name, method, rows[b], patient, content) for method, rows in values.items()
+                ]
+                slices[n] = _slice(n, batch, b, images, scores[n])
+        slices = worst_of(slices, scores, drawn)
+    if dist.is_initialized():
+        shares: list[tuple[dict[int, list[ImageScore]], dict[int, SliceImages]]]
+        shares = [({}, {})] * dist.get_world_size()
+        dist.all_gather_object(shares, (scores, slices))
+        scores = {n: slice_scores for share, _ in shares for n, slice_scores in share.items()}
+        slices = worst_of({n: slice_ for _, share in shares for n, slice_ in share.items()}, scores, drawn)
+    return Evaluation(
+        title=title_of(module.config, module.projector.geometry.n_views, data, split) + mean_over(turns),
+        scores=[score for n in sorted(scores) for score in scores[n]],
+        slices=slices,
+        pictured=sorted(drawn & scores.keys()),
+        baselines=[*baselines],
+        own_range=data.config.own_range,
+        titles=titles_of(module.config.metrics),
+        note="" if first_order is None else "".join(f". {name}: {it}" for name, it in second_order(network).items()),
+        test=conditions_of(module, data, [scores[n][0].content for n in sorted(scores)]),
+    )
+
+
+def mean_over(turns: Sequence[Symmetry]) -> str:
+    """What the title of a table says of its symmetric row."""
+    return f", symmetric: mean over {len(turns)} turns and flips" if len(turns) > 1 else ""
+
+
+def count_of(data: RunData, part: str) -> int | None:
+    """The slices of a part; None if only its loader knows. Raises DataError if there are none."""
+    return len(data.dataset(part)) if isinstance(data, SliceDataModule) else data.count(part)
+
+
+def pictured(n_images: int | None, n_pictures: int) -> set[int]:
+    """The indices of the images to draw. They are spread over the split, because neighbours look alike.
+
+    The first ones, if the number of images is not known.
+    """
+    if n_images is None:
+        return {*range(n_pictures)}
+    n = min(n_pictures, n_images)
+    return {(2 * k + 1) * n_images // (2 * n) for k in range(n)}
+
+
+def worst_of(
+    slices: Mapping[int, SliceImages], scores: Mapping[int, list[ImageScore]], drawn: Collection[int]
+) -> dict[int, SliceImages]:
+    """Those of the picture, and of the others the worst by PSNR of the last method. The worst come first."""
+    psnrs = {n: scores[n][-1].values["psnr"] for n in slices}
+    numbers = sorted(slices, key=lambda n: (-inf if isnan(psnrs[n]) else psnrs[n], n))
+    worst = [n for n in numbers if n not in drawn][:_N_WORST]
+    return {n: slices[n] for n in numbers if n in drawn or n in worst}
+
+
+def _slice(n: int, batch: Batch, b: int, images: dict[str, list[Tensor]], scores: list[ImageScore]) -> SliceImages:
+    """Slice n of the split, the b-th of a batch, by all methods. It is named by number: files may name patients."""
+
+    def hu(image: Tensor) -> Tensor:
+        return to_hu(batch, image)[b, 0].cpu()
+
+    methods = []
+    for (name, iterates), score in zip(images.items(), scores, strict=True):
+        caption = "{psnr:.2f} dB, SSIM {ssim:.2f}".format(**score.values)
+        methods.append(MethodImages(name, [hu(x) for x in iterates], caption))
+    return SliceImages(f"slice {n}", hu(batch["image"]), methods)
+
+
+def _values_of(
+    batch: Batch, image: Tensor, window: list[float], metrics: Mapping[str, ImageMetric]
+) -> list[dict[str, float | None]]:
+    """The metrics of each image of a batch, by name."""
+    if "unscored" in batch:
+        image = torch.where(batch["unscored"], batch["image"], image)
+    x, truth = (to_window(to_hu(batch, x), (window[0], window[1])) for x in (image, batch["image"]))
+    columns = {name: metric(image, batch) for name, metric in metrics.items()}
+    columns |= {"window_psnr": psnr(x, truth), "window_ssim": ssim_percent(x, truth)}
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    scores: list[dict[str, float | None]] = [dict(zip(columns, row, strict=True)) for row in rows]
+    # With nothing in the window a reconstruction that has nothing there either would be infinitely good.
+    empty = truth.flatten(1).amax(1) == truth.flatten(1).amin(1)
+    return [row | dict.fromkeys(IN_WINDOW) if is_empty else row for row, is_empty in zip(scores, empty, strict=True)]
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation, console: Console) -> Path:
+    """Write table.csv, table.md, images.csv, picture.png and page.html, and print the table. Returns the picture."""
+    headings, body = evaluation.table()
+    caption, warnings = evaluation.gain(), evaluation.warnings()
+    parts = [f"**Warning: {line}**" for line in warnings]
+    parts += [f"**{evaluation.title}**", markdown_table(headings, body), caption]
+    write_text(folder / "table.csv", csv_table([headings, *body]))
+    write_text(folder / "table.md", "\n\n".join(parts) + "\n")
+    write_text(folder / "images.csv", csv_table(evaluation.lines()))
+    draw_slices(folder / PICTURE, evaluation.rows)
+    write_page_of(folder / PAGE, evaluation)
+    for line in warnings:
+        console.warn(line, style="bold red")
+    console.print(terminal_table(headings, body, title=evaluation.title, caption=caption))
+    return folder / PICTURE

@@ -1,0 +1,1 @@
+"""What happens to the graph of the iterations, and what a step takes: modes, plan, tracker."""

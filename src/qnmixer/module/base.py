@@ -1,0 +1,234 @@
+"""What a run adds to a LightningModule: the measurement, shards, means over all devices, and complete checkpoints."""
+
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from qnmixer.data.batch import Batch
+from qnmixer.data.own_datamodule import n_batches
+from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.module.parts import parts_of
+from qnmixer.parallel.lightning_private import set_hparams, set_position
+from qnmixer.parallel.shards import gather
+from qnmixer.reconstruction.checkpoints import load_run, run_of
+from qnmixer.reconstruction.reconstructor import Measurement
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, SUFFIX, TRAINED_KEY, find_checkpoint
+from qnmixer.runs.records import own_modules
+from qnmixer.settings.parts import ModuleConfig
+from qnmixer.settings.plugins import check_trusted, module_of
+from qnmixer.settings.run import Config, checked
+
+if TYPE_CHECKING:
+    from qnmixer.physics import FanBeamProjector
+
+
+_PARTS = "network", "loss", "optimizer", "schedule", "metrics"
+"""What a run gives to a module, beside its own arguments."""
+
+
+class RunModule(L.LightningModule):
+    """The base of LightningModules that a run can train.
+
+    A subclass sets `network` in its constructor, and has `training_step`, `validation_step` and `configure_optimizers`.
+
+    In a script without a run, `measurement` may be set; else it is the scan of the network, without noise.
+
+    Attributes:
+        network: it alone is evaluated. Other networks of the module, such as a discriminator, are trained and saved.
+        config: of the run; a script has none.
+        measurement: the scan and its noise.
+        settings: the config as plain data, for checkpoints; empty in a script.
+    """
+
+    network: UnrolledNetwork[Any]
+    config: Config
+    measurement: Measurement
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = nn.ModuleDict()
+        self.settings: dict[str, Any] = {}
+
+    def attach(self, config: Config, settings: dict[str, Any], measurement: Measurement) -> None:
+        """Give the module what the run knows. The builder of a run calls it once."""
+        self.config, self.settings, self.measurement = config, settings, measurement
+        self._keep_arguments(config.module)
+
+    def _keep_arguments(self, section: ModuleConfig) -> None:
+        """Set Lightning's hyperparameters to the arguments of the class that are its own, as plain values."""
+        # A class may have saved all its arguments, but nobody could read a checkpoint of objects.
+        saved = {name: value for name, value in self.hparams.items() if name not in _PARTS}
+        set_hparams(self, saved | section.keywords())
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]  # a run's checkpoint needs no arguments
+        cls, checkpoint_path: str | Path, *, trust: Collection[str] = (), **arguments: Any
+    ) -> Self:
+        """The module of a checkpoint, with its weights, on the CPU. No code of the file is executed.
+
+        That of a run gets the network, loss, optimizer, schedule, metrics and own arguments of the run.
+
+        Args:
+            checkpoint_path: of a run, or of a script.
+            trust: modules outside qnmixer whose classes and functions the config of the run may name. The class that
+                is called needs no word.
+            arguments: of the class, in place of those of the file, or of Lightning's `load_from_checkpoint`. A
+                checkpoint of a script needs those that are no numbers or texts, such as `network`.
+
+        Raises:
+            CheckpointError: the file cannot be read, or its network is not known.
+            PluginError: the file names something of a module that is not in `trust`.
+        """
+        # A file may name a function of Lightning that builds the module. Nothing but the class does.
+        arguments = {"map_location": "cpu", "weights_only": True, "_instantiator": None} | arguments
+        if "network" in arguments:
+            return cls._loaded(checkpoint_path, **arguments)
+        path = find_checkpoint(checkpoint_path)
+        if path.suffix == SUFFIX:
+            raise CheckpointError(f"{path} has weights of a network only: qnmixer.load_pretrained loads it")
+        try:
+            trained = load_run(path, "best", trust, "loss.", "schedule.", "metrics.")
+        except CheckpointError as error:
+            try:
+                return cls._loaded(path, **arguments)
+            except Exception as further_error:
+                line = f"{error}, or give network=… for the checkpoint of a script"
+                raise CheckpointError(line) from further_error
+        section, named = trained.config.module, trained.config.optimizer.targets()
+        is_of_class = section.target == f"{cls.__module__}.{cls.__qualname__}"
+        named |= {key: target for key, target in section.targets().items() if is_of_class and key != section.key}
+        named = {key: target for key, target in named.items() if module_of(target) != "torch.optim"}
+        check_trusted(str(path), named, [*trust, *own_modules(run_of(path))])
+        parts = parts_of(checked(trained.config, "loss", "optimizer", "schedule")) | {"network": trained.network}
+        own = section.built(cls, parts) if is_of_class else {}  # another class gets those that it takes, from Lightning
+        module = cls._loaded(path, **{**parts, **own, **arguments})
+        module.measurement = trained.measurement
+        module._keep_arguments(section)
+        return module
+
+    @classmethod
+    def _loaded(cls, path: str | Path, **arguments: Any) -> Self:
+        """The module, as Lightning builds it: by arguments, and by the hyperparameters of the file."""
+        loaded = super().load_from_checkpoint(path, **arguments)
+        assert isinstance(loaded, cls)
+        return loaded
+
+    @property
+    def projector(self) -> "FanBeamProjector":
+        """A, Aᵀ and FBP of the scan."""
+        return self.measurement.projector
+
+    def measure(self, batch: Batch, stream: str) -> Tensor:
+        """The noisy sinogram y [B, 1, V, D] of a batch. Its noise depends on (seed, stream, sample) only.
+
+        The loader may have made y already, as `batch["sinogram"]`: with noise, or from a scanner. Else it is made here.
+
+        stream: train, val or test.
+        """
+        if not hasattr(self, "measurement"):
+            self.measurement = Measurement(self.network.projector)
+        y: Tensor = self.measurement(batch, stream)
+        return y
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss of a batch: a mean over its images."""
+        raise NotImplementedError(f"{type(self).__name__} has no training_step")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Tell the network the optimizer step, by which it draws random numbers. It is that of all devices."""
+        self.network.step_key = (self.config.seed if self.settings else 0, self.global_step)
+
+    def configure_model(self) -> None:
+        """Shard all networks of the module for fsdp, in the hook that Lightning has for it.
+
+        Raises ConfigError for a weight of the module itself, whose gradients fsdp would not average.
+        """
+        # `self.trainer` raises without a trainer; `_trainer` is None then.
+        shard = None if self._trainer is None else getattr(self.trainer.strategy, "shard", None)
+        if shard is None:
+            return
+        if weight := next(iter(self._parameters), None):
+            raise ConfigError(
+                f"strategy=fsdp does not average the gradient of {weight}, a weight of {type(self).__name__} itself: "
+                "put it into a torch module of that class, or choose strategy=ddp"
+            )
+        for child in self.children():
+            if any(True for _ in child.parameters()):
+                shard(child, self.device_mesh)
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a number, as Lightning does. In a plan and in doctor's comparison there is no trainer, and no log."""
+        if self._trainer is not None:
+            super().log(name, value, *args, **options)
+
+    def log_means(self, prefix: str, values: Mapping[str, Tensor], counted: Tensor) -> None:
+        """Log the means over the counted images of all batches and processes.
+
+        Args:
+            prefix: of the names, as in val/NAME.
+            values: [B] by name.
+            counted: [B]; False for samples that only fill the batch.
+        """
+        for name, value in values.items():  # all before the first is logged: Lightning looks for them once
+            if _key(name) not in self.means:
+                # Sums over processes, because a mean of means would count fillers. NaN must stay NaN.
+                self.means[_key(name)] = MeanMetric(nan_strategy="disable").to(value.device)
+        for name, value in values.items():
+            mean = self.means[_key(name)]
+            assert isinstance(mean, MeanMetric)
+            mean.update(value[counted])
+            self.log(f"{prefix}/{name}", mean, on_step=False, on_epoch=True)
+
+    def n_steps(self) -> int:
+        """Optimizer steps of the whole run. Lightning's count would load the data too early for a resumed run."""
+        if not self.settings:
+            return int(self.trainer.estimated_stepping_batches)
+        trainer = self.config.trainer
+        if trainer.max_epochs in (None, -1):
+            return trainer.max_steps
+        n_per_epoch = self._batches_of_epoch()
+        by_epochs = trainer.max_epochs * n_per_epoch // trainer.accumulate_grad_batches
+        return by_epochs if trainer.max_steps == -1 else min(trainer.max_steps, by_epochs)
+
+    def _batches_of_epoch(self) -> int:
+        """The batches of this process. Lightning's limits are those of loaders of the user's own: ours has them."""
+        loader, limit = self.trainer.datamodule.train_dataloader(), self.trainer.limit_train_batches  # type: ignore[attr-defined]  # Lightning's, untyped
+        n = n_batches(loader)
+        return min(n, limit) if isinstance(limit, int) else int(n * limit)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the config as plain data, so that a checkpoint is complete by itself.
+
+        Raises FloatingPointError if the weights are not finite. The loss of another rank may have caused that.
+        """
+        if not math.isfinite(norm := float(gather(torch.nn.utils.get_total_norm(list(self.parameters()))))):
+            raise FloatingPointError(f"the norm of the weights became {norm} at step {self.global_step}")
+        if self.settings:
+            checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": self.settings}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Resume at the same place in the data, whatever the strategy, and with the weights that were trained."""
+        # The place follows from the number of steps, because a step has another number of batches with each strategy.
+        data: Any = getattr(self._trainer, "datamodule", None)
+        if not hasattr(data, "start_at"):  # without a trainer, or with loaders of one's own, there is no place to set
+            return
+        per_epoch, accumulate = self._batches_of_epoch(), self.trainer.accumulate_grad_batches
+        epoch, step = divmod(checkpoint["global_step"], per_epoch // accumulate)
+        data.start_at(epoch, step * accumulate)
+        validating = bool(checkpoint.get(RUN_KEY, {}).get("validating"))
+        set_position(checkpoint, epoch, step * accumulate, epoch * per_epoch, validating)
+        # A run may resume without callbacks=ema, which saves the mean as the weights.
+        checkpoint[MEAN_KEY], trained = checkpoint["state_dict"], checkpoint.get(TRAINED_KEY, {})
+        checkpoint["state_dict"] = checkpoint[MEAN_KEY] | trained
+
+
+def _key(metric: str) -> str:
+    """The key of a metric's mean. A ModuleDict refuses the names of its own methods, as type."""
+    return f"of {metric}"

@@ -1,0 +1,1 @@
+"""Several devices: strategies, the pipeline over iterations, buffers, precision."""

@@ -1,0 +1,1 @@
+"""Random slices of bodies and of ellipses, drawn without files."""

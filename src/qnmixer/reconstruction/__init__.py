@@ -1,0 +1,1 @@
+"""Trained networks: their weights, their scan, and the images that they give of new slices and sinograms."""

@@ -1,0 +1,228 @@
+"""Checkpoints and weights files with the config of their run: load, resume, fine-tune and write them."""
+
+import json
+from collections.abc import Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from qnmixer.data.splits import SplitRecord, is_split_record
+from qnmixer.errors import CheckpointError
+from qnmixer.models.data_term import follow_scan
+from qnmixer.reconstruction.pretrained import (
+    digest_of_file,
+    in_float32,
+    load,
+    load_state,
+    of_another_version,
+    packed,
+    read,
+    require_fit,
+)
+from qnmixer.reconstruction.reconstructor import (
+    Reconstructor,
+    build_geometry,
+    build_network,
+    build_projector,
+    same_scan,
+    say_scan,
+)
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, find_checkpoint
+from qnmixer.runs.records import own_modules
+from qnmixer.runs.sharing import without_places
+from qnmixer.settings.data import DataConfig
+from qnmixer.settings.options import TARGET
+from qnmixer.settings.parts import ModelConfig
+from qnmixer.settings.plugins import check_trusted, is_trusted
+from qnmixer.settings.run import Config, checked, effective_batch, parse_file, targets_of
+from qnmixer.settings.target import Target
+
+# Checkpoints of a run
+
+_NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
+"""Keys that are dropped from the config of a file: only the command line may name callbacks and loggers."""
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The run folder of a checkpoint: of runs/DIR/checkpoints/best.ckpt, runs/DIR."""
+    return checkpoint.absolute().parent.parent
+
+
+def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
+    """Read config and state dict of a checkpoint or weights file of this program. Raises CheckpointError."""
+    values, state = read(path)
+    try:
+        config = parse_file(values | _NEVER_READ)
+        if all(is_trusted(target, ()) for target in built_from(config).values()):
+            config = checked(config, "model", "noise")
+        return config, state
+    except Exception as error:  # a section may contain anything
+        raise of_another_version(path, error) from error
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """The config of a checkpoint that `read_checkpoint` takes, as plain data, with what that drops: callbacks."""
+    settings: dict[str, Any] = load(path)[CHECKPOINT_KEY]["config"]
+    return settings
+
+
+def load_run(run: str | Path, checkpoint: str = "best", trust: Collection[str] = (), *sections: str) -> Reconstructor:
+    """Load the trained module of a run folder (or .ckpt or .safetensors file) on the CPU.
+
+    `trust`: modules outside qnmixer whose classes the file may name; a run of this user may name those that it has
+    imported. `sections`: as in `built_from`. Raises PluginError for others, and CheckpointError for a file that cannot
+    be read.
+    """
+    path = find_checkpoint(run, checkpoint)
+    config, state = read_checkpoint(path)
+    check_trusted(str(path), built_from(config, *sections), [*trust, *own_modules(run_of(path))])
+    config = checked(config, "model", "noise")
+    with in_float32():
+        if all(is_trusted(target, ()) for target in built_from(config).values()):
+            require_fit(partial(build_network, config), build_geometry(config), state, path)
+        module = Reconstructor(config)
+    load_state(module.network, state, path)
+    return module
+
+
+def load_weights(module: Any, run: str | Path) -> None:
+    """Load the weights of a run into a module of a run, or a Reconstructor, that was built from another config.
+
+    The scans may differ: then the step sizes follow the scan of the module, and a line says so. Raises CheckpointError
+    if the networks or their image sizes differ.
+    """
+    path = find_checkpoint(run)
+    config, state = read_checkpoint(path)
+    if config.data.image_size != module.config.data.image_size:
+        raise CheckpointError(
+            f"{path} was trained at data.image_size={config.data.image_size}, this run has "
+            f"{module.config.data.image_size}: the two must be equal"
+        )
+    if differing := _differing(config, module.config, "model"):
+        words = _choice(config.model) if differing.pop(TARGET, None) else []
+        words += [f"model.{key}={'null' if value is None else value}" for key, (value, _) in differing.items()]
+        raise CheckpointError(f"{path} has another network: to build the same one, set {' '.join(words)}")
+    load_state(module.network, state, path)
+    if not same_scan(config, module.config):
+        say_scan(config, module.config, follow_scan(module.network, build_projector(config)))
+
+
+def _choice(model: ModelConfig) -> list[str]:
+    """The overrides that choose a network."""
+    option = [f"model={model.name}"]
+    return option if model.name != model.target else ["model=custom", f"{model.key}={model.target}"]
+
+
+def built_from(config: Config, *sections: str) -> dict[str, str]:
+    """Targets that `Reconstructor` imports, by key. `sections`: others that the caller builds, as "metrics."."""
+    return {
+        key: target for key, target in targets_of(config).items() if key.startswith(("model.", "noise.", *sections))
+    }
+
+
+def steps_of(path: Path) -> int:
+    """The optimizer steps of a checkpoint."""
+    return int(load(path)["global_step"])
+
+
+def split_of(path: Path) -> SplitRecord | None:
+    """The patients for training, validation and test in the run of a checkpoint; None for a weights file.
+
+    Raises CheckpointError if the record cannot be read.
+    """
+    run_record = load(path).get(RUN_KEY)
+    split = run_record.get("split") if isinstance(run_record, dict) else run_record
+    if split is not None and not is_split_record(split):
+        raise CheckpointError(f"{path} has a record of its training patients that cannot be read: it is damaged")
+    return split
+
+
+# What a resumed run may not change
+
+_FIXED_SECTIONS = ("model", "data", "geometry", "noise", "loss", "optimizer")
+"""Sections that a resumed run may not change."""
+_FREE_KEYS = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir", "root"}
+"""Keys of slices that a resumed run may change. A folder may move: slices of ours are known by their pixels."""
+
+
+def resumable(config: Config, run: Path) -> Path:
+    """The checkpoint that a run resumes from: last.ckpt of a run folder, or the given file.
+
+    Raises CheckpointError if network, slices, scan, noise, loss, optimizer, seed or the slices of an optimizer step
+    differ. Everything else may change: length, schedule, hardware, memory settings, callbacks.
+    """
+    path = find_checkpoint(run, "last")
+    if path.suffix == SUFFIX:
+        raise CheckpointError(
+            f"{path} has weights only, without the optimizer state that resume= needs: start a run from them with "
+            "finetune="
+        )
+    old_config, _ = read_checkpoint(path)
+    if words := next(_changes(old_config, config), None):
+        raise CheckpointError(
+            f"{path} was trained with {words}, and resume= needs the same settings: change them back, or start a new "
+            "run from its weights with finetune="
+        )
+    return path
+
+
+def _changes(old_config: Config, new_config: Config) -> Iterator[str]:
+    """The settings that a resumed run may not change, and that differ, as overrides."""
+    for section in _FIXED_SECTIONS:
+        for key, (old_value, new_value) in _differing(old_config, new_config, section).items():
+            if key == TARGET:
+                yield f"{section}={getattr(old_config, section).name}, not {getattr(new_config, section).name}"
+            else:
+                yield f"{section}.{key}={old_value}, not {new_value}"
+    if old_config.seed != new_config.seed:
+        yield f"seed={old_config.seed}, not {new_config.seed}"
+    if (old_batch := effective_batch(old_config)) != (new_batch := effective_batch(new_config)):
+        keys = "data.batch_size, trainer.accumulate_grad_batches"
+        yield f"{old_batch} slices per optimizer step, not {new_batch} ({keys})"
+
+
+def _differing(old_config: Config, new_config: Config, section: str) -> dict[str, tuple[Any, Any]]:
+    """The settings of a section that differ and that change results: their values before and now, by key."""
+    checked_section = getattr(new_config, section)
+    old_settings = _settings(getattr(old_config, section), checked_section)
+    new_settings = _settings(checked_section, checked_section)
+    pairs = {key: (old_settings.get(key), new_settings.get(key)) for key in old_settings | new_settings}
+    return {key: (old_value, new_value) for key, (old_value, new_value) in pairs.items() if old_value != new_value}
+
+
+def _settings(section: Any, checked_section: Any) -> dict[str, Any]:
+    """The keys of a section, with defaults for those that its target got after it was written.
+
+    Args:
+        section: as it was written.
+        checked_section: the same section of a checked config. Only its target is imported.
+    """
+    keys = section.plain()
+    if isinstance(section, DataConfig):
+        keys = _without_keys(keys, _FREE_KEYS)
+    is_same = isinstance(checked_section, Target) and section.target == checked_section.target
+    return (checked_section.defaults() if is_same else {}) | keys
+
+
+def _without_keys(keys: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The keys of slices without these names, also inside the sources of a mix."""
+    return {
+        key: _without_keys(value, names) if isinstance(value, dict) else value
+        for key, value in keys.items()
+        if key not in names
+    }
+
+
+# Weights files
+
+
+def encode(config: Config, state: dict[str, Tensor]) -> bytes:
+    """Encode a weights file: tensors by their state-dict names, half precision as float32, and the config.
+
+    The same weights and config give the same bytes. The metadata also has a digest of both.
+    """
+    header = {"format": 1, "config": without_places(config).plain()}
+    header["digest"] = digest_of_file(header, state)
+    return packed(state, {CHECKPOINT_KEY: json.dumps(header)})  # one key: safetensors writes several in random order

@@ -1,0 +1,43 @@
+"""The config of `qnmixer.reconstruct`."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from qnmixer.reconstruction.sections import CheckpointName, ScanOrAsTrained, Symmetries
+from qnmixer.settings.sections import Accelerator, Count, File, Length, Texts, check_window
+from qnmixer.settings.validation import Section
+
+OF_DATAMODULE = "predict_dataloader"
+"""The input that means the slices of the run's own LightningDataModule. A file of this name needs a path: ./…"""
+
+
+class ReconstructConfig(Section):
+    """The config of `qnmixer.reconstruct`."""
+
+    command: ClassVar[str] = "reconstruct"
+
+    run: str
+    input: File
+    output: File
+    kind: Literal["auto", "slices", "sinograms"]
+    formats: list[Literal["dicom", "npy", "png"]]
+    window: list[float] | None  # HU; None: chosen by the input
+    unit: Literal["attenuation", "value"]
+    water_attenuation: Length  # 1/mm
+    detector_pitch: Length | None  # mm, of the scan; None: the run's
+    angle_span: Length | None  # radians, of the scan; None: the run's
+    checkpoint: CheckpointName
+    accelerator: Accelerator
+    batch_size: Count | None  # None: chosen by the device
+    geometry: ScanOrAsTrained
+    symmetries: Symmetries
+    trust: Texts
+
+    @model_validator(mode="after")
+    def _useful(self) -> Self:
+        if not self.formats:
+            raise ValueError("formats=[] would write nothing: give some of dicom, npy, png")
+        if self.window is not None:
+            check_window(self.window)
+        return self

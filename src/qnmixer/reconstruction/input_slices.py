@@ -1,0 +1,148 @@
+"""Slices to reconstruct, read one at a time from a file or a folder. Their sparse views are simulated."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydicom.dataset import FileDataset
+
+from qnmixer.data.cache import list_files, to_grid
+from qnmixer.data.dataset import scaling_of
+from qnmixer.data.deeplesion import read_hu_png
+from qnmixer.data.dicom import decode_frame, frame_count, open_ct, pixel_spacing
+from qnmixer.data.numpy_files import open_slices, read_frame
+from qnmixer.data.slices import (
+    NO_SPACING,
+    SkipFile,
+    SliceInfo,
+    UnitSigns,
+    clean_hu,
+    doubted,
+    reading,
+    summarise_skipped,
+    turned,
+    unit_signs,
+    unit_warning,
+)
+from qnmixer.errors import DataError
+from qnmixer.physics.units import FloatArray
+from qnmixer.reconstruction.reconstructor import STREAMS, Reconstructor
+from qnmixer.reconstruction.scan import Scan, warn
+
+_NPY_MAGIC, _PNG_MAGIC = b"\x93NUMPY", b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True)
+class InputSlice:
+    """A slice to reconstruct.
+
+    Attributes:
+        hu: [H, W] float32, padding set to air.
+        name: file relative to the given folder, and `#frame` if the file has several frames.
+        template: the DICOM file of the slice, for `write_dicom`; None for other formats.
+        frame: number of the frame in the file.
+        spacing: mm between its rows and between its columns; None if the file has none.
+    """
+
+    hu: FloatArray
+    name: str
+    template: FileDataset | None
+    frame: int
+    spacing: tuple[float, float] | None
+
+
+def slice_files(path: Path) -> list[Path]:
+    """The files that may hold slices: a file itself, or all files of a folder. Raises DataError if there is none."""
+    return [path] if path.is_file() else [path / file for file in list_files(path, key="input")]
+
+
+def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -> Iterator[InputSlice]:
+    """The slices of files: DICOM with any number of frames, `.npy`, 16-bit PNG. One at a time is decoded.
+
+    Unusable files and frames are left out, with a warning at the end. Another warning is for values in another unit.
+
+    Args:
+        path: the input, for names and warnings.
+        files: from `slice_files`.
+        true_size: leave out DICOM without a pixel size.
+
+    Raises:
+        DataError: no file is usable.
+    """
+    skipped: list[tuple[str, str]] = []
+    signs: list[UnitSigns] = []
+    groups: list[str] = []  # a file with several slices, or the slices of a folder
+    stacks: dict[str, None] = {}
+    for file in files:
+        name = file.name if file == path else file.relative_to(path).as_posix()
+        try:
+            frames, template, decode = _open(file)
+        except SkipFile as reason:
+            skipped.append((name, str(reason)))
+            continue
+        for frame in range(frames):
+            frame_name = f"{name}#{frame}" if frames > 1 else name
+            try:
+                spacing = None if template is None else pixel_spacing(template, frame)
+                if true_size and template is not None and spacing is None:
+                    raise SkipFile(NO_SPACING)
+                hu = clean_hu(decode(frame))
+            except SkipFile as reason:
+                skipped.append((frame_name, str(reason)))
+                continue
+            signs.append(unit_signs(hu, SliceInfo(name, frame, frames, "", "", 0)))
+            groups.append(name if frames > 1 or file == path else file.parent.name)
+            if signs[-1].is_turned:
+                stacks[name] = None
+            yield InputSlice(hu, frame_name, template, frame, spacing)
+    summary = summarise_skipped(str(path), skipped)
+    if not signs:
+        raise DataError(f"input has no usable slice ({summary}): give CT in DICOM, HU in .npy or 16-bit PNG")
+    if skipped:
+        warn(summary)
+    if doubtful_groups := doubted(groups, signs):
+        warn(unit_warning(str(path), doubtful_groups, len(set(groups)), "files or folders"))
+    if stacks:
+        warn(turned(str(path if path.is_dir() else path.parent), [*stacks]))
+
+
+def _open(path: Path) -> tuple[int, FileDataset | None, Callable[[int], FloatArray]]:
+    """(number of slices, DICOM dataset if it is one, decoder of slice i). The first bytes show the format."""
+    with reading("unreadable"), path.open("rb") as stream:
+        magic = stream.read(8)
+    if magic.startswith(_NPY_MAGIC):
+        return len(open_slices(path)), None, lambda frame: read_frame(path, frame)
+    if magic == _PNG_MAGIC:
+        return 1, None, lambda frame: read_hu_png(path)
+    dataset = open_ct(path)
+    return frame_count(dataset), dataset, lambda frame: decode_frame(dataset, frame)
+
+
+def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) -> Iterator[Scan]:
+    """The slices of an input as scans, with the views and the noise of the network's training."""
+    data, measurement = module.config.data, module.measurement
+    field_of_view = module.projector.geometry.field_of_view if data.at_true_size else None
+    factor = data.simulation_factor
+
+    def tensor(image: FloatArray) -> torch.Tensor:
+        return torch.from_numpy(image)[None, None].to(module.device)
+
+    unsized = 0
+    for number, piece in enumerate(read_slices(path, files, true_size=data.at_true_size)):
+        unsized += field_of_view is not None and piece.spacing is None
+        hu, finer = (to_grid(piece.hu, piece.spacing, f * data.image_size, field_of_view) for f in (1, factor))
+        scaling = scaling_of(data, hu)
+        fine = tensor(scaling.to_unit(finer)) if factor > 1 else None
+        y = measurement.project(tensor(scaling.to_unit(hu)), fine)
+        yield Scan(
+            name=piece.name,
+            sinogram=measurement.noise(y, [(module.config.seed, STREAMS["test"], number)]),
+            offset=scaling.offset, scale=scaling.scale, template=piece.template, frame=piece.frame,
+            field_of_view=field_of_view,
+        )  # fmt: skip
+    if unsized:
+        warn(
+            f"{unsized} slices are in files without a pixel size (.npy, PNG): each is taken to be {field_of_view:g} mm "
+            "wide"
+        )

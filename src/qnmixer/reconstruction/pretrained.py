@@ -1,0 +1,340 @@
+"""Read checkpoints and weights files, and build their networks: in plain torch, with what the base installs.
+
+Each must come from this program and fit the network. No code in it is unpickled. A weights file has the tensors of a
+network as safetensors, and the config that builds it as metadata. `qnmixer.reconstruction.checkpoints` reads the same
+files with the whole config of their run, by these functions.
+"""
+
+import errno
+import hashlib
+import inspect
+import json
+import pickle
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from annotated_types import Ge, Gt, Le, Lt
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from qnmixer.errors import CheckpointError, ConfigError, GeometryError, first_line, say
+from qnmixer.files import digest
+from qnmixer.models.data_term import follow_scan
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.physics.fbp import FBP_WINDOWS
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY, SUFFIX
+
+_NETWORK = "network."
+_NO_FIT = "has weights that do not fit its own config: use the qnmixer version that wrote it"
+_TARGET = "_target_"
+_MODELS = "qnmixer.models"
+_LARGEST = 8192
+"""Pixels of a side, views and bins of a scan, as in `qnmixer.settings`."""
+_WORDS, _COUNTS = ("name", "beam", "fbp_filter"), ("n_views", "n_detectors")
+_MOST_VALUES, _DEEPEST = 1_000_000, 32
+"""Limits of a checkpoint. Measured: 16 values for each tensor of weights, 7 levels deep."""
+
+
+def load_network(path: Path, **changes: Any) -> UnrolledNetwork[Any] | None:
+    """The network of a checkpoint or weights file, on the CPU, if it is one of `qnmixer.models` with plain arguments.
+
+    None for another one, such as a class of the user's: `load_run` of `qnmixer.reconstruction.checkpoints` builds it.
+    `changes`: of its scan. Then its step sizes follow, and a line says so.
+
+    Raises:
+        CheckpointError: the file cannot be read, or its weights do not fit.
+        ConfigError: a change is none.
+        GeometryError: the scan is impossible.
+    """
+    config, state = read(path)
+    try:
+        build = _builder(config["model"])
+        if build is None:
+            return None
+        geometry = scan_of(config["geometry"], config["data"]["image_size"])
+        with in_float32():
+            require_fit(build, geometry, state, path)
+            trained = FanBeamProjector(geometry, fbp_filter=config["geometry"]["fbp_filter"])
+            network = build(trained)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a section may contain anything
+        raise of_another_version(path, error) from error
+    load_state(network, state, path)
+    if changes:
+        network = _on_scan(network, build, config, changes)
+    return network
+
+
+def _on_scan(
+    network: UnrolledNetwork[Any],
+    build: Callable[[FanBeamProjector], UnrolledNetwork[Any]],
+    config: Mapping[str, Any],
+    changes: Mapping[str, Any],
+) -> UnrolledNetwork[Any]:
+    """A network on its scan with changes: the same one if nothing differs."""
+    section = changed_scan(config["geometry"], changes)
+    geometry, trained = scan_of(section, config["data"]["image_size"]), network.projector
+    if geometry == trained.geometry and section["fbp_filter"] == config["geometry"]["fbp_filter"]:
+        return network
+    with in_float32():
+        moved = build(FanBeamProjector(geometry, fbp_filter=section["fbp_filter"]))
+    moved.load_state_dict(network.state_dict())
+    say(line_of_scan(config["geometry"], section, follow_scan(moved, trained)))
+    return moved
+
+
+def changed_scan(section: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A section `geometry` with changes. Raises ConfigError for an unknown key, and for a value of another type."""
+    changed = {"beam": "fan_flat", "detector_offset": 0.0} | dict(section)  # what a file may leave out
+    for key, value in changes.items():
+        if key not in changed:
+            near = get_close_matches(key, changed, 1)
+            raise ConfigError(f"geometry has no key {key}" + (f": did you mean {near[0]}?" if near else ""))
+        kind: Any = str if key in _WORDS else Integral if key in _COUNTS else Real
+        if (not isinstance(value, kind) or isinstance(value, bool)) and not (key == "first_angle" and value is None):
+            what = {str: "text", Integral: "a whole number", Real: "a number"}[kind]
+            raise ConfigError(f"geometry.{key}={value} must be {what}")
+        changed[key] = value if value is None or kind is str else int(value) if kind is Integral else float(value)
+    if (name := changed["fbp_filter"]) not in FBP_WINDOWS:
+        raise ConfigError(f"geometry.fbp_filter={name} is not known: choose {', '.join(FBP_WINDOWS)}")
+    return changed
+
+
+def line_of_scan(before: Mapping[str, Any], now: Mapping[str, Any], factor: float) -> str:
+    """What differs from the scan of the training, and by what the step sizes are multiplied."""
+    differing = [f"{key}={value}, not {now[key]}" for key, value in before.items() if now[key] != value]
+    follows = "" if factor == 1 else f": its step sizes follow the scan, × {factor:.4g}"
+    return f"the network was trained with geometry.{', '.join(differing)}{follows}"
+
+
+def _builder(section: Mapping[str, Any]) -> Callable[[FanBeamProjector], UnrolledNetwork[Any]] | None:
+    """The class of a section `model` with its arguments; None if it needs more than these."""
+    arguments = dict(section)
+    module, _, name = str(arguments.pop(_TARGET)).rpartition(".")
+    if not f"{module}.".startswith(f"{_MODELS}.") or _TARGET in str(arguments):
+        return None
+    network_class = getattr(import_module(module), name)
+    if not (isinstance(network_class, type) and issubclass(network_class, UnrolledNetwork)):
+        return None
+    parameters = inspect.signature(network_class).parameters
+    if "variance" in parameters:  # of the noise of its run
+        return None
+    for argument, value in arguments.items():
+        _require_bounds(argument, value, getattr(parameters[argument].annotation, "__metadata__", ()))
+    return partial(network_class, **arguments)
+
+
+def _require_bounds(argument: str, value: Any, bounds: tuple[Any, ...]) -> None:
+    for bound in bounds:
+        match bound:
+            case Ge(ge=least):
+                fits = value >= least
+            case Gt(gt=least):
+                fits = value > least
+            case Le(le=most):
+                fits = value <= most
+            case Lt(lt=most):
+                fits = value < most
+            case _:
+                continue
+        if not fits:
+            raise ValueError(f"{argument}={value} is out of bounds")
+
+
+def scan_of(section: Mapping[str, Any], image_size: int) -> FanBeamGeometry:
+    """The scan of a section `geometry`, for images of this size. Raises GeometryError if it is impossible."""
+    keys = {key: value for key, value in section.items() if key not in ("name", "field_of_view", "fbp_filter")}
+    if not all(0 < n <= _LARGEST for n in (image_size, keys["n_views"], keys["n_detectors"])):
+        raise GeometryError(f"image_size, n_views or n_detectors is not in 1 to {_LARGEST}")
+    if keys["first_angle"] is None:  # half a step between views
+        keys["first_angle"] = 0.5 * keys["angle_span"] / keys["n_views"]
+    return FanBeamGeometry(image_size=image_size, pixel_size=section["field_of_view"] / image_size, **keys)
+
+
+@contextmanager
+def in_float32() -> Iterator[None]:
+    """Build networks in float32, whatever the default of the user's program is."""
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default_dtype)
+
+
+# Files
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config, not checked, and the state dict of a checkpoint or weights file. Raises CheckpointError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of pickle protocols; unreadable files get a message below
+            checkpoint = load(path)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} contains code or is no checkpoint (it does not load with weights_only=True): "
+            "use one that qnmixer.train wrote"
+        ) from error
+    except Exception as error:  # on bytes of another format the unpickler can raise anything
+        is_cut = isinstance(error, safetensors.SafetensorError) or getattr(error, "errno", None) == errno.EINVAL
+        is_cut |= "PytorchStreamReader" in str(error)
+        why = "it is not whole" if is_cut else first_line(error)  # the words of these libraries are for programmers
+        raise CheckpointError(f"{path} cannot be read ({why}): it is damaged or no checkpoint") from error
+    header = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
+    state: Any = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    weights = isinstance(state, dict) and all(isinstance(tensor, torch.Tensor) for tensor in state.values())
+    if not (weights and isinstance(header, dict) and isinstance(header.get("config"), dict)):
+        command = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
+        raise CheckpointError(f"{path} was written by another program: use one that {command} wrote")
+    return header["config"], state
+
+
+def of_another_version(path: Path, error: Exception) -> CheckpointError:
+    """The error for a file whose config this version cannot build."""
+    return CheckpointError(
+        f"{path} was written by another version of qnmixer, or is damaged ({first_line(error)}): use that version"
+    )
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Load a checkpoint or a weights file."""
+    return decode(path) if path.suffix == SUFFIX else load_checked(path)
+
+
+def load_checked(path: Path) -> dict[str, Any]:
+    """Load a file of torch.save. Raises zipfile.BadZipFile if a byte has changed, which torch.load does not notice.
+
+    torch.save writes a checksum of each tensor. Checking them costs 0.3 s for 1 GB. It compresses nothing. So a file
+    that grows when it is read is refused: 1 MB could become 1 GB.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+                raise zipfile.BadZipFile("it is larger when unpacked")
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    _require_few_values(content)
+    with zipfile.ZipFile(path) as archive:
+        if damaged := archive.testzip():
+            raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
+    return content
+
+
+def _require_few_values(content: Any) -> None:
+    """Raise ValueError for endless unpickled values: a few bytes can hold one list a billion times, or itself."""
+    stack = [(content, 0)]
+    for _ in range(_MOST_VALUES):
+        if not stack:
+            return
+        value, depth = stack.pop()
+        if isinstance(value, dict | list | tuple | set) and depth < _DEEPEST:
+            stack += [(child, depth + 1) for child in (value.values() if isinstance(value, dict) else value)]
+        elif isinstance(value, dict | list | tuple | set):
+            break
+    raise ValueError("it has too many values")
+
+
+# Weights
+
+
+class Outline(FanBeamProjector):
+    """The projector of a scan without its matrices: enough to build a network of ours, not to use it."""
+
+    def __init__(self, geometry: FanBeamGeometry) -> None:
+        nn.Module.__init__(self)
+        self.geometry, self.fbp_filter = geometry, ""
+
+    def _largest_eigenvalue(self, *_: Any) -> float:
+        return 1.0
+
+
+def require_fit(
+    build: Callable[[FanBeamProjector], nn.Module], geometry: FanBeamGeometry, state: dict[str, Any], path: Path
+) -> None:
+    """Raise CheckpointError if the weights do not have the shapes that the config of their file gives them.
+
+    The config of a small file may ask for terabytes. So a network of ours is built without data and matrices first, and
+    not beyond the tensors of the file. Storage is counted, because a tensor of any size can be a view of one number.
+    """
+    misfit = CheckpointError(f"{path} {_NO_FIT}")
+    budget = 4 * len(state) + 100  # a network may replace layers while it is built
+
+    def count(*_: Any) -> None:
+        nonlocal budget
+        budget -= 1
+        if budget < 0:
+            raise misfit
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            network = build(Outline(geometry))
+    except RuntimeError as error:  # a size that torch cannot count
+        raise misfit from error
+    finally:
+        handle.remove()
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in state.values()}
+    is_larger = sum(p.nbytes for p in network.parameters()) > 2 * sum(storages.values())  # the file may be in 16 bits
+    shapes = {name: tensor.shape for name, tensor in state.items()}
+    if is_larger or any(shapes.get(f"network.{name}") != tensor.shape for name, tensor in network.state_dict().items()):
+        raise misfit
+
+
+def load_state(network: nn.Module, state: dict[str, Any], path: Path) -> None:
+    """Load the weights of a file into its network. Raises CheckpointError if they do not fit."""
+    weights = {name.removeprefix(_NETWORK): tensor for name, tensor in state.items() if name.startswith(_NETWORK)}
+    kinds = {name: tensor.dtype for name, tensor in network.state_dict().items()}
+    if dtypes := [tensor.dtype for name, tensor in weights.items() if tensor.dtype != kinds.get(name, tensor.dtype)]:
+        raise CheckpointError(f"{path} has {str(dtypes[0]).removeprefix('torch.')} weights: use one of float32")
+    try:
+        network.load_state_dict(weights)  # a checkpoint also has a discriminator, which only trains
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} {_NO_FIT}") from error
+
+
+# Weights files
+
+
+def digest_of_file(header: dict[str, Any], state: dict[str, Tensor]) -> str:
+    """The digest of the config and the weights of a file."""
+    return digest([header["config"], digest_of_weights(state)])
+
+
+def digest_of_weights(state: dict[str, Tensor]) -> str:
+    """SHA-256 of the weights only: the same for a checkpoint and for the weights file that was exported from it."""
+    return hashlib.sha256(packed(state)).hexdigest()
+
+
+def packed(state: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """Tensors as the bytes of a safetensors file, half precision as float32."""
+    # Copies, because safetensors refuses two names for one tensor. A module may count in whole numbers: they stay.
+    half = torch.float16, torch.bfloat16
+    full = {name: torch.float32 if tensor.dtype in half else tensor.dtype for name, tensor in state.items()}
+    tensors = {name: tensor.to(full[name], copy=True).contiguous() for name, tensor in state.items()}
+    return safetensors.torch.save(tensors, metadata)
+
+
+def decode(path: Path) -> dict[str, Any]:
+    """Decode a weights file into the form of a checkpoint. The config is None for a file of another program.
+
+    Raises safetensors.SafetensorError, ValueError or OSError for a damaged file.
+    """
+    with safetensors.safe_open(path, framework="pt") as file:
+        header = json.loads((file.metadata() or {}).get(CHECKPOINT_KEY, "null"))
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+    if isinstance(header, dict) and "config" in header and header.get("digest") != digest_of_file(header, state):
+        raise ValueError("its digest does not match")
+    return {CHECKPOINT_KEY: header, "state_dict": state}

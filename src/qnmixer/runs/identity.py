@@ -1,0 +1,60 @@
+"""What a run trains: its settings without those that change no weight. It tells methods apart. No torch import."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from qnmixer.files import digest
+from qnmixer.settings.run import Config
+
+_OTHER_KEYS = ("evaluation", "logger", "resume", "tags", "test_after_training")
+_OF_LOADING = (".cache_dir", ".num_workers", ".pin_memory", ".prefetch_factor", ".seed")
+_OF_DEVICES = ("accelerator", "devices", "log_every_n_steps", "num_nodes", "save_every_n_steps")
+SLICES_PER_STEP = "slices_per_step"
+_WATCHING = ("IteratePictures", "LearningRateMonitor", "DeviceStatsMonitor", "RichProgressBar", "TQDMProgressBar")
+"""Callbacks that change nothing, by the last word of their target."""
+
+
+def what_is_trained(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide what a run trains, by dotted key, without its seeds.
+
+    Args:
+        settings: of the resolved config of a run, as plain data.
+    """
+    kept = {key: value for key, value in settings.items() if key not in _OTHER_KEYS}
+    kept["callbacks"] = {
+        name: value
+        for name, value in settings.get("callbacks", {}).items()
+        if not str(value.get("_target_")).endswith(_WATCHING)
+    }
+    monitored = settings["monitor"].partition("/")[2]  # the best checkpoint is that by this metric
+    kept["metrics"] = settings.get("metrics", {}).get(monitored)
+    trainer = settings["trainer"]
+    kept["trainer"] = {key: value for key, value in trainer.items() if key not in _OF_DEVICES}
+    # The same batch on more devices makes a larger step.
+    n_devices = (trainer["devices"] or 1) * trainer["num_nodes"]
+    kept[SLICES_PER_STEP] = settings["data"]["batch_size"] * trainer["accumulate_grad_batches"] * n_devices
+    return {
+        key: value
+        for key, value in _flat("", kept)
+        if key != "seed" and not (key.startswith("data.") and key.endswith(_OF_LOADING))
+    }
+
+
+def digest_of_training(config: Config) -> str:
+    """A digest of what a run trains, with its seeds: the same before and after its devices are known, and resumed.
+
+    A resumed run has no `finetune` any more. So it is not in the digest: the overrides tell it.
+    """
+    settings = config.plain()
+    trained = what_is_trained(settings | {"finetune": None})
+    del trained[SLICES_PER_STEP]
+    return digest([trained, settings["seed"], settings["data"]["seed"]], sort_keys=True)
+
+
+def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values inside a value, by dotted key."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _flat(f"{key}.{name}" if key else str(name), item)
+    else:
+        yield key, tuple(value) if isinstance(value, list) else value

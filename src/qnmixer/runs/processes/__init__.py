@@ -1,0 +1,1 @@
+"""Processes of a run: ranks, signals, their folders and their output."""

@@ -1,0 +1,236 @@
+"""A section that names a class or function, `_target_`, with its arguments as keys beside it.
+
+The signature of the target has the types, bounds and defaults of these keys. To read a signature is to import the
+target. So `checked` does that: for the user's own command line, and for a file only after its targets are trusted.
+"""
+
+import inspect
+import re
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, Field, PrivateAttr, TypeAdapter
+from pydantic.errors import PydanticUserError
+
+from qnmixer.errors import PluginError, first_line
+from qnmixer.settings.options import TARGET, option_of
+from qnmixer.settings.plugins import Kind, defaults_of, is_trusted, load_plugin, parameters_of, subclass_of, taken
+from qnmixer.settings.validation import VALUES, Section, unknown_key, validated
+
+_WORDS = ("_partial_", "_recursive_", "_convert_")
+"""Hydra's words. The target is always called by qnmixer, with the missing arguments: `_partial_` changes nothing."""
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+FUNCTION_OR_MODULE = Kind(
+    "a function (image, truth), nor a subclass of torch.nn.Module, such as a metric of torchmetrics",
+    lambda loaded: subclass_of("torch.nn.Module").fits(loaded) if isinstance(loaded, type) else callable(loaded),
+)
+
+
+class Target(Section):
+    """A section whose keys are the arguments of its target. `section.KEY` is the value of one that the config gives.
+
+    Attributes:
+        group: its folder in conf/.
+        kind: what the target must be.
+        n_positional: its first arguments, which qnmixer gives. A module that may be a function too gets none.
+        supplied: its arguments that qnmixer gives by name, if it has them and the config does not give them.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    group: ClassVar[str]
+    kind: ClassVar[Kind]
+    n_positional: ClassVar[int] = 0
+    supplied: ClassVar[tuple[str, ...]] = ()
+
+    target: str = Field(alias="_target_", strict=True)
+    _place: str = PrivateAttr("")
+
+    def at(self, place: str) -> Self:
+        """The same section, at this place in the config, such as metrics.psnr. Else it is at its group."""
+        self._place = place
+        return self
+
+    def changed(self, **values: Any) -> Self:
+        """The same section with other values of some keys and arguments, checked again."""
+        return validated(type(self), self.plain() | values, self.section).at(self._place)
+
+    @property
+    def section(self) -> str:
+        """Its place in the config."""
+        return self._place or self.group
+
+    @property
+    def name(self) -> str:
+        """The option that chooses it, as in `GROUP=NAME`; the target itself if conf/ has no such option."""
+        return option_of(self.group, self.target)
+
+    @property
+    def key(self) -> str:
+        """The key of its target."""
+        return f"{self.section}.{TARGET}"
+
+    @property
+    def as_typed(self) -> str:
+        """Its target as on the command line, for messages."""
+        return f"{self.key}={self.target}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keys that it does not declare."""
+        return dict(self.model_extra or {})
+
+    def keywords(self) -> dict[str, Any]:
+        """The arguments, without Hydra's words."""
+        return {key: value for key, value in self.arguments.items() if key not in _WORDS}
+
+    def targets(self) -> dict[str, str]:
+        """All classes and functions that it names, by key, also inside values."""
+        named_inside = {f"{key}.{TARGET}": str(part[TARGET]) for key, part in _parts(self.section, self.arguments)}
+        return {self.key: self.target} | named_inside
+
+    def load(self) -> Any:
+        """Import the target. Raises PluginError if this fails, or if it is of another kind."""
+        return load_plugin(self.key, self.target, self.kind)
+
+    @property
+    def is_class(self) -> bool:
+        """Whether the target is a class. Imports it."""
+        return isinstance(self.load(), type)
+
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of the arguments that the config may give. Imports the target."""
+        defaults = defaults_of(parameters_of(self.load()) or ())
+        return {name: _listed(value) for name, value in defaults.items() if name not in self.supplied}
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments that the config may give, given or default. Imports the target."""
+        return self.defaults() | self.keywords()
+
+    def checked(self) -> Self:
+        """The same section, with arguments of the declared types. Imports the target. Raises ConfigError."""
+        arguments = self._typed(self.load(), self.keywords())
+        for key, part in _parts(self.section, self.keywords()):  # Hydra checks their arguments when it builds them
+            _load_part(key, part)
+        section = self.model_copy()
+        section.__pydantic_extra__ = {key: _listed(arguments.get(key, value)) for key, value in self.arguments.items()}
+        return section
+
+    def build(self, *args: Any, supplied: Mapping[str, Any] | None = None, **keywords: Any) -> Any:
+        """Call the target with these arguments and those of the config. Raises PluginError if it does not take them."""
+        target = self.bound(supplied, **keywords)
+        try:
+            return target(*args)
+        except (TypeError, ValueError, KeyError) as error:  # KeyError is torch's for a name that a module has already
+            raise PluginError(f"{self.as_typed} refuses its arguments ({first_line(error)})") from error
+
+    def bound(self, supplied: Mapping[str, Any] | None = None, **arguments: Any) -> Any:
+        """The target with all but its positional arguments. It gets `supplied` ones that it has a parameter for."""
+        function, keywords = self.load(), self.keywords()
+        arguments |= taken(function, {name: value for name, value in (supplied or {}).items() if name not in keywords})
+        return partial(function, **arguments, **self.built(function, arguments))
+
+    def built(self, function: Any, bound: Collection[str] = ()) -> dict[str, Any]:
+        """The arguments of the config for its imported target, with what they name built. `bound`: those not of it."""
+        built = {key: self._built(f"{self.section}.{key}", value) for key, value in self.keywords().items()}
+        return self._typed(function, built, bound)
+
+    def positional(self, function: Any) -> int:
+        """How many of its first arguments qnmixer gives."""
+        return 0 if self.kind is FUNCTION_OR_MODULE and isinstance(function, type) else self.n_positional
+
+    def _typed(self, function: Any, arguments: dict[str, Any], bound: Collection[str] = ()) -> dict[str, Any]:
+        """The arguments as the types that its signature declares. Raises ConfigError for those it lacks or misses."""
+        n_positional = self.positional(function)
+        parameters = parameters_of(function)
+        if parameters is None:  # it is written in C
+            return arguments
+        named = {p.name: p for p in parameters[n_positional:] if p.kind in _BY_NAME and p.name not in bound}
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        if (stray := next((name for name in arguments if name not in named), None)) and not takes_all:
+            keys = [f"{self.section}.{name}" for name in named]
+            raise PluginError(str(unknown_key(f"{self.section}.{stray}", keys, self.target)))
+        for name, parameter in named.items():
+            if parameter.default is parameter.empty and name not in (*arguments, *self.supplied):
+                raise PluginError(f"{self.section} needs an argument {name}: give it as +{self.section}.{name}=VALUE")
+        typed = {}
+        for name, value in arguments.items():
+            hint = _type_of(function, named[name]) if name in named else None
+            is_free = hint is None or ([*_parts(name, value)] and not _is_plain(hint))  # a part may become anything
+            typed[name] = value if is_free else validated(hint, value, f"{self.section}.{name}")
+        return typed
+
+    def _built(self, key: str, value: Any) -> Any:
+        """The value of an argument, with the targets inside it built as by Hydra."""
+        parts = [*_parts(key, value)] if self.arguments.get("_recursive_", True) else []
+        if not parts:
+            return value
+        from hydra.errors import InstantiationException
+        from hydra.utils import instantiate
+
+        for name, part in parts:  # Hydra would also find a.b.c where a only imports b
+            _load_part(name, part)
+        try:
+            return instantiate(_as_text(value), _convert_="all")
+        except InstantiationException as error:
+            raise PluginError(f"{key} cannot be built: {first_line(error.__cause__ or error)}") from error
+
+
+def _type_of(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """The declared type of an argument. None if it has none, or one that is known to type checkers only."""
+    if parameter.annotation is parameter.empty:
+        return None
+    where: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]  # it is only read
+    declared = types.SimpleNamespace(__annotations__={"value": parameter.annotation})
+    try:
+        hint = get_type_hints(declared, getattr(inspect.unwrap(where), "__globals__", {}), include_extras=True)["value"]
+        TypeAdapter(hint, config=VALUES)
+    except (PydanticUserError, NameError, TypeError, AttributeError):
+        return None
+    return hint
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether a type is of numbers and texts, with which rules compute before anything is built."""
+    if get_origin(hint) in (Annotated, Literal):
+        return get_origin(hint) is Literal or _is_plain(get_args(hint)[0])
+    args = get_args(hint)
+    return all(map(_is_plain, args)) if args else hint in (int, float, str, bool, type(None), ...)
+
+
+def _parts(key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The sections with a target inside a value, at any depth, by key."""
+    if isinstance(value, Mapping):
+        if TARGET in value:
+            yield key, value
+        for name, item in value.items():
+            yield from _parts(f"{key}.{name}", item)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _parts(f"{key}.{i}", item)
+
+
+def _load_part(key: str, part: Mapping[str, Any]) -> Any:
+    """Import the target of a section inside a value.
+
+    A file may name anything in qnmixer without being trusted. So parts from there are layers, and no functions.
+    """
+    target = str(part[TARGET])
+    kind = subclass_of("torch.nn.Module") if is_trusted(target, ()) else Kind("a class or function", callable)
+    return load_plugin(f"{key}.{TARGET}", target, kind)
+
+
+def _listed(value: Any) -> Any:
+    """The value in the form that a checkpoint stores."""
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _as_text(value: Any) -> Any:
+    """Values with every ${…} as plain text, which OmegaConf will not resolve. `plain_values` resolved the others."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    if isinstance(value, Mapping):
+        return {key: _as_text(item) for key, item in value.items()}
+    return [_as_text(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,1 @@
+"""What a run adds to Lightning's loop: steps, callbacks, checkpoints, the terminal."""

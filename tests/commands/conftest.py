@@ -1,0 +1,3 @@
+from ..typed import typed
+
+__all__ = ["typed"]

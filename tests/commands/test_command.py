@@ -1,0 +1,228 @@
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from qnmixer.commands import command
+from qnmixer.errors import DataError, Stopped
+from qnmixer.settings.run import Config
+
+from ..conftest import PYTHONS_LOADER
+from ..typed import Typed
+
+
+def test_a_good_config_reaches_the_task_whose_warnings_are_one_line(typed: Typed) -> None:
+    forms: list[str] = []
+    outcome = typed.train(task=lambda _: forms.append(warnings.formatwarning("few\x1b\n", UserWarning, "a.py", 1)))
+    assert (outcome.code, forms, command.TRACEBACK in os.environ) == (0, ["warning: few\\x1b\\n\n"], False)
+    assert (typed.folder / ".hydra" / "overrides.yaml").is_file()
+
+
+LINES = {
+    # keys, by the options that are chosen
+    "train callbacks=early_stopping callbacks.early_stopping.patiense=3": "mean callbacks.early_stopping.patience?",
+    "train data.root=/ct": "unknown key data.root: data=phantoms has image_size, batch_size, ",
+    "train optimizer=custom optimizer._target_=torch.optim.NAdam optimizer.betas=[0.9,0.9]": (
+        "unknown key optimizer.betas: optimizer=custom has _target_, lr, weight_decay, step_size_lr_factor; "
+        "+optimizer.betas=… names another argument of its class"
+    ),
+    "train trainer={a:1}": "unknown key trainer.a: trainer=default has ",
+    "train hydra.run.dirr=a": "unknown key hydra.run.dirr: did you mean hydra.run.dir?",
+    "evaluate lr=3": "unknown key lr: evaluate has ",
+    "train seed=${nope}": "Interpolation key 'nope' not found full_key: seed",
+    # options
+    "train data=as_trained": "data=as_trained is for evaluate, not for train: choose deeplesion, ",
+    "train loss=[mse,l1]": "loss=[mse,l1]: loss takes one option: l1, mse, ssim_mix",
+    "train memory=null": "memory=null: memory takes one option: keep, ",
+    "train experiment=demo model=true": "experiment=demo model=true cannot be read (Config group override must be ",
+    "train logger=csv +logger.wandb.notes=a": "+logger.wandb.notes=a: logger=csv does not have it",
+    # words that Hydra would ignore
+    "train -m seed=1,2 hydra.run.dir=x": "hydra.run.dir=x is for one run: write hydra.sweep.dir=x",
+    "train hydra/launcher=slurm": "is for a sweep: add -m, or leave hydra/launcher=slurm out",
+    "train -m experiment=glob(nope*)": "experiment=glob(nope*) has no value: give at least one",
+    "train -m optimizer.lr=interval(1e-4,1)": "is for a search: add hydra/sweeper=search, or give values",
+    # what no parser can bear
+    f"train {'x' * 300}": "…xxxxxxxxxxxxxxxxxxxx cannot be read as KEY=VALUE (missing EQUAL at '<EOF>')",
+    f"train seed={'1' * 5000}": "…11111111111111111111 cannot be read (Exceeds the limit",
+    f"train -m seed={'1' * 5000}": "…11111111111111111111 cannot be read (Exceeds the limit",
+    f"train tags={'[' * 400}": "cannot be read",
+    f"train data={'d' * 5000}": "dddddddddd",
+    # a part with a target where a rule computes with a number
+    "train model.patch_size={_target_:os.system}": "model.patch_size={'_target_': 'os.system'} should be a valid int",
+    "train model=fbpconvnet model.depth=[{_target_:os.system}]": "model.depth=[{'_target_': 'os.system'}] should be a ",
+    "train model.codec={_target_:torch.nn.Identity}": "should be 'orthonormal' or 'strided'",
+    # flags
+    "train --optimizer.lr 3": "--optimizer.lr is not known: write KEY=VALUE, or a flag that --hydra-help lists",
+    "train --experimental-rerun=x": "--experimental-rerun=x is not known: write KEY=VALUE",
+    "train --experiment demo": "--experiment is not known",
+    "train --multi": "--multi is not known",
+    "train --config-name=mine": "--config-name=mine is not known",
+    "train --": "-- is not known",
+    "train --info --cfg job": "--info --cfg job does not work (Only one of ",
+    "train --cfg jb": "--cfg jb does not work (argument --cfg/-c: invalid choice: 'jb' (choose from ",
+    "plan -sc trainer.max_steps=[": "-sc does not work (while parsing a flow node)",
+    "train -sc install=tcsh": "-sc does not work (No completion plugin for 'tcsh'",
+}
+
+
+@pytest.mark.parametrize("words", LINES, ids=lambda it: it[:40])
+def test_a_wrong_word_is_one_short_line(typed: Typed, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.delenv("COMP_LINE", raising=False)
+    line = typed(*words.split()).line
+    assert LINES[words] in line
+    assert len(line) < 1000
+
+
+@pytest.mark.parametrize("words", ["plan format=json", "train --cfg job", "train --help -c job", "doctor"])
+def test_a_rank_without_a_folder_of_its_own_needs_no_name_for_one(
+    words: str, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert typed(*words.split()).code == 0
+    assert "evaluate works in one process: start it without torchrun or srun" in typed("evaluate", "run=x").line
+    assert "2 processes would make a run folder each: give them one, as hydra.run.dir=" in typed("train").line
+    assert "--ntasks-per-node" in typed("train", "++hydra.run.dir=run").line  # the next check
+
+
+def test_the_home_in_a_run_folder(typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert typed("train", "++hydra.run.dir=~/runs/a=1").ran
+    assert (tmp_path / "runs" / "a=1" / ".hydra").is_dir()
+
+
+BROKEN_FILES = {
+    "a: 1\nb: *x\n": ("found undefined alias 'x'", "line 2"),
+    "a: 1\n---\nb: 2\n": ("expected a single document in the stream", "line 2"),
+    "a: !!python/object/apply:os.system [ls]\n": ("could not determine a constructor for the tag", "line 1"),
+    "a:\n\tb: 1\n": ("found character '\\t' that cannot start any token", "line 2"),
+    "a: 1\nb: [1,\n": ("expected the node content", "line 3"),
+    "a: 1\na: 2\n": ("found duplicate key a", "line 2"),
+    "a: 1\nb: \0\n": ("special characters are not allowed", "odd.yaml"),
+    b"a: 1\nb: \xe9\n": ("invalid continuation byte", "odd.yaml"),
+    "3\n": ("Invalid loaded object type: int", "odd.yaml"),
+    "null: 2\n": ("Incompatible key type 'NoneType'", "odd.yaml"),
+    "a: &a [*a]\n": ("maximum recursion depth exceeded", "odd.yaml"),
+    "defaults: [3]\n": ("Unsupported type in defaults : int",),
+}
+"""The text of a group file of one's own, and parts of its line."""
+
+
+@pytest.mark.parametrize(("text", "parts"), BROKEN_FILES.items(), ids=lambda text: ascii(text)[:30])
+def test_a_group_file_of_ones_own_that_cannot_be_read_is_named(
+    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | bytes, parts: tuple[str, ...]
+) -> None:
+    """With an experiment; by an experiment of one's own; and for another command."""
+    monkeypatch.setattr(yaml, "SafeLoader", PYTHONS_LOADER)
+    for folder in ("conf/noise", "conf/experiment"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "conf/noise/odd.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    mine = "# @package _global_\ndefaults: [{override /noise: odd}]\n"
+    (tmp_path / "conf/experiment/mine.yaml").write_text(mine, encoding="utf-8")
+    for words in ("train experiment=demo noise=odd", "evaluate run=a noise=odd", "train experiment=mine"):
+        line = typed(*words.split(), "--config-dir=conf").line
+        assert all(part in line for part in parts), line
+    if len(parts) > 1:  # a config is shown, not checked
+        for flags in (["--cfg", "job"], ["--help"]):
+            assert parts[0] in typed("train", "noise=odd", "--config-dir=conf", *flags).line
+
+
+def test_home_is_the_users(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(typed.folder))
+    quoted = f"{typed.folder}/a b"
+    assert command.completed(['hydra.run.dir="~/a b"'], Config) == [f'hydra.run.dir="{quoted}"']
+    assert command.completed(['hydra.sweep.dir="~/a b"', "-m"], Config) == ["-m", f'hydra.sweep.dir="{quoted}"']
+
+
+def test_flags_and_overrides_stand_in_any_order(typed: Typed) -> None:
+    given = ["experiment=demo", "--cfg", "job", "model=regformer", "trainer.max_epochs=2"]
+    own = ["model=regformer", "trainer.max_steps=-1"]
+    completed = command.completed(given, Config)
+    assert completed[-2:] == ["--cfg", "job"]
+    assert {*completed[:-2]} == {given[0], given[4], *own}
+    outcome = typed("train", "--cfg", "job")
+    assert (outcome.code, outcome.ran) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "limit"), [("2", ["trainer.max_steps=-1"]), ("2,3", ["trainer.max_steps=-1"]), ("2,null", [])]
+)
+def test_a_sweep_has_one_limit_with_any_launcher(epochs: str, limit: list[str]) -> None:
+    words = ["-m", "hydra/launcher=slurm", f"trainer.max_epochs={epochs}"]
+    assert command.completed(words, Config) == [*words, *limit]
+
+
+def test_a_bug_of_ours_keeps_its_traceback(typed: Typed) -> None:
+    def task(cfg: DictConfig) -> None:
+        raise RuntimeError("a bug under srun")
+
+    with pytest.raises(RuntimeError, match="a bug under srun"):
+        typed.train(task=task)
+
+
+@pytest.mark.parametrize(
+    ("stop", "code"), [(KeyboardInterrupt(), 130), (Stopped(signal.SIGINT), 130), (Stopped(signal.SIGTERM), 143)]
+)
+def test_interruption_has_its_exit_code(typed: Typed, stop: KeyboardInterrupt, code: int) -> None:
+    def task(cfg: DictConfig) -> None:
+        raise stop
+
+    outcome = typed.train(task=task)
+    assert (outcome.code, outcome.stderr) == (code, "interrupted\n")
+
+
+def test_a_search_is_for_training_only(typed: Typed) -> None:
+    """`typed` gives no sweep, as plan and doctor do."""
+    line = typed("train", "-m", "hydra/sweeper=search", "seed=1,2").line
+    assert line.startswith("a search needs the score of a training")
+
+
+def test_a_sweep_of_another_command_runs_every_job_and_fails_when_one_did(typed: Typed) -> None:
+    seen: list[str] = []
+
+    def task(cfg: DictConfig) -> None:
+        seen.append(cfg.run)
+        if cfg.run == "b":
+            raise DataError("second is bad: fix it")
+
+    outcome = typed("evaluate", "run=a,b,c", "-m", task=task)
+    assert seen == ["a", "b", "c"]
+    assert outcome.line == "second is bad: fix it"
+
+
+@pytest.mark.parametrize(("name", "words"), [("train", []), ("evaluate", ["run=a"]), ("evaluate", ["run=a,b", "-m"])])
+def test_commands_of_one_time_get_folders_of_their_own(
+    typed: Typed, tmp_path: Path, name: str, words: list[str]
+) -> None:
+    """The time here is a year, so all of them have the same."""
+    kind = "sweep" if "-m" in words else "run"
+    (tmp_path / "mine" / "place").mkdir(parents=True)
+    text = f"# @package _global_\nhydra: {{{kind}: {{dir: 'out/${{now:%Y}}'}}}}\n"
+    (tmp_path / "mine" / "place" / "here.yaml").write_text(text)
+    folders: list[Path] = []
+
+    def task(_: DictConfig) -> None:
+        folders.append(Path(HydraConfig.get().runtime.output_dir))
+
+    for _ in range(3):
+        outcome = typed(name, f"--config-dir={tmp_path}/mine", "+place=here", *words, task=task)
+        assert outcome.code == 0, outcome.stderr
+    first, *_ = sorted(
+        path.name for path in (folders[0].parent.parent if kind == "sweep" else folders[0].parent).iterdir()
+    )
+    placed = [folder.parent if kind == "sweep" else folder for folder in folders]
+    assert sorted({folder.name for folder in placed}) == [first, f"{first}_1", f"{first}_2"]
+
+
+def test_a_chosen_folder_is_taken_as_it_is(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "chosen").mkdir()
+    found: list[str] = []
+    outcome = typed(
+        "train", f"hydra.run.dir={tmp_path}/chosen", task=lambda _: found.append(HydraConfig.get().runtime.output_dir)
+    )
+    assert (outcome.code, found) == (0, [str(tmp_path / "chosen")])

@@ -1,3 +1,0 @@
-from ...hub_server import hub_server
-
-__all__ = ["hub_server"]

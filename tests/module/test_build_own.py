@@ -1,0 +1,139 @@
+"""A loss, an optimizer and a schedule of the user's own, and messages about those that do not fit."""
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from qnmixer.errors import PluginError
+from qnmixer.module import ReconstructionModule
+from qnmixer.module.build import build_module
+from qnmixer.module.parts import build_optimizer, learning_rate_factor
+from qnmixer.reconstruction.reconstructor import build_noise
+from qnmixer.settings.run import Config
+
+TinyConfig = Callable[..., Config]
+OWN = """
+import torch
+from qnmixer.physics import KeyedNoise
+
+def scalar(image, truth):
+    return (image - truth).abs().mean()
+
+def detached(image, truth):
+    return (image.detach() - truth).square().mean((1, 2, 3))
+def scaled(image, truth, factor):
+    return factor * (image - truth).abs().mean((1, 2, 3))
+
+class Learning(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = torch.nn.Conv2d(1, width, 3, padding=1)
+
+    def forward(self, image, truth):
+        return (self.layer(image) - self.layer(truth)).abs().mean((1, 2, 3))
+
+def of_step(step):
+    return 1.0
+
+
+def nothing(step, n_steps):
+    return None
+
+def linear(step, n_steps, end=0.0):
+    return 1 + (end - 1) * step / n_steps
+
+class Short(KeyedNoise):
+    def sample(self, p, rng):
+        return p[0]
+"""
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "options_of_mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def chosen(group: str, target: str, *words: str) -> list[str]:
+    return [f"{group}=custom", f"{group}._target_={target}", *words]
+
+
+def test_a_module_is_no_part_of_the_network(tiny_config: TinyConfig) -> None:
+    config = tiny_config(*chosen("loss", "options_of_mine.Learning", "+loss.width=2"))
+    module = build_module(config)
+    assert all(name.startswith("network.") for name in module.state_dict())
+    image = torch.rand(3, 1, 8, 8, requires_grad=True)
+    value = module.loss(image, torch.zeros(3, 1, 8, 8))
+    assert value.shape == (3,)
+    value.sum().backward()  # reaches the image, and not the module's own weights
+    assert image.grad is not None
+    assert image.grad.abs().sum() > 0
+    assert module.loss(image.to("meta"), torch.zeros(3, 1, 8, 8, device="meta")).device.type == "meta"  # it follows
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["loss", "options_of_mine.nope"], r"there is no nope in .*options_of_mine\.py"),
+        (
+            ["loss", "math.pi"],
+            r"loss\._target_=math\.pi is not a function \(image, truth\), nor a subclass",
+        ),
+        (["loss", "options_of_mine.scaled"], r"needs an argument factor: give it as \+loss\.factor=VALUE"),
+        (["loss", "options_of_mine.scaled", "+loss.image=1"], r"unknown key loss\.image: .* has factor"),
+        (["loss", "options_of_mine.scalar", "+loss.a=1"], r"unknown key loss\.a: .* has no such key"),
+        (["optimizer", "torch.optim.NAdam", "+optimizer.beta=0.1"], r"did you mean optimizer\.betas\?"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(tiny_config: TinyConfig, words: list[str], message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        tiny_config(*chosen(*words))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("torch.nn.GaussianNLLLoss", r"fails for images \[2, 1, 16, 16\] \(.*missing 1 required .* 'var'\)"),
+        ("torch.nn.NLLLoss", r"fails for images \[2, 1, 16, 16\] \("),
+        ("torch.nn.MSELoss", r"gives a tensor \[\] for a batch of 2: it must give \[B\]"),
+    ],
+)
+def test_a_loss_that_takes_no_two_images_is_one_line(tiny_config: TinyConfig, target: str, message: str) -> None:
+    config = tiny_config(*chosen("loss", target))
+    with pytest.raises(PluginError, match=rf"^loss\._target_={target} {message}") as error:
+        build_module(config)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_loss_without_gradient_is_one_line(tiny_config: TinyConfig) -> None:
+    with pytest.raises(PluginError, match="detached gives no gradient: compute it from the image with torch"):
+        build_module(tiny_config(*chosen("loss", "options_of_mine.detached")))
+
+
+def test_results_that_do_not_fit(tiny_config: TinyConfig) -> None:
+    for name, why in {"nothing": "NoneType", "of_step": "takes 1 positional argument"}.items():
+        schedule = tiny_config(*chosen("schedule", f"options_of_mine.{name}"), "schedule.warmup=0.5").schedule
+        with pytest.raises(PluginError, match=rf"{name} fails at step 5 \(.*{why}.*must take \(step, n_steps\)"):
+            learning_rate_factor(schedule, 10)  # before the first step, though the warm-up does not call it
+    noise = build_noise(tiny_config(*chosen("noise", "options_of_mine.Short")))
+    with pytest.raises(PluginError, match=r"Short\.sample gives \[8, 24\] for a sinogram \[1, 8, 24\]"):
+        noise(torch.zeros(1, 1, 8, 24), [(1,)])
+
+
+def test_an_optimizer_of_torch(tiny_module: Callable[..., ReconstructionModule]) -> None:
+    words = chosen("optimizer", "torch.optim.NAdam", "+optimizer.momentum_decay=0.1", "optimizer.weight_decay=0.5")
+    module = tiny_module(*words)
+    optimizer = build_optimizer(module.config.optimizer, module.network)
+    decays = [(group["momentum_decay"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert decays == [(0.1, 0.5), (0.1, 0.0), (0.1, 0.0)]
+    assert optimizer.param_groups[-1]["lr"] == pytest.approx(10 * optimizer.param_groups[0]["lr"])
+
+
+def test_a_schedule_is_a_function_of_the_step(tiny_config: TinyConfig) -> None:
+    words = chosen("schedule", "options_of_mine.linear", "+schedule.end=0.5", "schedule.warmup=0.2")
+    factor = learning_rate_factor(tiny_config(*words).schedule, 10)
+    assert isinstance(factor, types.FunctionType)  # or LambdaLR would write its attributes into checkpoints
+    assert [factor(step) for step in (0, 1, 2, 10)] == pytest.approx([1 / 3, 2 / 3, 0.9, 0.5])

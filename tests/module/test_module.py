@@ -1,0 +1,181 @@
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from qnmixer.data.batch import Batch
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.errors import ConfigError, PluginError
+from qnmixer.losses import l1
+from qnmixer.module import ReconstructionModule
+from qnmixer.reconstruction.reconstructor import sample_measurement
+from qnmixer.training.callbacks import StepMetrics
+from qnmixer.training.steps import prepared_module
+
+Build = Callable[..., ReconstructionModule]
+
+
+def batches(module: ReconstructionModule, part: str = "test", epoch: int = 0) -> list[Batch]:
+    loader: DataLoader[Any] = SliceDataModule(module.config.data).loader(part)
+    loader.sampler.set_epoch(epoch)  # type: ignore[union-attr]  # an EpochSampler
+    return list(loader)
+
+
+def test_training_validation_and_test_draw_different_noise(tiny_module: Build) -> None:
+    module = tiny_module("noise=field")
+    batch = batches(module)[0]
+    drawn = [module.measure(batch, stream) for stream in ("train", "val", "test")]
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert (drawn[a] - drawn[b]).abs().max() > 1e-3
+    assert torch.equal(module.measure(batch, "val"), drawn[1])
+    other = tiny_module("noise=field", "seed=43")
+    assert not torch.equal(other.measure(batch, "val"), drawn[1])
+
+
+@pytest.mark.parametrize(
+    "overrides", [["noise=field", "data.num_workers=2"], ["noise=physical", "data.simulation_factor=2"]]
+)
+def test_workers_measure_as_the_module_does(tiny_module: Build, overrides: list[str]) -> None:
+    """To the last bit, whatever the number of threads."""
+    module = tiny_module(*overrides)
+    of_loader = SliceDataModule(module.config.data, measure=sample_measurement(module.config))
+    torch.set_num_threads(2)
+    for part in ("train", "val", "test"):
+        for measured, plain in zip(of_loader.loader(part), batches(module, part), strict=True):
+            assert "fine" not in measured
+            assert torch.equal(module.measure(measured, part), module.measure(plain, part))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_is_checked_before_the_next_one(tiny_module: Build, value: float, device: str) -> None:
+    """With accumulation, no optimizer step is between the two. On a CPU the answer is there at once."""
+    checks = StepMetrics()
+
+    def ask(*losses: float) -> None:
+        for loss in losses:
+            checks.on_before_backward(SimpleNamespace(global_step=3), None, torch.tensor(loss, device=device))  # type: ignore[arg-type]
+
+    ask(1.0)
+    with pytest.raises(FloatingPointError, match=f"the loss became {value} at step 3"):
+        ask(value, 1.0)
+    ask(1.0)  # said once
+
+
+def test_a_loss_for_each_image_is_refused(tiny_module: Build) -> None:
+    with pytest.raises(PluginError, match=r"Module\.training_step gives a tensor \[3\]: it must give one number"):
+        StepMetrics().on_before_backward(SimpleNamespace(global_step=0), tiny_module(), torch.ones(3))  # type: ignore[arg-type]
+
+
+def test_weights_that_are_not_finite_are_not_written(tiny_module: Build, tmp_path: Path) -> None:
+    """Another rank's loss may have spoilt them, and what was written before stays."""
+    module = tiny_module()
+    trainer = fitted(module, tmp_path)
+    path = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(path)
+    before = path.read_bytes()
+    with torch.no_grad():
+        next(module.parameters()).fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="the norm of the weights became nan at step 4"):
+        trainer.save_checkpoint(path)
+    assert path.read_bytes() == before
+
+
+def fitted(module: ReconstructionModule, folder: Path, **options: Any) -> L.Trainer:
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder,
+        callbacks=[StepMetrics()], **options,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=SliceDataModule(module.config.data))
+    return trainer
+
+
+def test_the_norm_is_that_before_clipping_and_the_schedule_runs_over_optimizer_steps(
+    tiny_module: Build, tmp_path: Path
+) -> None:
+    module = tiny_module("schedule=cosine", "schedule.warmup=0", "optimizer.lr=0.01")
+    trainer = fitted(module, tmp_path, accumulate_grad_batches=2, gradient_clip_val=1e-6, log_every_n_steps=1)
+    assert float(trainer.callback_metrics["train/grad_norm"]) > 1e-4
+    assert trainer.global_step == 4
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
+
+
+def test_finer_images_bring_sinograms_nearer_to_the_truth(tiny_module: Build) -> None:
+    """Line integrals of a disc are known: 2√(r² − p²), p the ray's distance from its centre."""
+    module = tiny_module("geometry.n_detectors=48", "geometry.detector_pitch=20")
+    radius, centre = 110.3, (31.7, -21.9)  # mm
+
+    def disc(size: int) -> Tensor:
+        axis = (torch.arange(8 * size) + 0.5) / (8 * size) * 400 - 200
+        inside = (axis - centre[0]) ** 2 + (-axis[:, None] - centre[1]) ** 2 < radius**2
+        return torch.nn.functional.avg_pool2d(inside.float()[None, None], 8)
+
+    g = module.projector.geometry
+    beta, u = torch.from_numpy(g.angles())[:, None], torch.from_numpy(g.bin_positions())
+    along = torch.stack([-g.source_to_detector * beta.sin() + u * beta.cos(),
+                         g.source_to_detector * beta.cos() + u * beta.sin()])  # fmt: skip
+    to_centre = [centre[0] - g.source_to_axis * beta.sin(), centre[1] + g.source_to_axis * beta.cos()]
+    p = (along[0] * to_centre[1] - along[1] * to_centre[0]) / along.norm(dim=0)
+    truth = 2 * (radius**2 - p**2).clamp(min=0).sqrt()
+    image = disc(16)
+    errors = [
+        float((module.measurement.project(image, x)[0, 0] - truth).norm() / truth.norm()) for x in (None, disc(64))
+    ]
+    assert errors[1] < 0.5 * errors[0]
+    assert errors[1] < 0.02
+
+
+@pytest.mark.parametrize("memory", ["keep", "recompute", "offload"])
+def test_a_loss_on_all_iterates_is_the_mean_of_their_losses(tiny_module: Build, memory: str) -> None:
+    """And its gradient. Weights of the images count, and x₀, which nothing learns, does not."""
+    words = ["module=all_iterates", "loss=l1", "model.n_iterations=3", "noise=field"]
+    module, plain = tiny_module(*words, f"memory={memory}"), tiny_module(*words).network
+    batch = batches(module, "train")[0]
+    batch["weight"] = torch.arange(1.0, 1 + len(batch["image"]))
+    state = plain.start(y := module.measure(batch, "train"))
+    expected = torch.zeros(())
+    for t in range(3):
+        state = plain.step(t, y, state)
+        expected = expected + (batch["weight"] * l1(plain.image(state), batch["image"])).mean() / 3
+    loss = module.training_step(batch, 0)
+    torch.testing.assert_close(loss, expected)
+    assert not torch.allclose(loss, (batch["weight"] * l1(plain(y), batch["image"])).mean(), rtol=1e-3)
+    for value in (loss, expected):
+        value.backward()
+    for weight, expected_weight in zip(module.network.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, expected_weight.grad, rtol=1e-4, atol=1e-7)
+
+
+class Manual(ReconstructionModule):
+    """Optimizes by itself."""
+
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **named)
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        ([], "trainer.gradient_clip_val=null"),
+        (["trainer.gradient_clip_val=null", "trainer.accumulate_grad_batches=2"], "trainer.accumulate_grad_batches=1"),
+    ],
+)
+def test_what_a_module_that_optimizes_by_itself_cannot_take_is_told_when_it_is_built(
+    tiny_config: Callable[..., Any], words: list[str], way: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^this module optimizes by itself .*: set {way}$"):
+        prepared_module(tiny_config(f"module._target_={__name__}.Manual", *words))
+
+
+def test_a_module_that_optimizes_by_itself_is_built_without_them(tiny_config: Callable[..., Any]) -> None:
+    words = [f"module._target_={__name__}.Manual", "trainer.gradient_clip_val=null"]
+    assert not prepared_module(tiny_config(*words)).automatic_optimization

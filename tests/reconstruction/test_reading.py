@@ -1,0 +1,263 @@
+import copy
+import pickle
+import random
+import zipfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from tests.limits import within_limits
+
+from qnmixer.data.splits import PARTS
+from qnmixer.errors import CheckpointError
+from qnmixer.module import ReconstructionModule
+from qnmixer.module.build import build_module
+from qnmixer.reconstruction.checkpoints import encode, load_run, load_weights, read_checkpoint, resumable, split_of
+from qnmixer.reconstruction.pretrained import Outline, load
+from qnmixer.reconstruction.reconstructor import build_geometry, build_network
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, find_checkpoint
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import Config, parse
+
+from ..conftest import TINY
+
+Build = Callable[..., ReconstructionModule]
+
+
+def save(module: ReconstructionModule, run: Path, name: str = "best") -> Path:
+    path = run / "checkpoints" / f"{name}.ckpt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint = {"state_dict": module.state_dict(), "epoch": 1}
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, path)
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        read_checkpoint(find_checkpoint(path))
+    message = str(error.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+def test_a_run_comes_back_as_it_was(tiny_module: Build, tmp_path: Path) -> None:
+    module = tiny_module("geometry.n_views=6", "model.hessian=identity")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.01)
+    save(module, tmp_path)
+    assert set(torch.load(find_checkpoint(tmp_path), weights_only=True)["state_dict"]) == set(module.state_dict())
+    again = load_run(tmp_path)
+    assert again.config == module.config.changed(callbacks={}, logger={})
+    y = module.projector(torch.rand(2, 1, 16, 16))
+    assert torch.equal(again(y), module(y))
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_a_file_that_is_cut_off_is_answered_in_plain_words(tiny_module: Build, tmp_path: Path, suffix: str) -> None:
+    module, path = tiny_module(), tmp_path / f"a{suffix}"
+    content = save(module, tmp_path).read_bytes() if suffix == ".ckpt" else encode(module.config, module.state_dict())
+    for length in (30, 1000, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        assert refusal(path) == f"{path} cannot be read (it is not whole): it is damaged or no checkpoint"
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        import os
+
+        return os.system, ("touch hacked",)
+
+
+@pytest.mark.parametrize("protocol", ["torch", "pickle"])
+def test_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "evil.ckpt"
+    if protocol == "torch":
+        torch.save({"state_dict": {}, CHECKPOINT_KEY: Malicious()}, path)
+    else:
+        path.write_bytes(pickle.dumps(Malicious()))
+    assert "use one that qnmixer.train wrote" in refusal(path)
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
+    contents: list[object] = [
+        {"state_dict": {}, "epoch": 3}, {"model": {}}, {CHECKPOINT_KEY: 3, "state_dict": {}}, [1, 2], torch.zeros(3),
+        {CHECKPOINT_KEY: {"format": 1, "config": {}}}, {CHECKPOINT_KEY: {"format": 1}, "state_dict": {}},
+    ]  # fmt: skip
+    of_ours = [(config, {}) for config in (None, [1, 2], "text")] + [({}, state) for state in (None, [1, 2], {"a": 3})]
+    contents += [{CHECKPOINT_KEY: {"format": 1, "config": config}, "state_dict": state} for config, state in of_ours]
+    for content in contents:
+        torch.save(content, tmp_path / "a.ckpt")
+        assert "another program" in refusal(tmp_path / "a.ckpt")
+
+
+def test_a_config_of_another_version_is_refused(tiny_module: Build, tmp_path: Path) -> None:
+    path = save(tiny_module(), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint[CHECKPOINT_KEY]["config"]["model"]["gates"] = 3
+    torch.save(checkpoint, path)
+    message = refusal(path)
+    assert "another version of qnmixer" in message
+    assert "model.gates" in message
+
+
+def test_a_folder_may_move_before_a_run_is_resumed(tiny_module: Build, tmp_path: Path) -> None:
+    config = parse(compose("train", [*TINY, "data=numpy", "data.root=/old"]))
+    checkpoint: dict[str, object] = {"state_dict": {}}
+    checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": config.plain()}
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    for change, refused in (({"root": "/new", "num_workers": 1}, False), ({"split": "all"}, True)):
+        now = config.changed(data=config.data.changed(**change))
+        with pytest.raises(CheckpointError, match="split=random, not all") if refused else nullcontext():
+            resumable(now, tmp_path / "a.ckpt")
+
+
+def test_weights_of_another_class_are_refused_with_what_to_set(
+    tiny_module: Build, other_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    save(tiny_module(), tmp_path)
+    with pytest.raises(CheckpointError, match=r"set model=qn_mixer (model\.[a-z]\w+=\S+ ?)+$"):
+        load_weights(build_module(other_config("model=learn")), tmp_path)
+
+
+def damaged(content: bytes, number: int) -> bytes:
+    """The same with one bit turned over; of every tenth one is cut, and one has a block of zeros."""
+    rng, changed = random.Random(number), bytearray(content)
+    if number % 10 == 8:
+        return content[: rng.randrange(len(content))]
+    if number % 10 == 9:
+        first = rng.randrange(len(content))
+        changed[first : first + 512] = bytes(len(changed[first : first + 512]))
+    else:
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    return one == other
+
+
+@pytest.mark.parametrize("kind", ["file", "safetensors"])
+def test_damage_is_reported_or_changes_nothing(tiny_module: Build, tmp_path: Path, kind: str) -> None:
+    """Also in what only resume reads, such as the state of the optimizer. 50 times, seeded."""
+    module = tiny_module()
+    path = save(module, tmp_path)
+    whole = torch.load(path, weights_only=True) | {"optimizer_states": {"momentum": torch.rand(5000)}}
+    torch.save(whole, path)
+    if kind == "safetensors":
+        path = tmp_path / "a.safetensors"
+        path.write_bytes(encode(module.config, module.state_dict()))
+        whole = load(path)
+    content, told = path.read_bytes(), list[str]()
+    for number in range(50):
+        path.write_bytes(damaged(content, number))
+        with within_limits():
+            try:
+                read_checkpoint(path)
+            except CheckpointError as error:
+                told.append(str(error))
+            else:
+                assert same(load(path), whole)
+    assert len(told) > (40 if kind == "safetensors" else 15)
+    assert not any("\n" in line for line in told)
+
+
+def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tiny_module: Build, tmp_path: Path) -> None:
+    """torch.load unpacks what is compressed: of 3 MB it would make 3 GB."""
+    checkpoint = torch.load(save(tiny_module(), tmp_path), weights_only=True)
+    torch.save(checkpoint | {"more": torch.zeros(1000)}, tmp_path / "plain.ckpt")
+    with zipfile.ZipFile(tmp_path / "plain.ckpt") as plain, zipfile.ZipFile(tmp_path / "a.ckpt", "w") as packed:
+        for entry in plain.infolist():
+            packed.writestr(entry, plain.read(entry), zipfile.ZIP_DEFLATED)
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["more"].shape == (1000,)
+    assert "larger when unpacked" in refusal(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        3,
+        {"split": "text"},
+        {"split": {part: {"patients": torch.ones(2), "slices": torch.ones(2)} for part in PARTS}},
+        {"split": {part: {"patients": torch.ones(1, 2).long(), "slices": torch.ones(2).long()} for part in PARTS}},
+    ],
+    ids=str,
+)
+def test_an_unreadable_record_of_the_split_is_refused(tmp_path: Path, record: object) -> None:
+    torch.save({RUN_KEY: record}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"a\.ckpt has a record of its training patients that cannot be read"):
+        split_of(tmp_path / "a.ckpt")
+
+
+def test_weights_of_another_type_are_refused(tiny_module: Build, tmp_path: Path) -> None:
+    path = save(tiny_module(), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"] = {name: it.to(torch.complex64) for name, it in checkpoint["state_dict"].items()}
+    torch.save(checkpoint, path)
+    with pytest.raises(CheckpointError, match=r"best\.ckpt has complex64 weights"):
+        load_run(tmp_path)
+
+
+def test_a_config_that_somebody_made_is_refused_before_anything_is_built(tiny_module: Build, tmp_path: Path) -> None:
+    path = save(tiny_module(), tmp_path)
+    good = torch.load(path, weights_only=True)
+    odd: dict[str, list[object]] = {
+        "geometry": [[1, 2]], "model": [None], "data": ["numpy"], "noise": [{"_target_": 3}], "seed": ["${evil:1}"],
+        "geometry.n_detectors": [1_000_000_000], "geometry.n_views": [20_000], "model.n_iterations": [1_000_000_000],
+        "model.channels": [100_000], "data.image_size": [65_536], "model.codec": [{"a": [None]}, "${model.codec}"],
+    }  # fmt: skip
+    for key, values in odd.items():
+        for value in values:
+            checkpoint = copy.deepcopy(good)
+            section, _, name = f"config.{key}".rpartition(".")
+            place = checkpoint[CHECKPOINT_KEY]
+            for part in section.split("."):
+                place = place[part]
+            place[name] = value
+            torch.save(checkpoint, path)
+            refusal(path)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "model.n_iterations=1000 model.channels=1024 model.n_mixer_layers=1000 model.shared_regularizer=false",
+        "data.image_size=256 model.patch_size=256 model.channels=1024",  # 60 TB at once
+        "model=learn model.n_iterations=2 model.channels=1024",
+    ],
+)
+def test_a_network_that_is_larger_than_its_file_is_not_built(
+    other_config: Callable[..., Config], tmp_path: Path, overrides: str
+) -> None:
+    """The config of a small file may ask for terabytes. The file says that it has them: they are views of a number."""
+    config = other_config(*overrides.split())
+    plain = config.plain()
+    state = {"network.weight": torch.zeros(1).expand(10**12)}
+    if "learn" in overrides:  # all the tensors that its config has
+        with torch.device("meta"):
+            network = build_network(config, Outline(build_geometry(config)))
+        state = {f"network.{name}": torch.zeros(1).expand(p.shape) for name, p in network.state_dict().items()}
+    torch.save({CHECKPOINT_KEY: {"format": 1, "config": plain}, "state_dict": state}, tmp_path / "a.ckpt")
+    with within_limits(), pytest.raises(CheckpointError, match="do not fit its own config") as error:
+        load_run(tmp_path / "a.ckpt")
+    assert "\n" not in str(error.value)
+
+
+def test_the_matrices_of_a_scan_wait_until_the_weights_fit(tiny_module: Build, tmp_path: Path) -> None:
+    """The config of a small file may have image_size=2048: the matrices take 1 GB, and 20 s."""
+    path = save(tiny_module(), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint[CHECKPOINT_KEY]["config"]["data"]["image_size"] = 2048
+    torch.save(checkpoint, path)
+    with within_limits(memory=2**28), pytest.raises(CheckpointError, match="do not fit its own config"):
+        load_run(path)

@@ -1,0 +1,455 @@
+"""Batches, memory and precision of a reconstruction. Its inputs and outputs: tests/promises/test_dicom_and_noise.py."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydicom import dcmread
+
+from qnmixer.data.batch import to_hu
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.errors import DataError, OutOfMemory
+from qnmixer.module import ReconstructionModule
+from qnmixer.module.build import build_module
+from qnmixer.phantoms.phantoms import phantom
+from qnmixer.physics import images_by_symmetry
+from qnmixer.physics import symmetries as symmetries_of_scan
+from qnmixer.physics.projector import system_matrix
+from qnmixer.reconstruction.checkpoints import load_run
+from qnmixer.reconstruction.config import ReconstructConfig
+from qnmixer.reconstruction.input_slices import read_slices, simulated_scans, slice_files
+from qnmixer.reconstruction.reconstruct import images_of, reconstruct_input
+from qnmixer.reconstruction.reconstructor import on_scan
+from qnmixer.reconstruction.scan import Scan
+from qnmixer.reconstruction.sinograms import holds_sinograms, measured_scans, sinogram_files
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
+
+from ..conftest import TINY
+from ..sets import write_lodopab, write_two_detect
+
+Build = Callable[..., ReconstructionModule]
+
+
+def settings(**values: object) -> ReconstructConfig:
+    given = {"run": "x", "input": "y", "output": "z", "accelerator": "cpu"} | values
+    return ReconstructConfig.parse(compose("reconstruct", [f"{key}={value}" for key, value in given.items()]))
+
+
+def save(module: ReconstructionModule, path: Path) -> Path:
+    content = {"format": 1, "config": module.config.plain()}
+    torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
+    return path
+
+
+def trained(build: Build, strength: float, *overrides: str) -> ReconstructionModule:
+    """A network whose regularisers do something: they start as zero."""
+    module = build(*overrides).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in module.network.parameters():
+        parameter.data += strength * torch.randn(parameter.shape, generator=generator)
+    return module
+
+
+def at_true_size(*overrides: str) -> ReconstructionModule:
+    """FBP at the size that DICOM says."""
+    words = [word for word in TINY if not word.startswith("model.")]
+    words += ["model=fbp", "data=dicom", "data.root=x", "data.pixel_size=header"]
+    return build_module(parse(compose("train", [*words, *overrides]))).eval()
+
+
+def series(path: Path, count: int, size: int = 16) -> Path:
+    np.save(path, np.stack([phantom(size, seed=0, part="test", index=k) for k in range(count)]))
+    return path
+
+
+def images(module: ReconstructionModule, path: Path, batch_size: int) -> list[Any]:
+    scans = simulated_scans(path, slice_files(path), module)
+    return [scan.hu(x) for scan, x, _ in images_of(module, scans, batch_size)]
+
+
+def measured(path: Path, module: ReconstructionModule, config: ReconstructConfig) -> Iterator[Scan]:
+    return measured_scans(path, sinogram_files(path), module, config)
+
+
+@pytest.mark.parametrize("overrides", [[], ["data.scaling=minmax"], ["data.simulation_factor=2"]])
+def test_batches_change_nothing(tiny_module: Build, tmp_path: Path, overrides: list[str]) -> None:
+    """Neither the noise nor the scale of a slice depends on those beside it."""
+    module, path = trained(tiny_module, 0.05, "noise=field", *overrides), series(tmp_path / "a.npy", 5)
+    alone, together = images(module, path, 1), images(module, path, 3)
+    assert len(alone) == 5
+    assert not np.allclose(alone[0], alone[1], atol=50)
+    for a, b in zip(alone, together, strict=True):
+        np.testing.assert_allclose(a, b, atol=0.05)
+
+
+def test_the_noise_of_a_slice_is_keyed_by_seed_and_number(tiny_module: Build, tmp_path: Path) -> None:
+    """As that of the test split. Two slices with the same pixels have different noise."""
+    np.save(tmp_path / "a.npy", np.repeat(phantom(16, seed=0, part="test", index=0)[None], 2, axis=0))
+    found = []
+    for seed in (1, 1, 2):
+        module = tiny_module("noise=field", f"seed={seed}", "data.seed=1")
+        found.append([scan.sinogram for scan in simulated_scans(tmp_path / "a.npy", [tmp_path / "a.npy"], module)])
+    (first, second), again, (other, _) = found
+    batch: Any = {"image": torch.from_numpy((np.load(tmp_path / "a.npy")[1:].clip(-1000, 2000) + 1000) / 3000)[None]}
+    batch |= {"image": batch["image"].float(), "sample": torch.tensor([1])}
+    assert torch.equal(second, tiny_module("noise=field", "seed=1", "data.seed=1").measure(batch, "test"))
+    assert torch.equal(first, again[0])
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+def test_only_scans_with_missing_views_get_further_passes(tiny_module: Build, tmp_path: Path) -> None:
+    module = trained(tiny_module, 0.05)
+    x = np.stack([phantom(16, seed=0, part="test", index=k).clip(-1000, 2000) for k in range(3)])
+    with torch.no_grad():
+        y = module.projector(torch.from_numpy((x + 1000) / 3000)[:, None].float())[:, 0].numpy()
+    y[1, 4] = np.nan
+    np.save(tmp_path / "all.npy", y)
+    np.save(tmp_path / "gap.npy", y[1])
+    config = settings(unit="value")
+    scans, gap = (measured(tmp_path / f"{name}.npy", module, config) for name in ("all", "gap"))
+    together, alone = ([scan.hu(x) for scan, x, _ in images_of(module, its, 3)] for its in (scans, gap))
+    np.testing.assert_allclose(together[1], alone[0], atol=0.05)
+    with torch.no_grad():
+        plain = module.network(torch.from_numpy(y[[0, 2]])[:, None])[:, 0].numpy() * 3000 - 1000
+    np.testing.assert_allclose(together[::2], plain, atol=0.05)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("reader", [("lodopab", "h5py"), ("two_detect", "tifffile")], ids=lambda its: its[0])
+def test_a_sinogram_of_a_public_set_is_reconstructed_as_it_is_evaluated(
+    reader: tuple[str, str], tmp_path: Path
+) -> None:
+    """The network gets the values of its training, and the HU are those of the set."""
+    name, library = reader
+    pytest.importorskip(library)
+    words = ["model=fbp", f"data={name}", f"geometry={name}", f"data.root={tmp_path}", "geometry.n_views=8"]
+    keys = ["data.image_size=32", "data.num_workers=0", "logger=csv"]
+    config = parse(compose("train", [*words, *keys]))
+    module = build_module(config).eval()
+    if name == "lodopab":
+        write_lodopab(tmp_path, module.projector.geometry, {"test": 1})
+        of_one = 0.08135858
+    else:
+        write_two_detect(tmp_path, tmp_path, module.projector.geometry, [4531])
+        of_one = config.data.max_attenuation
+    (batch,) = SliceDataModule(config.data, geometry=module.projector.geometry).test_dataloader()
+    y = batch["sinogram"]
+    with torch.no_grad():
+        expected = to_hu(batch, module.network(y))[0, 0].numpy()
+    for unit, per_value in (("attenuation", of_one), ("value", 1.0)):
+        np.save(tmp_path / f"{unit}.npy", y[0, 0].numpy() * per_value)
+        (scan,) = measured(tmp_path / f"{unit}.npy", module, settings(unit=unit, water_attenuation=0.03))
+        np.testing.assert_allclose(scan.sinogram, y, rtol=1e-5, atol=1e-4)
+        ((_, x, _),) = images_of(module, iter([scan]), 1)
+        np.testing.assert_allclose(scan.hu(x), expected, atol=0.05)
+
+
+def test_a_disc_in_dicom_has_its_size_and_place_in_millimetres(
+    make_ct: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Water of 120 mm, 20 mm to the right and 12 mm down, in a slice that is 180 mm wide."""
+    spacing = 0.6
+    fine = (np.arange(2400) + 0.5) * spacing / 8 - 150 * spacing
+    inside = (fine[:, None] - 12) ** 2 + (fine - 20) ** 2 < 60**2
+    hu = inside.reshape(300, 8, 300, 8).mean((1, 3)) * 1000 - 1000
+    first = -149.5 * spacing
+    make_ct(tmp_path / "in" / "a", hu.round(), PixelSpacing=[spacing] * 2, ImagePositionPatient=[first, first, 0])
+    module = at_true_size(
+        "data.image_size=128", "geometry.field_of_view=200", "geometry.n_views=120", "geometry.n_detectors=240",
+        "geometry.detector_pitch=2",
+    )  # fmt: skip
+    run = save(module, tmp_path / "run.ckpt")
+    reconstruct_input(settings(run=run, input=tmp_path / "in", output=tmp_path / "out", formats="[dicom]"))
+    out = dcmread(tmp_path / "out" / "a.dcm")
+    step = float(out.PixelSpacing[0])
+    assert step == pytest.approx(200 / 128)
+    share = (out.pixel_array + float(out.RescaleIntercept) + 1000) / 1000
+    diameter = 2 * np.sqrt(share.sum() / np.pi) * step
+    assert diameter == pytest.approx(120, rel=0.005)
+    x, y = (float(out.ImagePositionPatient[k]) + np.arange(128) * step for k in (0, 1))
+    centre = (share.sum(0) * x).sum() / share.sum(), (share.sum(1) * y).sum() / share.sum()
+    assert centre == pytest.approx((20, 12), abs=0.1)
+
+
+def test_what_has_no_size_is_said_once(make_ct: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = at_true_size("geometry.field_of_view=20", "geometry.detector_pitch=4", "data.simulation_factor=2")
+    for k in range(2):
+        make_ct(tmp_path / "in" / f"{k}.dcm")  # 32 mm wide
+        np.save(tmp_path / "in" / f"{k}.npy", dcmread(tmp_path / "in" / f"{k}.dcm").pixel_array - 1024.0)
+    make_ct(tmp_path / "in" / "odd.dcm", PixelSpacing=None)
+    assert len(images(module, tmp_path / "in", 2)) == 4
+    skipped, unsized = capsys.readouterr().err.splitlines()
+    assert "no pixel size in the file): odd.dcm" in skipped
+    assert unsized.startswith("warning: 2 slices are in files without a pixel size")
+
+
+def test_a_network_of_nan_writes_nothing(tiny_module: Build, tmp_path: Path) -> None:
+    module = tiny_module()
+    next(module.network.parameters()).data.fill_(np.nan)
+    words = {"run": save(module, tmp_path / "a.ckpt"), "input": series(tmp_path / "s.npy", 1)}
+    with pytest.raises(DataError, match=r"the reconstruction of s\.npy has NaN"):
+        reconstruct_input(settings(**words, output=tmp_path / "out", formats="[npy,png]"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_memory_is_short_batches_become_smaller(
+    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With real allocations: tests/promises/test_memory.py."""
+    module, path = tiny_module(), series(tmp_path / "a.npy", 5)
+    exact, forward, most = images(module, path, 1), module.network.forward, 1
+
+    def limited(y: torch.Tensor) -> torch.Tensor:
+        if len(y) > most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nat a place")
+        return forward(y)
+
+    monkeypatch.setattr(module.network, "forward", limited)
+    np.testing.assert_array_equal(images(module, path, 3), exact)
+    assert capsys.readouterr().err == "warning: out of memory with 3 slices at once: continuing with batch_size=1\n"
+    most = 0
+    with pytest.raises(OutOfMemory, match=r"single slice of 16 × 16 \(.*memory\): close other programs"):
+        images(module, path, 1)
+
+
+def test_what_is_no_file_of_numbers_is_not_opened(tiny_module: Build, tmp_path: Path) -> None:
+    """Pipes, which would never end, and arrays that would take gigabytes."""
+    module, path = tiny_module(), tmp_path / "a.npy"
+    os.mkfifo(path)
+    assert not holds_sinograms(tmp_path, module.projector.geometry, settings())
+    with pytest.raises(DataError, match=r"has no \.npy file"):
+        sinogram_files(path)
+    path.unlink()
+    np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(40_000, 40_000))  # sparse
+    start = time.perf_counter()
+    assert not holds_sinograms(path, module.projector.geometry, settings())
+    with pytest.raises(DataError, match="40000 × 40000 values"):
+        next(read_slices(path, [path]))
+    with pytest.raises(DataError, match="40000 × 40000 values, not 1 to 8192"):
+        next(measured(path, module, settings(angle_span=6, detector_pitch=1)))
+    assert time.perf_counter() - start < 2
+
+
+def test_endings_of_scans_may_be_in_capitals(tiny_module: Build, tmp_path: Path) -> None:
+    """Beside others they were left out, and alone they were slices."""
+    module = tiny_module()
+    x = (phantom(16, seed=0, part="test", index=0).clip(-1000, 2000) + 1000) / 3000
+    with torch.no_grad():
+        y = module.projector(torch.from_numpy(x)[None, None].float())[0, 0].numpy()
+    for name in ("a.npy", "b.NPY", "alone/c.Npy"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        with (tmp_path / name).open("wb") as stream:
+            np.save(stream, y)
+    for path in (tmp_path, tmp_path / "b.NPY", tmp_path / "alone"):
+        assert holds_sinograms(path, module.projector.geometry, settings())
+    assert holds_sinograms(tmp_path / "scan.MAT", module.projector.geometry, settings())
+    scans = [scan.name for scan in measured(tmp_path, module, settings(unit="value"))]
+    assert scans == ["a", "alone/c", "b"]
+
+
+def test_a_scan_of_no_use_in_a_stack_is_named(
+    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All others are written."""
+    module = tiny_module()
+    x = (phantom(16, seed=0, part="test", index=0).clip(-1000, 2000) + 1000) / 3000
+    with torch.no_grad():
+        y = module.projector(torch.from_numpy(x)[None, None].float())[0, 0].numpy()
+    np.save(tmp_path / "a.npy", np.stack([y, y, np.full_like(y, np.nan), y]))
+    words = {"run": save(module, tmp_path / "a.ckpt"), "input": tmp_path / "a.npy", "output": tmp_path / "out"}
+    config = settings(**words, unit="value", formats="[npy]", batch_size=2)
+    reconstruct_input(config)
+    assert "skipped:" in (said := capsys.readouterr().err)
+    assert "a.npy#2 has 0 measured views" in said
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == [f"a_{k}{end}.npy" for k in (0, 1, 3) for end in ("", "_fbp")]
+
+
+SCANNER = [
+    "model=fbp", "data.image_size=64", "geometry.n_views=32", "geometry.n_detectors=192", "geometry.detector_pitch=5",
+    "geometry.first_angle=0",
+]  # fmt: skip
+OF_ONE = 0.0576  # attenuation of x = 1 in 1/mm
+
+
+def scan(module: ReconstructionModule, photons: float = 0, **changes: Any) -> np.ndarray:
+    """A sinogram in attenuation, by a finer matrix of the scanner with changes.
+
+    Its body is 240 mm wide and out of the middle: a round one in the middle would be the same for many scanners.
+    """
+    body = np.pad(phantom(80, seed=0, part="test", index=1), ((8, 40), (24, 24)), constant_values=-1000)
+    x = torch.from_numpy((body + 1000) / 3000)
+    geometry = replace(module.projector.geometry, image_size=128, pixel_size=400 / 128, **changes)
+    p = OF_ONE * system_matrix(geometry)(x.float()[None, None])[0, 0].numpy().astype(np.float64)
+    rng = np.random.default_rng(0)
+    return -np.log(np.maximum(rng.poisson(photons * np.exp(-p)), 1) / photons) if photons else p
+
+
+@pytest.fixture(scope="module")
+def fbp_module() -> ReconstructionModule:
+    words = [word for word in TINY if not word.startswith(("model.", "geometry.", "data.image_size"))]
+    return build_module(parse(compose("train", [*words, *SCANNER]))).eval()
+
+
+def check(module: ReconstructionModule, path: Path, y: np.ndarray, **keys: object) -> None:
+    np.save(path, y.astype(np.float32))
+    list(measured(path, module, settings(kind="sinograms", **keys)))
+
+
+@pytest.mark.parametrize("photons", [0, 1e3])
+def test_a_right_scan_is_accepted(
+    fbp_module: ReconstructionModule, tmp_path: Path, photons: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1000 photons a ray are a hundredth of a low dose."""
+    path = tmp_path / "a.npy"
+    check(fbp_module, path, scan(fbp_module, photons))
+    check(fbp_module, path, scan(fbp_module, photons, n_detectors=96, detector_pitch=10.0), detector_pitch=10)
+    check(fbp_module, path, scan(fbp_module, photons, n_views=48), angle_span=2 * np.pi)
+    assert capsys.readouterr().err == ""
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
+    "short": ({"angle_span": 4.1}, {}, "fits no image"),
+    "too wide": ({}, {"detector_pitch": 50}, "fits no image"),
+    "twice": ({}, {"detector_pitch": 10}, "fits no image"),
+    "a tenth": ({}, {"detector_pitch": 0.5}, r"HU on average.*detector_pitch="),
+    "a thousandth": ({}, {"detector_pitch": 0.005}, "cannot see the object"),
+    "degrees": ({}, {"angle_span": 360}, "degrees must be converted"),
+    "zeros": ({}, {}, "has 16 measured views"),
+    "nearly zeros": ({}, {}, "fits no image"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_scan_of_another_geometry_is_refused(fbp_module: ReconstructionModule, tmp_path: Path, fault: str) -> None:
+    changes, keys, words = WRONG[fault]
+    y = scan(fbp_module, 1e4, **changes)
+    if "zeros" in fault:
+        y[1::2] = 1e-3 * (fault != "zeros")
+    with pytest.raises(DataError, match=words):
+        check(fbp_module, tmp_path / "a.npy", y, **keys)
+
+
+def test_a_scan_that_nearly_fits_is_told_and_so_is_the_misfit_of_its_image(
+    fbp_module: ReconstructionModule, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(fbp_module, tmp_path / "a.npy", scan(fbp_module, angle_span=-2 * np.pi))  # mirrored
+    assert re.search(r"a\.npy: the best image differs from it by [1-9]\d?\.\d%", capsys.readouterr().err)
+    y = scan(fbp_module)
+    y[3] = np.nan
+    np.save(tmp_path / "a.npy", y.astype(np.float32))
+    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "a.npy", "output": tmp_path / "out"}
+    reconstruct_input(settings(**words, formats="[npy]"))
+    (told,) = re.findall(r"a: A x differs from the sinogram by ([\d.]+)%", capsys.readouterr().out)
+    x = torch.from_numpy((np.load(tmp_path / "out" / "a.npy") + 1000) / 3000)[None, None]
+    left = fbp_module.projector(x)[0, 0].numpy() * OF_ONE - y
+    assert told == f"{100 * np.sqrt(np.nansum(left**2) / np.nansum(y**2)):.1f}"
+
+
+def test_a_line_feed_in_a_name_is_kept(fbp_module: ReconstructionModule, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    series(tmp_path / "in" / "a\nb.npy", 2)
+    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "in", "output": tmp_path / "out"}
+    reconstruct_input(settings(**words, formats="[npy]"))
+    assert sorted(os.listdir(tmp_path / "out")) == ["a\nb_0.npy", "a\nb_1.npy"]
+
+
+LONG = "n" * 251
+NAMES = {
+    "too long for its ending": ({f"{LONG}abc": 0, "b.npy": 0}, ["b"], f"{LONG}abc: File name too long"),
+    "too long for its number": ({f"{LONG}.npy": 2, "b.npy": 0}, ["b"], "File name too long"),
+    "a folder in its place": (
+        {"a": 0, "a.npy/x.npy": 0, "a.npy/y.npy": 0, "b.npy": 0},
+        ["a_1", "a.npy/x", "a.npy/y", "b"],
+        None,
+    ),
+    "a file and a folder of a file": ({"a.npy": 0, "a.npy.npy/x.npy": 0, "b.npy": 0}, ["a", "a.npy.npy/x", "b"], None),
+    "four bytes a letter": ({"\U0001fa7b" * 60 + ".npy": 0, "b.npy": 0}, ["\U0001fa7b" * 60, "b"], None),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_name_that_cannot_be_written_costs_one_slice(
+    fbp_module: ReconstructionModule, tmp_path: Path, case: str
+) -> None:
+    inputs, outputs, why = NAMES[case]
+    for name, count in inputs.items():
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as stream:  # np.save would add an ending
+            images = [phantom(16, seed=0, part="test", index=k) for k in range(count or 1)]
+            np.save(stream, np.stack(images) if count else images[0])
+    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "in", "output": tmp_path / "out"}
+    config = settings(**words, formats="[npy]")
+    if why is None:
+        assert reconstruct_input(config) == len(outputs)
+    else:
+        with pytest.raises(DataError, match=rf"of \d reconstructions are not written \(.*{why}.*\): rename or move"):
+            reconstruct_input(config)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert sorted(path.relative_to(tmp_path / "out").as_posix()[:-4] for path in files) == sorted(outputs)
+
+
+def test_a_slice_that_fails_half_way_leaves_no_file(fbp_module: ReconstructionModule, tmp_path: Path) -> None:
+    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": series(tmp_path / "s.npy", 3)}
+    (tmp_path / "out" / "s_1.png").mkdir(parents=True)  # its .npy is written first
+    with pytest.raises(DataError, match=r"1 of 3 reconstructions are not written \(.*s_1\.png exists already"):
+        reconstruct_input(settings(**words, output=tmp_path / "out", formats="[png,npy]"))
+    names = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_file())
+    assert names == ["s_0.npy", "s_0.png", "s_2.npy", "s_2.png"]
+
+
+def test_the_mean_over_symmetries_and_its_spread_are_written(
+    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both in HU. The tiny scan has 8 views."""
+    run = save(trained(tiny_module, 0.05), tmp_path / "net.ckpt")
+    inputs = {"run": run, "input": series(tmp_path / "a.npy", 2), "formats": "[npy,dicom]"}
+    for symmetries in (1, 8):
+        reconstruct_input(settings(**inputs, output=tmp_path / f"{symmetries}", symmetries=symmetries))
+    assert "NAME_spread" in capsys.readouterr().out
+    assert not [*(tmp_path / "1").glob("*spread*")]
+    module = load_run(run)
+    (scan, _) = simulated_scans(tmp_path / "a.npy", [tmp_path / "a.npy"], module)
+    with torch.no_grad():
+        turned = images_by_symmetry(module, scan.sinogram, symmetries_of_scan(module.projector)) * 3000 - 1000
+    mean, spread = (np.load(tmp_path / "8" / f"a_0{end}.npy") for end in ("", "_spread"))
+    np.testing.assert_allclose(mean, turned.mean(0)[0, 0], atol=0.05)
+    np.testing.assert_allclose(spread, turned.std(0)[0, 0], atol=0.05)
+    assert spread.max() > 1
+    assert "deviation over symmetries" in dcmread(tmp_path / "8" / "a_0_spread.dcm").SeriesDescription
+
+
+@pytest.mark.parametrize("views", [6, 16])
+def test_slices_and_sinograms_of_another_scan(
+    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str], views: int
+) -> None:
+    """Its rays are used as they are, not interpolated to those of the training."""
+    run = save(tiny_module(), tmp_path / "net.ckpt")
+    path = series(tmp_path / "a.npy", 1)
+    key = f"geometry.n_views={views}"
+    config = ReconstructConfig.parse(
+        compose("reconstruct", [f"run={run}", f"input={path}", f"output={tmp_path / 'of_slices'}", key, "unit=value"])
+    )
+    reconstruct_input(config)
+    assert f"geometry.n_views=8, not {views}: its step sizes follow the scan, ×" in capsys.readouterr().out
+    module = load_run(run)
+    scanned = on_scan(module, module.config.changed(geometry=module.config.geometry.changed(n_views=views)))
+    (scan,) = simulated_scans(path, [path], scanned)
+    assert scan.sinogram.shape[2] == views
+    np.save(tmp_path / "y.npy", scan.sinogram[0, 0].numpy())
+    reconstruct_input(config.changed(input=str(tmp_path / "y.npy"), output=str(tmp_path / "of_sinograms")))
+    with torch.no_grad():
+        expected = scan.hu(scanned(scan.sinogram))
+    for file in ("of_slices/a.npy", "of_sinograms/y.npy"):
+        np.testing.assert_allclose(np.load(tmp_path / file), expected, atol=0.05)

@@ -1,0 +1,106 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qnmixer.models import TotalVariation
+from qnmixer.module.base import RunModule
+from qnmixer.module.build import build_module
+from qnmixer.physics import FanBeamProjector
+from qnmixer.reconstruction.checkpoints import load_weights
+from qnmixer.reconstruction.reconstructor import Reconstructor, build_network, build_noise, build_projector, on_scan
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
+
+from ..saved import save
+
+SCAN = ["experiment=demo", "data.image_size=16", "geometry.n_views=16", "geometry.n_detectors=32"]
+
+
+def largest_eigenvalue(projector: FanBeamProjector) -> float:
+    """Of A†A, from the whole matrix."""
+    size = projector.geometry.image_size
+    basis = torch.eye(size**2).view(-1, 1, size, size)
+    columns = projector.filtered_adjoint(projector(basis)).flatten(1)
+    return float(torch.linalg.eigvalsh(columns.double()).max())
+
+
+def step_sizes(module: Reconstructor | RunModule) -> Tensor:
+    return torch.cat([step_size.detach().flatten() for step_size in module.network.step_sizes])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=qn_mixer_small", "model.n_iterations=2", "model.channels=8"],
+        ["model=qn_mixer_small", "model.n_iterations=2", "model.channels=8", "model.shared_step_size=true"],
+        ["model=learn", "model.n_iterations=2", "model.channels=4", "model.data_term=fbp"],
+        ["model=learn_pp", "model.n_iterations=2", "model.channels=4", "model.data_term=fbp"],
+        ["model=regformer", "model.n_iterations=2", "model.channels=12"],
+        ["model=itnet", "model.n_iterations=2", "model.channels=4", "model.depth=1"],
+    ],
+)
+@pytest.mark.parametrize("change", [{"n_views": 10}, {"angle_span": 2.0}, {"fbp_filter": "hann"}])
+def test_step_sizes_follow_the_scan(words: list[str], change: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    """λ of a trained network stays the same part of 2/ρ(A†A), for every network with steps along FBP."""
+    trained = Reconstructor(parse(compose("train", [*SCAN, *words])))
+    with torch.no_grad():
+        for step_size in trained.network.step_sizes:
+            step_size.fill_(0.3)
+    scanned = on_scan(trained, trained.config.changed(geometry=trained.config.geometry.changed(**change)))
+    radii = [largest_eigenvalue(module.projector) for module in (trained, scanned)]
+    assert abs(radii[0] / radii[1] - 1) > 0.05
+    torch.testing.assert_close(step_sizes(scanned) * radii[1], step_sizes(trained) * radii[0], rtol=1e-3, atol=0)
+    others = trained.state_dict().keys() - {name for name in trained.state_dict() if "step_sizes" in name}
+    assert all(torch.equal(trained.state_dict()[name], scanned.state_dict()[name]) for name in others)
+    (line,) = capsys.readouterr().out.splitlines()
+    key, value = next(iter(change.items()))
+    assert f"geometry.{key}=" in line
+    assert f"not {value}" in line
+    assert f"{radii[0] / radii[1]:.3f}"[:4] in line
+
+
+@pytest.mark.parametrize("words", [["model=learn", "model.data_term=adjoint"], ["model=fbpconvnet"]])
+def test_what_has_the_scale_of_its_scan_stays(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SCAN, *words, "model.channels=4", *(["model.n_iterations=2"] if "model=learn" in words else [])]
+    trained = Reconstructor(parse(compose("train", words)))
+    scanned = on_scan(trained, trained.config.changed(geometry=trained.config.geometry.changed(n_views=10)))
+    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), scanned.parameters(), strict=True))
+    assert capsys.readouterr().out == "the network was trained with geometry.n_views=16, not 10\n"
+
+
+def test_on_its_own_scan_a_network_stays_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    trained = Reconstructor(parse(compose("train", [*SCAN, "model=qn_mixer_small", "model.n_iterations=2"])))
+    # The same angle, written out.
+    same = trained.config.changed(geometry=trained.config.geometry.changed(first_angle=torch.pi / 16, name="other"))
+    scanned = on_scan(trained, same)
+    assert scanned.projector is trained.projector
+    assert capsys.readouterr().out == ""
+    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), scanned.parameters(), strict=True))
+
+
+def test_total_variation_knows_the_noise_that_slices_get_now() -> None:
+    """Also that of an evaluation, which may be another than the config began with."""
+    config, quiet = (
+        parse(compose("train", ["experiment=demo", "model=tv", f"noise={it}"])) for it in ("physical", "none")
+    )
+    network = build_network(config, build_projector(config))
+    assert isinstance(network, TotalVariation)
+    y = torch.full((1, 1, 2, 3), 50.0)
+    assert torch.equal(network.variance(y), build_noise(config).variance(y))
+    config.noise = quiet.noise
+    assert not network.variance(y).any()
+
+
+def test_step_sizes_follow_where_a_run_is_trained_further_on_another_scan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SCAN, "model=qn_mixer_small", "model.n_iterations=2", "model.channels=8"]
+    run = save(tmp_path / "run", *words)
+    modules = [build_module(parse(compose("train", [*words, *more]))) for more in ([], ["geometry.n_views=10"])]
+    for module in modules:
+        load_weights(module, run)
+    assert "geometry.n_views=16, not 10: its step sizes follow the scan" in capsys.readouterr().out
+    same, other = (step_sizes(module) * largest_eigenvalue(module.projector) for module in modules)
+    torch.testing.assert_close(same, other, rtol=1e-3, atol=0)

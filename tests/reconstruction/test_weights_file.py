@@ -1,0 +1,142 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+
+from qnmixer.errors import CheckpointError, DataError, PluginError
+from qnmixer.module import ReconstructionModule
+from qnmixer.reconstruction import weights
+from qnmixer.reconstruction.checkpoints import encode, load_run, load_weights, read_checkpoint, resumable
+from qnmixer.reconstruction.pretrained import digest_of_weights
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED, check_weights, find_checkpoint
+from qnmixer.settings.compose import compose
+from qnmixer.settings.plugins import module_of
+from qnmixer.settings.run import Config, parse
+
+Build = Callable[..., ReconstructionModule]
+
+
+def write(module: ReconstructionModule, path: Path) -> Path:
+    path.write_bytes(encode(module.config, module.state_dict()))
+    return path
+
+
+@pytest.fixture
+def module(tiny_module: Build) -> ReconstructionModule:
+    """Weights unlike those that a new network has."""
+    module = tiny_module("geometry.n_views=6", "noise=field")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.01)
+    return module
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        read_checkpoint(find_checkpoint(path))
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+def test_a_network_comes_back_as_it_was(module: ReconstructionModule, tmp_path: Path) -> None:
+    path = write(module, tmp_path / "a.safetensors")
+    again = load_run(path)
+    assert again.config == module.config.changed(callbacks={}, logger={})
+    y = module.projector(torch.rand(2, 1, 16, 16))
+    assert torch.equal(again(y), module(y))
+    assert encode(module.config, again.state_dict()) == path.read_bytes()
+    tensors = safetensors.torch.load_file(path)  # what any other program would read
+    assert set(tensors) == set(module.state_dict())
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    with safe_open(path, framework="pt") as file:
+        assert json.loads(file.metadata()[CHECKPOINT_KEY])["config"]["model"]["_target_"] == "qnmixer.models.QNMixer"
+    digest = digest_of_weights(module.state_dict())
+    assert digest_of_weights(again.state_dict()) == digest
+    with torch.no_grad():
+        next(again.parameters()).add_(0.01)
+    assert digest_of_weights(again.state_dict()) != digest
+
+
+FOLDER = [
+    "data=dicom", "data.root=/home/secret/ct", "data.cache_dir=/home/secret/cache", "data.include='*/secret/*'",
+    "data.split=explicit", "data.train_patients=[secret1]", "data.val_patients=[secret2]",
+    "data.test_patients=[secret3]", "finetune=/home/secret/run", "logger=wandb", "logger.wandb.entity=secret",
+]  # fmt: skip
+CUSTOM = ["data=custom", "data._target_=collections.Counter", "+data.root=/home/secret", "resume=/secret"]
+
+
+@pytest.mark.parametrize("overrides", [FOLDER, CUSTOM], ids=["folder", "custom"])
+def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str], tmp_path: Path) -> None:
+    config: Config = parse(compose("train", [*overrides, "data.image_size=32", "data.hu_max=1500"]))
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(encode(config, {}))
+    assert b"secret" not in path.read_bytes()
+    again, _ = read_checkpoint(path)
+    assert (again.data.name, again.data.image_size, again.data.hu_max) == (config.data.name, 32, 1500)
+    assert (again.model, again.geometry, again.noise) == (config.model, config.geometry, config.noise)
+
+
+@pytest.mark.parametrize("target", ["os.system", "qnmixer.data.batch.to_hu"])
+def test_what_a_file_names_is_looked_at_before_it_is_called(tmp_path: Path, target: str) -> None:
+    plain = parse(compose("train", [])).plain()
+    plain["model"]["_target_"] = plain["optimizer"]["_target_"] = plain["loss"]["_target_"] = target
+    torch.save({CHECKPOINT_KEY: {"config": plain}, "state_dict": {}}, tmp_path / "a.ckpt")
+    if not target.startswith("qnmixer."):
+        with pytest.raises(PluginError, match=f"which is not part of qnmixer: .* add trust={module_of(target)}"):
+            load_run(tmp_path / "a.ckpt")
+    with pytest.raises((PluginError, CheckpointError), match=r"is not a subclass of qnmixer\.models\.UnrolledNetwork"):
+        load_run(tmp_path / "a.ckpt", trust=[module_of(target)])
+
+
+def test_files_of_other_programs(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    for metadata in (None, {"format": "pt"}, {CHECKPOINT_KEY: "3"}, {CHECKPOINT_KEY: "{}"}):
+        safetensors.torch.save_file({"weight": torch.zeros(3)}, path, metadata)
+        assert "another program: use one that qnmixer.export wrote" in refusal(path)
+    safetensors.torch.save_file({"weight": torch.zeros(3)}, path, {CHECKPOINT_KEY: "{"})
+    assert "cannot be read" in refusal(path)
+
+
+def test_another_run_starts_from_it_but_none_resumes(
+    module: ReconstructionModule, tiny_module: Build, tmp_path: Path
+) -> None:
+    path, other = write(module, tmp_path / "a.safetensors"), tiny_module("noise=none", "geometry.n_views=6")
+    load_weights(other, path)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), module.parameters(), strict=True))
+    with pytest.raises(CheckpointError, match=r"without the optimizer state .* finetune="):
+        resumable(module.config, path)
+
+
+def test_pretrained_is_what_the_package_ships(
+    module: ReconstructionModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(weights, "SHIPPED", tmp_path / "shipped.safetensors")
+    with pytest.raises(CheckpointError, match=r"ships no weights \(shipped.safetensors is missing\): give a run"):
+        check_weights("run", PRETRAINED)
+    write(module, weights.SHIPPED)
+    check_weights("run", PRETRAINED)
+    assert load_run(PRETRAINED).config == module.config.changed(callbacks={}, logger={})
+    with pytest.raises(CheckpointError, match="no run folder at pretrained"):
+        load_run(Path(f"./{PRETRAINED}"))
+    Path(PRETRAINED).mkdir()
+    check_weights("run", f"./{PRETRAINED}")
+    with pytest.raises(CheckpointError, match="pretrained has no checkpoints"):
+        load_run(f"./{PRETRAINED}")
+    with pytest.raises(DataError, match=r"finetune=elsewhere does not exist: .* the word pretrained"):
+        check_weights("finetune", "elsewhere")
+
+
+@pytest.mark.skipif(not SHIPPED.is_file(), reason="no weights are shipped")
+def test_what_is_shipped_is_for_256_pixels_and_64_views_and_has_its_card() -> None:
+    config, state = read_checkpoint(find_checkpoint(PRETRAINED))
+    assert (config.model.name, config.data.image_size, config.geometry.n_views) == ("qn_mixer", 256, 64)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
+    text = SHIPPED.with_suffix(".md").read_text()
+    assert f"`{SHIPPED.name}`: {sum(tensor.numel() for tensor in state.values()):,} parameters" in text
+    assert "## Where it fails" in text

@@ -1,0 +1,244 @@
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+
+from qnmixer.errors import ConfigError
+from qnmixer.runs import loggers as room
+from qnmixer.runs.loggers import (
+    FAILURE,
+    INTERRUPTION,
+    SUCCESS,
+    MetricsFile,
+    build_loggers,
+    close_loggers,
+    without_folders,
+)
+from qnmixer.runs.records import SWEEP, read_metrics
+from qnmixer.settings.compose import compose
+from qnmixer.settings.error_lines import explain
+from qnmixer.settings.run import Config, parse, parse_file
+
+pytestmark = pytest.mark.usefixtures("no_wandb")
+OfflineRuns = Callable[[Path], list[Any]]
+CPU = ["trainer.accelerator=cpu", "trainer.devices=1"]
+
+
+def config_of(*overrides: str) -> Config:
+    return parse(compose("train", [*CPU, *overrides]))
+
+
+OFFLINE = config_of()
+
+
+def run_in(folder: Path, *steps: int, config: Config = OFFLINE, exit_code: int = SUCCESS, **options: Any) -> None:
+    """A run, or a part of one, that logs its folder's name and does nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for_each = build_loggers(config, folder, options.pop("overrides", []), **options)
+    for step in steps:
+        for logger in for_each:
+            logger.log_metrics({f"of/{folder.name}": step}, step)
+    close_loggers(exit_code)
+    assert wandb.run is None
+
+
+@pytest.mark.parametrize("overrides", [["logger=csv"], ["logger.wandb.mode=disabled"], []], ids=str)
+def test_without_wandb_and_on_other_ranks_there_is_metrics_csv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str]
+) -> None:
+    if not overrides:
+        for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+    config = config_of(*overrides)
+    (logger,) = build_loggers(config, tmp_path, [])
+    assert isinstance(logger, MetricsFile)
+    close_loggers(SUCCESS)
+    assert not list(tmp_path.iterdir())
+    assert wandb.run is None
+
+
+def test_jobs_of_a_sweep_are_runs_of_one_group(
+    tmp_path: Path, offline_runs: OfflineRuns, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One process, one job after the other; what one logs is in no other. W&B says nothing."""
+    sweep = tmp_path / "12-00-00-sweep"
+    sweep.mkdir()
+    said = {"overrides": [], "varying": ["optimizer.lr"], "jobs": None}
+    (sweep / SWEEP).write_text(json.dumps(said))
+    codes = (SUCCESS, FAILURE, INTERRUPTION)
+    for k, code in enumerate(codes):
+        overrides = ["seed=1", f"optimizer.lr={k + 1}"]
+        run_in(sweep / str(k), 1, 2, config=config_of(*overrides), overrides=overrides, exit_code=code)
+    assert capfd.readouterr() == ("", "")
+    runs = offline_runs(tmp_path)
+    assert [run.name for run in runs] == [f"optimizer.lr={k + 1}" for k in range(3)]
+    assert {run.group for run in runs} == {"12-00-00-sweep"}
+    assert [run.exit_code for run in runs] == list(codes)
+    for k, run in enumerate(runs):
+        assert run.metrics == {f"of/{k}", "trainer/global_step"}
+        assert [(row["_step"], row[f"of/{k}"]) for row in run.history] == [(1, 1), (2, 2)]
+        assert run.config["optimizer"]["lr"] == k + 1
+        assert {"git_commit", "versions", "device"} <= run.config.keys()
+
+
+def test_names_that_are_asked_for(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    """A run by itself has its time as its name."""
+    run_in(tmp_path / "2026-01-31" / "12-00-00", 1)
+    asked = ["logger.wandb.name=mine", "logger.wandb.group=ours"]
+    run_in(tmp_path / "anna" / "time2", 1, config=config_of(*asked))
+    first, second = offline_runs(tmp_path)
+    assert (first.name, first.group) == ("qn_mixer-phantoms-32views-seed42-2026-01-31/12-00-00", None)
+    assert (second.name, second.group) == ("mine", "ours")
+
+
+def test_the_users_environment_is_under_the_command_line(
+    tmp_path: Path, offline_runs: OfflineRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = tmp_path / "runs", tmp_path / "wandb's"
+    mine = {"DIR": str(places[1]), "PROJECT": "mine", "NAME": "by hand", "TAGS": "paper, noise", "ENTITY": ""}
+    for name, value in mine.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    run_in(places[0] / "a", 1, config=config_of(), exit_code=INTERRUPTION)
+    given = ["logger.wandb.project=theirs", "logger.wandb.name=typed", "tags=[b]", "logger.wandb.notes=why"]
+    run_in(places[0] / "b", 1, config=config_of(*given))
+    assert not [*places[0].rglob("*.wandb")]
+    one, other = offline_runs(tmp_path)
+    own = [run.records[0] if "run" in run.records[0] else run.records[1] for run in (one, other)]
+    assert [it["run"]["project"] for it in own] == ["mine", "theirs"]
+    assert [it["run"].get("notes") for it in own] == [None, "why"]
+    assert (one.name, one.tags[:2]) == ("by hand", ["paper", "noise"])
+    assert (other.name, other.tags[:4]) == ("typed", ["b", "paper", "noise", "qn_mixer"])
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    modes = [config_of(*given).logger["wandb"].mode for given in ([], ["logger.wandb.mode=online"])]
+    assert modes == ["disabled", "online"]
+
+
+def test_words_of_wandb(tmp_path: Path, offline_runs: OfflineRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of WandbLogger and wandb.init, in the file that W&B writes; and variables that were read nowhere."""
+    words = "name=mine group=ours job_type=check notes=why tags=[one,two] id=abc offline=true mode=online"
+    given = [f"logger.wandb.{word}" for word in words.split()]
+    run_in(tmp_path / "a", 1, config=config_of(*given, f"logger.wandb.save_dir={tmp_path / 'there'}"))
+    assert (tmp_path / "there" / "wandb").is_dir()
+    monkeypatch.setenv("WANDB_RUN_GROUP", "theirs")
+    monkeypatch.setenv("WANDB_NOTES", "because")
+    run_in(tmp_path / "b", 1, config=config_of())
+    runs = {run.name: run for run in offline_runs(tmp_path)}
+    mine = runs.pop("mine")
+    ((_, other),) = runs.items()
+    records = [next(record["run"] for record in run.records if "run" in record) for run in (mine, other)]
+    expected = ("abc", "ours", "check", "why", ["one", "two"])
+    kept = [records[0][key] for key in ("run_id", "run_group", "job_type", "notes")]
+    assert (*kept, mine.tags[:2]) == expected
+    assert (other.group, records[1]["notes"]) == ("theirs", "because")
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    assert [type(logger) for logger in build_loggers(config_of(*given), tmp_path / "c", [])] == [MetricsFile]
+
+
+@pytest.mark.parametrize("value", ["TAGS=paper,", "TAGS=a,,b", "RESUME=bogus", "MODE=bogus", f"NAME={'n' * 129}"])
+def test_a_variable_that_wandb_refuses_is_one_line_before_the_run(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _, text = value.partition("=")
+    monkeypatch.setenv(f"WANDB_{name}", text)
+    with pytest.raises(ConfigError) as error:
+        config_of()
+    assert str(error.value).startswith(f"logger.wandb.{name.lower()}")
+
+
+def test_a_variable_that_only_wandb_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb.teardown()  # it reads the environment once in a process
+    monkeypatch.setenv("WANDB_CONSOLE", "bogus")
+    with pytest.raises(ConfigError, match="W&B refuses WANDB_CONSOLE of the environment: Input should be 'auto'"):
+        run_in(tmp_path / "a", 1)
+
+
+def test_a_file_of_before_has_another_word_for_the_name() -> None:
+    plain = config_of("logger.wandb.name=mine").plain()
+    plain["logger"]["wandb"]["run_name"] = plain["logger"]["wandb"].pop("name")
+    assert parse_file(plain).logger["wandb"].name == "mine"
+
+
+def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    """Step 4 was done after the checkpoint, and is done again. Another part ends at step 3, with its test."""
+    folder = tmp_path / "a"
+    run_in(folder, 1, 2, 3, 4, config=config_of("logger=csv"), exit_code=INTERRUPTION)
+    run_in(folder, 3, 4, resumed_at=2, exit_code=INTERRUPTION)  # W&B begins here
+    time.sleep(1)  # wandb names folders by the second
+    run_in(folder, 4, 5, resumed_at=3)
+    time.sleep(1)
+    loggers = build_loggers(OFFLINE, folder, [], resumed_at=2)
+    for logger in loggers:
+        logger.log_metrics({"of/a": 3}, 3)
+        logger.log_metrics({"test/psnr": 31.0}, 3)
+    close_loggers(SUCCESS)
+    assert [row["step"] for row in read_metrics(folder / "metrics.csv")] == ["1", "2", "3", "3"]
+    time.sleep(1)
+    run_in(folder, 1)  # a new run in an old folder
+    first, second, third, new = offline_runs(tmp_path)
+    assert {run.id for run in (second, third)} == {first.id} != {new.id}
+    assert [[row["_step"] for row in run.history] for run in (first, second)] == [[3, 4], [4, 5]]
+    assert [(row["_step"], row["test/psnr"]) for row in third.history] == [(5, 31.0)]
+
+
+@pytest.mark.long
+def test_what_a_second_kill_repeats_is_not_logged_again(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    """metrics.csv has no step above 3 after the second part: W&B has those of the first one."""
+    run_in(tmp_path / "a", 1, 2, 3, 4, 5, 6, exit_code=INTERRUPTION)
+    time.sleep(1)  # wandb names folders by the second
+    run_in(tmp_path / "a", 3, resumed_at=2, exit_code=INTERRUPTION)
+    time.sleep(1)
+    run_in(tmp_path / "a", 3, 4, 5, 6, 7, resumed_at=2)
+    steps = [row["_step"] for run in offline_runs(tmp_path) for row in run.history]
+    assert steps == [1, 2, 3, 4, 5, 6, 6, 7]  # the last one may be missing after a kill
+
+
+def test_a_logger_gets_nothing_of_the_machine_and_the_patients() -> None:
+    words = [
+        "data=numpy", "data.root=/home/anna/ct", "data.split=explicit", "data.test_patients=[anna]",
+        "finetune=/home/anna/run", "noise=custom", "noise._target_=collections.Counter", "+noise.a=[/home/anna/b.pt]",
+    ]  # fmt: skip
+    told = room._described(parse_file(compose("train", [*CPU, *words])))
+    assert "anna" not in str(told)
+    assert told["noise"]["a"] == ["…/b.pt"]
+
+
+def test_an_unreachable_server_makes_the_run_an_offline_one(
+    tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch, offline_runs: OfflineRuns
+) -> None:
+    wandb_server.leave()
+    monkeypatch.setattr(room, "_SECONDS_TO_START", 1)
+    start = time.monotonic()
+    with pytest.warns(UserWarning, match="W&B cannot be reached.* continues offline.* wandb sync"):
+        run_in(tmp_path, 1, config=config_of("logger.wandb.mode=online"))
+    assert time.monotonic() - start < 8
+    (run,) = offline_runs(tmp_path)
+    assert (run.exit_code, [row["_step"] for row in run.history]) == (SUCCESS, [1])
+
+
+def test_a_missing_key_is_an_error_in_one_line(
+    tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY")
+    with pytest.raises(wandb.errors.Error) as error:
+        build_loggers(config_of("logger.wandb.mode=online"), tmp_path, [])
+    assert str(explain(error.value, "train")).startswith("wandb: ")
+    assert wandb.run is None
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("root: /home/anna/scans/mayo", "root: …/mayo"),
+        ("data.root=/data/ct/a.dcm, x", "data.root=…/a.dcm, x"),
+        ("/home/anna", "…/"),
+        ("~anna/ct/mayo", "…/mayo"),
+        ("C:\\Users\\anna\\ct\\mayo", "…/mayo"),
+        ("file:///home/anna/mayo", "file://…/mayo"),
+        ("and/or/not a/b/c.dcm 1/2", "and/or/not a/b/c.dcm 1/2"),
+        ("</script><b>", "</script><b>"),
+    ],
+)
+def test_paths_lose_their_folders(text: str, shown: str) -> None:
+    assert without_folders(text) == shown

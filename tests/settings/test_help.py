@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import pytest
+
+from qnmixer.settings.compose import compose
+from qnmixer.settings.help import usage
+from qnmixer.settings.options import flat_keys
+
+COMMANDS = {
+    "train": [],
+    "evaluate": ["run=x"],
+    "reconstruct": ["run=x", "input=y", "output=z"],
+    "export": ["run=x", "output=y.safetensors"],
+    "calibrate": ["input=x", "output=y"],
+    "robustness": ["run=x"],
+    "plan": [],
+    "doctor": [],
+}
+
+
+def help_of(name: str, *overrides: str) -> list[str]:
+    return usage(compose(name, list(overrides), with_hydra=True), name).splitlines()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_key_is_there_and_how_to_begin_comes_first(name: str) -> None:
+    lines = help_of(name, *COMMANDS[name])
+    assert any(line.startswith(f"python -m qnmixer.{name} ") for line in lines[:5])
+    shown = {line.split("=")[0].strip() for line in lines[lines.index("") :] if "=" in line}
+    values = compose(name, COMMANDS[name])
+    sections = {key.rpartition(".")[0] for key in flat_keys(dict(values))}
+    leaves = {key for key in flat_keys(dict(values)) if "." in key and not key.endswith((".name", "._target_"))}
+    assert leaves - sections <= shown
+
+
+def test_what_a_key_means_and_what_an_option_trades_is_said_beside_it() -> None:
+    lines = help_of("train", "data=dicom", "data.root=/ct", "trainer.devices=1", "memory=recompute")
+    for start, words in {
+        "  data.split=random ": "by patient",
+        "  trainer.devices=1 ": "auto is all GPUs",
+        "  memory=recompute *": "memory hardly grows with T",
+        "  memory=keep  ": "",
+        "  model=fbpconvnet ": "(Jin et al. 2017): a residual U-Net on FBP",
+        "  logger.wandb.mode=": "online",
+    }.items():
+        (found,) = [line for line in lines if line.startswith(start)]
+        assert words in found
+    assert not [line for line in lines if "as_trained" in line or "data=_" in line]
+    assert [line for line in help_of("evaluate", "run=x") if line.startswith("  data=as_trained *")]
+
+
+def test_the_options_that_a_command_has(tmp_path: Path) -> None:
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "mine.yaml").write_text("# Mine. It is better\n_target_: qnmixer.losses.l1\n")
+    (tmp_path / "loss" / "_part.yaml").write_text("# A part\n")
+    lines = help_of("train", f"hydra.searchpath=[file://{tmp_path}]")
+    assert [line.split(maxsplit=1) for line in lines if line.startswith("  loss=mine")] == [["loss=mine", "Mine"]]
+    assert not [line for line in lines if "evaluation=task" in line or "loss=_" in line]
+    lines = help_of("evaluate", "run=x", "data=phantoms")
+    assert [line for line in lines if line.startswith(("  data=as_trained ", "  evaluation=task "))][1:]

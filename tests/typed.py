@@ -1,0 +1,70 @@
+"""Commands in the process of the test."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qnmixer.commands import command
+from qnmixer.train import check
+
+from .schemas import SCHEMAS
+
+CHECKS: dict[str, Callable[..., Any]] = {name: schema.parse for name, schema in SCHEMAS.items()} | {"train": check}
+
+
+@dataclass
+class Outcome:
+    """What a command left: exit code, standard error, whether its task ran, and the config that its check gave."""
+
+    code: int
+    stderr: str
+    ran: bool
+    config: Any
+
+    @property
+    def line(self) -> str:
+        """The one line of a refused command."""
+        assert self.code == 1, self
+        assert not self.ran
+        (line,) = self.stderr.splitlines()
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
+
+
+class Typed:
+    """typed(name, *words): a command line as its module starts it, with a task of the test's own."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
+
+    def __call__(self, name: str, *words: str, task: Any = None, check: Callable[..., Any] | None = None) -> Outcome:
+        ran: list[Any] = []
+        checked: list[Any] = [None]
+        code = 0
+
+        def checking(config: Any) -> Any:
+            checked.append((check or CHECKS[name])(config))
+            return checked[-1]
+
+        self.monkeypatch.setattr(sys, "argv", [name, *words])
+        self.monkeypatch.delenv(command.TRACEBACK, raising=False)
+        self.capsys.readouterr()
+        try:
+            command.run(task or ran.append, checking, SCHEMAS[name])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return Outcome(code, self.capsys.readouterr().err, bool(ran), checked[-1])
+
+    def train(self, *overrides: str, task: Any = None) -> Outcome:
+        """Train with its run folder in the test's own folder."""
+        return self("train", *overrides, f"hydra.run.dir={self.folder}", task=task)
+
+
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_wandb: None) -> Typed:
+    monkeypatch.chdir(tmp_path)
+    return Typed(tmp_path / "run", monkeypatch, capsys)
