@@ -2,7 +2,7 @@
 
 - A key is declared once, with its type and bound. A key of a section without a target, such as geometry.n_views,
   stands in the class of its section: `sections`, and `run` for keys without a section. A section that names a class or
-  function (`target`: how; `targets` and `data`: which) declares in its class the keys that qnmixer itself uses, such
+  function (`target`: how; `parts` and `data`: which) declares in its class the keys that qnmixer itself uses, such
   as optimizer.lr and data.val_patients. All others, such as model.n_iterations, stand in the signature of what it
   names.
 - The keys of another command than train stand in a class that names its command: in `config.py` of the package that
@@ -12,7 +12,11 @@
 - It is checked by pydantic: `run.parse` for a run, `parse` of the class of another command, and for somebody's file
   `run.parse_file` and then `run.checked`, which reads signatures. A rule inside a section is a validator of its class.
   Rules between sections are in `rules`.
-- It is explained by the comment beside its default, which --help shows. `checking` says in one line what is wrong.
+- It is explained by the comment beside its default, which --help shows. `validation` says in one line what is wrong.
+
+The words of a command line come first: `project` adds those of a project, `typed_text` puts quotes around texts that
+look like numbers. `help` prints --help, and `error_lines` has a line for each error of a library. `plugins` imports the
+classes of the user's. `commands.command` runs all this.
 
 Hydra composes conf/ (`compose`). A program changes a config by `override`. No torch here, so that help and completion
 are there in a moment. The classes that a config names load it.
