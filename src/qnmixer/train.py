@@ -133,13 +133,15 @@ def check(cfg: DictConfig) -> Config:
     return config
 
 
-def main(project: Path = Path()) -> None:
+def main(project: Path = Path(), experiment: str | None = None) -> None:
     """Run the command. It is also installed as `qnmixer-train`, so that a shell can complete its keys.
 
-    A project's own command calls it with the folder of its pyproject.toml.
+    A project's own command calls it with the folder of its pyproject.toml. Projects of before 2026-11-28 give their
+    folder of configs, beside that file, and the experiment, which the file names too.
     """
     if project != Path():
-        sys.argv[1:] = in_project(sys.argv[1:], "train", project)
+        folder = project.parent if experiment else project
+        sys.argv[1:] = in_project(sys.argv[1:], "train", folder)
     command.run(run, check, Config, sweep, resume_overrides, job)
 
 
