@@ -1,13 +1,13 @@
-import inspect
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer import models
 from qnmixer.settings.compose import compose
-from qnmixer.settings.options import CONF, options, values_of_option
+from qnmixer.settings.options import CONF, values_of_option
+from qnmixer.settings.plugins import defaults_of, parameters_of
 from qnmixer.settings.run import parse
 
 from .conftest import every_third
@@ -34,6 +34,9 @@ NEEDS = {
     ("noise", "custom"): ["noise._target_=qnmixer.physics.NoNoise"],
     **{(group, "custom"): [f"{group}._target_=collections.Counter"] for group in ("data", "logger")},
 }
+VARIANTS = "custom", "qn_mixer_paper", "qn_mixer_small", "physical_lodopab"
+OTHER = {"_target_", "variance", "hu_max", "electronic_sigma", "lr", "adamw_lr", "weight_decay", "step_size_lr_factor"}
+"""Arguments that come from the run, or for which a program takes what its scanner or network needs."""
 EXPERIMENTS = sorted(path.stem for folder in (CONF, STUDIES) for path in (folder / "experiment").glob("*.yaml"))
 
 
@@ -99,10 +102,11 @@ def test_the_command_line_wins_over_an_experiment(experiment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [it for it in options("model") if it not in ("custom", "qn_mixer_paper", "qn_mixer_small")]
+    ("group", "option"),
+    [("optimizer", "muon"), *(it for it in OPTIONS if it[0] in ("model", "noise") and it[1] not in VARIANTS)],
 )
-def test_a_network_that_a_program_builds_is_the_one_of_the_command(option: str) -> None:
-    values = values_of_option("model", option)
-    network = getattr(models, str(values.pop("_target_")).rpartition(".")[2])
-    _, *parameters = inspect.signature(network).parameters.values()
-    assert {it.name: it.default for it in parameters if it.name != "variance"} == values  # the noise's, not an option
+def test_what_a_program_builds_is_what_the_command_builds(group: str, option: str) -> None:
+    values = values_of_option(group, option)
+    defaults = defaults_of(parameters_of(resolve_name(str(values["_target_"]))) or ())
+    program, command = (OmegaConf.create({key: it[key] for key in it.keys() - OTHER}) for it in (defaults, values))
+    assert program == command

@@ -26,8 +26,8 @@ class Muon(Optimizer):
 
     Args:
         params: parameter groups. Those with `orthogonal=True` have weights of two dimensions or more, [out, …].
-        lr: learning rate of the groups with `orthogonal=True`.
-        adamw_lr: learning rate of the other groups; None: lr. A group may have its own.
+        lr: of matrices and kernels inside the network, the groups with `orthogonal=True`: about 4 times that of AdamW.
+        adamw_lr: learning rate of all other weights, which AdamW changes. None: lr. A group may have its own.
         momentum: of Muon, in Nesterov's form.
         betas: of AdamW.
     """

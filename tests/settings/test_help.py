@@ -49,6 +49,22 @@ def test_what_a_key_means_and_what_an_option_trades_is_said_beside_it() -> None:
     assert [line for line in help_of("evaluate", "run=x") if line.startswith("  data=as_trained *")]
 
 
+def test_a_key_without_a_comment_has_what_the_docstring_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "documented").mkdir()
+    (tmp_path / "documented" / "__init__.py").write_text("from .mine import Mine as Net\nraise RuntimeError\n")
+    docstring = '"""Mine.\n\n    Args:\n        width (int): of all\n            layers. It is even.\n    """'
+    mine = f"from qnmixer.models import LEARN\nclass Mine(LEARN):\n    {docstring}\n"
+    (tmp_path / "documented" / "mine.py").write_text(mine)
+    monkeypatch.chdir(tmp_path)
+    lines = help_of("train", "noise=mixed", "model=custom", "model._target_=documented.Net", "+model.width=4")
+    for start, words in {
+        "  model.width=4 ": " of all layers",
+        "  model.channels=16 ": " C; the plan can vary T and C",  # the comment
+        "  noise.photons=100000.0 ": " I₀, counts of an unattenuated ray in the brightest bin",
+    }.items():
+        assert [line for line in lines if line.startswith(start) and line.endswith(words)]
+
+
 def test_the_options_that_a_command_has(tmp_path: Path) -> None:
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss" / "mine.yaml").write_text("# Mine. It is better\n_target_: qnmixer.losses.l1\n")

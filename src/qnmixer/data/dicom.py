@@ -281,7 +281,7 @@ class DicomReader:
     """Decodes DICOM files for the cache.
 
     Args:
-        derived: take images that were computed of slices too, see `_COMPUTED`.
+        derived: take images too that were computed of slices, by ImageType: projections, subtractions, iodine, screens.
     """
 
     kind = "dicom"

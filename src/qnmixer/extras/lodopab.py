@@ -37,8 +37,9 @@ class LodopabSource:
     Args:
         part: train, val or test.
         geometry: the scan.
-        root: folder with all files.
-        sinograms: "measured" or "simulated".
+        root: folder of the unzipped files: observation_train_000.hdf5, ground_truth_train_000.hdf5, …
+        sinograms: "measured" (the observations, with geometry=lodopab) or "simulated" (from the images, any scan and
+            noise).
 
     Raises:
         DataError: h5py is missing, or a file has another layout.

@@ -44,10 +44,10 @@ class TwoDetectSource:
         part: train, val or test, as in the benchmark.
         geometry: the scan.
         hu_max: HU of x = 1; air is −1000.
-        root: folder with slice00001/mode1/sinogram.tif and so on, at most two folders down. References,
-            slice00001/mode2/reconstruction.tif, may be in another folder below it.
-        mode: of the sinograms.
-        max_attenuation: 1/mm of x = 1.
+        root: folder of slice00001/mode1/sinogram.tif and mode2/reconstruction.tif, at most two folders down. The
+            references may be in another folder below it than the sinograms.
+        mode: of the sinograms: 1 low dose, 2 clean, 3 beam hardening; references always have mode 2.
+        max_attenuation: 1/mm of x = 1, which is a guess: compare with your references.
 
     Raises:
         DataError: tifffile is missing, or there is no slice.

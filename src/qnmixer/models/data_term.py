@@ -5,28 +5,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qnmixer.models.unrolled import Projector, UnrolledNetwork, check_choice
-
-DATA_TERMS = ("fbp", "adjoint")
-"""The kinds of A†. fbp: filtered back-projection by the exact transpose (`filtered_adjoint`). adjoint: Aᵀ/‖A‖²."""
+from qnmixer.models.unrolled import DataTerm, Projector, UnrolledNetwork
 
 
-def data_gradient(projector: Projector, kind: str, x: Tensor, y: Tensor) -> Tensor:
+def data_gradient(projector: Projector, kind: DataTerm, x: Tensor, y: Tensor) -> Tensor:
     """A†(A x − y), [B, 1, H, W], in float32 also under autocast."""
     if kind == "fbp":
         return projector.filtered_residual(x, y)
     return back_projection(projector, kind, projector(x) - y)
 
 
-def back_projection(projector: Projector, kind: str, y: Tensor) -> Tensor:
-    """A† y, [B, 1, H, W]. Raises ConfigError for a kind that is not known."""
-    check_choice("data_term", kind, DATA_TERMS)
+def back_projection(projector: Projector, kind: DataTerm, y: Tensor) -> Tensor:
+    """A† y, [B, 1, H, W]."""
     if kind == "fbp":
         return projector.filtered_adjoint(y)
     return projector.adjoint(y) / projector.operator_norm() ** 2
 
 
-def safe_step_size(projector: Projector, kind: str) -> float:
+def safe_step_size(projector: Projector, kind: DataTerm) -> float:
     """1 over the spectral radius of A†A. The descent x ← x − λ A†(A x − y) converges for λ below twice this value.
 
     Both kinds of A†A are symmetric and positive, so this bound holds on every grid.

@@ -40,7 +40,7 @@ class ItNet(UnrolledNetwork[ItNetState]):
         n_iterations: T (paper: 4).
         channels: C, features of U at full resolution, doubled at each level down (paper: 32).
         depth: levels down, at each of which the image is halved (paper: 4).
-        n_memory: channels of s (authors' code: 5).
+        n_memory: channels of s, the features that one iteration hands to the next (authors' code: 5).
     """
 
     title = "ItNet"

@@ -1,12 +1,10 @@
 """LEARN (Chen et al., IEEE Transactions on Medical Imaging 2018): gradient descent with a small CNN per iteration."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from qnmixer.models.data_term import data_gradient, rectified
-from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork
+from qnmixer.models.unrolled import Channels, DataTerm, Iterations, Projector, UnrolledNetwork, check_choices
 
 
 class LEARN(UnrolledNetwork[Tensor]):
@@ -21,8 +19,8 @@ class LEARN(UnrolledNetwork[Tensor]):
         projector: A, Aᵀ and FBP of the scan.
         n_iterations: T (authors' code: 50; in comparisons of the field 30 to 50).
         channels: C (paper: 48).
-        data_term: "adjoint": A† = Aᵀ/‖A‖² (in the paper λ_t contains the scale). "fbp": filtered back-projection
-            (field), here by the exact transpose.
+        data_term: A† = "adjoint", Aᵀ/‖A‖² (in the paper λ_t contains the scale), or "fbp", filtered back-projection
+            (field). It is by the exact transpose here.
     """
 
     title = "LEARN"
@@ -32,8 +30,9 @@ class LEARN(UnrolledNetwork[Tensor]):
         projector: Projector,
         n_iterations: Iterations = 50,
         channels: Channels = 48,
-        data_term: Literal["adjoint", "fbp"] = "adjoint",
+        data_term: DataTerm = "adjoint",
     ) -> None:
+        check_choices(LEARN, locals())
         super().__init__(n_iterations)
         self.projector = projector
         self.data_term = data_term

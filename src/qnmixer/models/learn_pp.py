@@ -1,13 +1,13 @@
 """LEARN++ (Zhang et al., IEEE Transactions on Radiation and Plasma Medical Sciences 2022): LEARN in two domains."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qnmixer.models.data_term import back_projection, rectified
 from qnmixer.models.learn import small_cnn
-from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork
+from qnmixer.models.unrolled import Channels, DataTerm, Iterations, Projector, UnrolledNetwork, check_choices
 
 
 class TwoDomains(NamedTuple):
@@ -36,7 +36,7 @@ class LEARNPlusPlus(UnrolledNetwork[TwoDomains]):
         projector: A, Aᵀ and FBP of the scan.
         n_iterations: T (inferred: half as many as of LEARN in comparisons, with twice as many CNNs).
         channels: C of both CNNs (LEARN: 48).
-        data_term: A†, as in LEARN: "adjoint" or "fbp".
+        data_term: A†, as in LEARN: "adjoint", Aᵀ/‖A‖², or "fbp" (field).
     """
 
     title = "LEARN++"
@@ -46,8 +46,9 @@ class LEARNPlusPlus(UnrolledNetwork[TwoDomains]):
         projector: Projector,
         n_iterations: Iterations = 15,
         channels: Channels = 48,
-        data_term: Literal["adjoint", "fbp"] = "adjoint",
+        data_term: DataTerm = "adjoint",
     ) -> None:
+        check_choices(LEARNPlusPlus, locals())
         super().__init__(n_iterations)
         self.projector = projector
         self.data_term = data_term

@@ -29,7 +29,8 @@ class LearnedPrimalDual(UnrolledNetwork[PrimalDualState]):
         projector: A and Aᵀ of the scan.
         n_iterations: T (paper: 10).
         channels: C (paper: 32).
-        n_primal, n_dual: number of images and of sinograms in the state (paper: 5, 5); at least 2 and 1.
+        n_primal: images passed between iterations (paper: 5).
+        n_dual: sinograms passed between iterations (paper: 5).
     """
 
     title = "Learned PD"

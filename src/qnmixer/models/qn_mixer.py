@@ -15,7 +15,7 @@ from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 from qnmixer.models.data_term import data_gradient, nonnegative, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptMixer, MixerLayer
 from qnmixer.models.symmetric import turned_at_random
-from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork, check_choice
+from qnmixer.models.unrolled import Channels, DataTerm, Iterations, Projector, UnrolledNetwork, check_choices
 
 
 class QNState(NamedTuple):
@@ -35,39 +35,39 @@ class QNMixer(UnrolledNetwork[QNState]):
     paper's figure, but the pair is made at the start of iteration t, not at the end of t − 1. So each iteration calls
     G, E and D once, and every result is used.
 
-    Four things are ours, and the defaults are those of `model=qn_mixer`, not of the figure:
-
-    - G ends with convolutions at full resolution. Each iteration has its own. They also see the step along the data
-      term.
-    - Several data-fit steps λ_t A†(A x_t − y) are taken in a row, and the formula has their sum. They cost little
-      compared with G.
-    - H_t is replaced by (1 − τ_t) I + τ_t H_t with a learned τ_t. It begins at 0, so training begins at first order.
-    - Negative values of the image are set to 0, because attenuation is never negative.
+    The defaults are those of `model=qn_mixer`. What is not as in the figure is said at the argument.
 
     Args:
         projector: A, Aᵀ and FBP of the scan; its geometry sets the image size.
         n_iterations: T (figure: 14).
-        channels: C, features of the regulariser, a multiple of 4 (field: 96).
-        patch_size: P (figure: 4).
-        n_mixer_layers, mlp_ratio: depth and hidden width of the mixer (ours: 2, 2).
+        channels: C, features of the regulariser (field: 96).
+        patch_size: P, side of the patches in pixels (figure: 4).
+        n_mixer_layers: layers of the mixer (ours).
+        mlp_ratio: hidden features of the mixer's MLPs, as a multiple of those outside (ours).
         inception: False cuts the patches from the image itself (ablation).
-        detail_channels: of the convolutions at full resolution; 0: no such convolutions (figure).
+        detail_channels: of the convolutions at full resolution that end G, with weights of their own in each iteration
+            (ours); 0: no such convolutions (figure).
         detail_data_step: these convolutions also see Σ λ A†(A u − y), the sum of the data-term steps from x_t (ours).
         codec: "orthonormal" (ours, trains best) or "strided" (the paper's words).
         codec_kernel: of the orthonormal codec; 3 sees neighbouring cells, 1 does not (figure).
-        latent_factor, latent_channels: the latent is latent_channels × (H/factor) × (W/factor).
-        shared_regularizer: one Incept-Mixer for all iterations (one J, as drawn) or one each (the author's other code).
+        latent_factor: the latent has latent_channels × (H/factor) × (W/factor) numbers.
+        latent_channels: factor² of them are as many numbers as the image.
+        shared_regularizer: one Incept-Mixer for all iterations (one J, as drawn), or one each, with T times the weights
+            (the author's other code).
         shared_step_size: one λ for all iterations (figure), or one each.
-        data_term: A† = "fbp" (author, field), here by the exact transpose, or "adjoint", Aᵀ/‖A‖².
-        data_steps: steps along the data term in an iteration, each with a λ of its own (figure: 1).
-        nonnegative: the image is max(0, x_t) for t ≥ 1. The next iteration still starts from x_t. False: x_t (figure).
+        data_term: A† = "fbp", Aᵀ after the ramp filter (author, field; faster), or "adjoint", Aᵀ/‖A‖².
+        data_steps: steps along the data term in an iteration, each with a λ of its own (figure: 1). The formula has
+            their sum. They cost little compared with G.
+        nonnegative: the image is max(0, x_t) for t ≥ 1, as attenuation is never negative (ours). The next iteration
+            still starts from x_t. False: x_t (figure).
         hessian: "bfgs"; or, of first order and to compare BFGS with, "identity" (H_t = I), "momentum" (s_t = −r_t +
-            β_t s_{t−1}, ours) or "gradients" (s_t = −r_t − Σ_{k<t} α_{tk} r_k, as the memory of DeMUN, arXiv
+            β_t s_{t−1}, ours) or "gradients" (s_t = −r_t − Σ_{k<t} α_{tk} r_k). The last is the memory of DeMUN (arXiv
             2501.04608). β and α are learned, from 0.
         hessian_gradient: "full" differentiates through H; "detach" treats its pairs as constants.
-        symmetric: in training, G_t sees x_t under a random turn or flip, and its image is turned back
-            (`turned_at_random`).
-        learned_trust: use τ_t, with hessian="bfgs". False: H_t itself (figure).
+        learned_trust: with hessian="bfgs", (1 − τ_t) I + τ_t H_t in place of H_t, with τ_t learned from 0, so that
+            training begins at first order (ours); False: H_t itself (figure).
+        symmetric: in training, G_t sees x_t under a random turn or flip, new in each iteration, and its image is turned
+            back. See `turned_at_random`.
         regularizer: a module x → G(x) in place of the Incept-Mixer, copied for each iteration that has its own, or a
             function (image_size, channels) → such a module. It needs detail_channels=0.
 
@@ -114,7 +114,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         latent_channels: Annotated[int, Ge(1), Le(4096)] = 16,
         shared_regularizer: bool = True,
         shared_step_size: bool = False,
-        data_term: Literal["fbp", "adjoint"] = "fbp",
+        data_term: DataTerm = "fbp",
         data_steps: Annotated[int, Ge(1), Le(1000)] = 4,
         nonnegative: bool = True,
         hessian: Literal["bfgs", "identity", "momentum", "gradients"] = "bfgs",
@@ -123,11 +123,9 @@ class QNMixer(UnrolledNetwork[QNState]):
         symmetric: bool = False,
         regularizer: Callable[[int, int], nn.Module] | nn.Module | None = None,
     ) -> None:
+        check_choices(QNMixer, locals())
         self.rules(locals())
         super().__init__(n_iterations)
-        check_choice("codec", codec, ("orthonormal", "strided"))
-        check_choice("hessian", hessian, ("bfgs", "identity", "momentum", "gradients"))
-        check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
         image_size = projector.geometry.image_size  # the mixer has weights for each row and column of patches
         self.projector = projector
         self.data_term = data_term

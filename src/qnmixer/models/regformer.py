@@ -35,7 +35,7 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
 
     Args:
         projector: A and FBP of the scan.
-        n_iterations: T.
+        n_iterations: T (field: 12, a public re-implementation; the authors' code leaves it open).
         channels: C, features of both kinds of block, a multiple of 6: half of them go to the next iteration, and three
             heads share them (authors' code: 96).
         window_size: side of the windows in pixels, which divide the image (authors' code: 8).

@@ -1,8 +1,8 @@
 """The base class of unrolled networks: a start, a step, and T. Write these two, and everything else works with them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar, get_args
 
 from annotated_types import Ge, Le
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ Iterations = Annotated[int, Ge(1), Le(1000)]
 """The type of an argument `n_iterations`. Bounds at an argument are checked when a command line gives its value."""
 Channels = Annotated[int, Ge(1), Le(1024)]
 """The type of an argument that is a number of features."""
+DataTerm = Literal["fbp", "adjoint"]
+"""The kinds of A†. fbp: filtered back-projection by the exact transpose (`filtered_adjoint`). adjoint: Aᵀ/‖A‖²."""
 Projector: TypeAlias = "FanBeamProjector"
 """The type of an argument `projector`. It is a text, so that the file of a network imports none of the physics."""
 
@@ -41,8 +43,8 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     projector: Projector
     """A, Aᵀ and FBP of the scan. A subclass sets it from its first argument."""
 
-    data_term: str = "fbp"
-    """A† of its steps λ_t A†(A x − y): "fbp" (`filtered_residual`) or "adjoint" (Aᵀ/‖A‖²)."""
+    data_term: DataTerm = "fbp"
+    """A† of its steps λ_t A†(A x − y)."""
 
     def __init__(self, n_iterations: int) -> None:
         super().__init__()
@@ -160,7 +162,8 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         return self.trajectory(y)[1]
 
 
-def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
-    """Raise ConfigError if a value is not one of the choices. Without the check it would silently mean one of them."""
-    if value not in choices:
-        raise ConfigError(f"{argument}={value} is not known: choose {' or '.join(choices)}")
+def check_choices(network: type[nn.Module], arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a value that is not in the Literal of its argument: it would silently mean another one."""
+    for name, hint in network.__init__.__annotations__.items():
+        if getattr(hint, "__origin__", None) is Literal and arguments[name] not in (choices := get_args(hint)):
+            raise ConfigError(f"{name}={arguments[name]} is not known: choose {' or '.join(map(str, choices))}")

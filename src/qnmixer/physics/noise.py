@@ -108,7 +108,7 @@ class FieldNoise(KeyedNoise):
     dose. A bin without counts is taken to have one. A sample of air only (p_max ≤ 0) gets the Gaussian part only.
 
     Args:
-        photons: I₀, counts of an unattenuated ray.
+        photons: I₀, counts of an unattenuated ray (the paper's author: 1e6; others: 5e6 or 1e5).
         sigma: standard deviation of the Gaussian part, in the unit of y.
     """
 
@@ -139,12 +139,12 @@ class PhysicalNoise(KeyedNoise):
 
     Args:
         photons: I₀, counts of an unattenuated ray in the brightest bin.
-        water_attenuation: of water in mm⁻¹; the default is that at about 70 keV.
+        water_attenuation: of water in 1/mm; the default is that at about 70 keV.
         electronic_sigma: σₑ, standard deviation of the electronic noise in counts.
         hu_max: HU of x = 1; 0 where x = 1 is water.
-        fewest_counts: c, the lower limit of counts.
+        fewest_counts: c, for a bin with fewer counts, so that its logarithm is finite.
         profile: w [D], the counts of each bin by a bow-tie filter, as a share of the brightest; None: all are equal.
-        crosstalk: the share that K gives to each neighbour.
+        crosstalk: the share of its counts that a bin gives to each neighbour by K.
 
     Raises ValueError for a profile whose largest value is not 1, and GeometryError for sinograms of other bins.
     """
@@ -252,8 +252,8 @@ class MixedNoise(PhysicalNoise):
     """The field's noise for some samples, photon counts for the others, so that one network learns both.
 
     Args:
-        physical_share: probability that a sample gets the physical one; its key decides.
-        field_photons, field_sigma: of the field's noise.
+        physical_share: share of samples with photon counts, as their keys decide; the others have field noise.
+        field_photons, field_sigma: of the field's noise, see `FieldNoise`.
     """
 
     physical_share: Annotated[float, Ge(0), Le(1)] = 0.3

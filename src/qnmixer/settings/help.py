@@ -1,5 +1,5 @@
-"""`--help` from conf/: every group with what each option trades, and every key with its comment. Hydra's own help lists
-names only, and takes twice as long.
+"""`--help` from conf/: every group with what each option trades, and every key with its comment, or with what the
+docstring of the target says of this argument. Hydra's own help lists names only, and takes twice as long.
 """
 
 import re
@@ -10,7 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.settings.compose import folders_of
-from qnmixer.settings.options import CONF, files_of, option_files
+from qnmixer.settings.options import CONF, TARGET, files_of, option_files
+from qnmixer.settings.plugins import documented
 from qnmixer.settings.validation import as_typed
 
 _SENTENCE_END = re.compile(r"\.(?:\s+[A-Z]|$)")
@@ -56,8 +57,10 @@ def _key_lines(
         if isinstance(value, dict) and value:
             names = [choices[key], *value] if key in choices else []  # a logger's keys are in the file of its name
             files = [file for name in names for file, _ in files_of(key, name)]
-            yield from _key_lines(value, _comments(files) if files else comments, {}, f"{at}{key}.")
-        elif key not in ("name", "_target_") or value == "???":
+            meanings = {name: _SENTENCE_END.split(text)[0] for name, text in documented(str(value.get(TARGET))).items()}
+            known = meanings | (_comments(files) if files else comments)
+            yield from _key_lines(value, known, {}, f"{at}{key}.")
+        elif key not in ("name", TARGET) or value == "???":
             yield f"  {f'{at}{key}={as_typed(value)}':<44} {comments.get(key, '')}".rstrip()
 
 

@@ -10,11 +10,13 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ _MOVED = {
     "qnmixer.engine.training.callbacks.MeanWeights": "qnmixer.lightning.EMA",
 }
 """Names in files of before 2026-11-28, and the public names of the same classes."""
+_ARGUMENTS = re.compile(r"^    (\w+(?:, \w+)*)(?: \(.*?\))?: (.*(?:\n {5,}.*)*)", re.MULTILINE)
+"""Entries in the section "Args:" of a docstring: names, and what is said of them."""
 
 
 def with_public_names(values: Any) -> Any:
@@ -195,3 +199,40 @@ def taken(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[st
     """The offered arguments that a function or class has a parameter for."""
     parameters = {parameter.name for parameter in parameters_of(function) or ()}
     return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def documented(target: str) -> dict[str, str]:
+    """What docstrings say of the arguments of a target and of its bases, by name; {} if there is no source.
+
+    Nothing is imported, as torch takes a second. To parse whole files, or those of Lightning, would take as long as all
+    the rest of a help.
+    """
+    module, _, name = target.rpartition(".")
+    top, *rest = module.split(".")
+    if top in ("lightning", "torch") or not name.isidentifier():
+        return {}
+    with suppress(OSError, SyntaxError, ValueError, ImportError, AttributeError):
+        spec: Any = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+        place = Path(*[*(spec.submodule_search_locations or [spec.origin])][:1], *rest)
+        is_package = place.is_dir()
+        file = place / "__init__.py" if is_package else place.with_suffix(".py")
+        text = file.read_text(encoding="utf-8")
+        said: dict[str, str] = {}
+        node: Any
+        if found := re.search(rf"^(?:class|def) {name}\b(?s:.*?)(?=^[^\s)]|\Z)", text, re.MULTILINE):
+            node = ast.parse(found[0]).body[0]
+            for base in getattr(node, "bases", ()):
+                if isinstance(base, ast.Name) and base.id != name:
+                    said |= documented(f"{module}.{base.id}")
+            section = (ast.get_docstring(node) or "").partition("Args:\n")[2].partition("\n\n")[0]
+            for names, meaning in _ARGUMENTS.findall(section):
+                said |= dict.fromkeys(names.split(", "), " ".join(meaning.split()))
+            return said
+        for line in re.findall(rf"^ *(from .+ import (?:\([^)]*\b{name}\b[^)]*\)|.*\b{name}\b))", text, re.MULTILINE):
+            node = ast.parse(line).body[0]
+            package = module if is_package else module_of(module)
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            for alias in node.names:
+                if name == (alias.asname or alias.name) and source != module:
+                    return documented(f"{source}.{alias.name}")
+    return {}
