@@ -93,7 +93,7 @@ bench: install ## our operator beside deepinv's and ASTRA's, steps of QN-Mixer, 
 
 readme: install ## run the demo and put its table and picture into README.md
 	rm -rf runs/readme
-	$(BIN)/python -m qnmixer.train experiment=demo hydra.run.dir=runs/readme $(ARGS)
+	$(BIN)/python -m qnmixer.train experiment=demo evaluation.n_pictures=1 hydra.run.dir=runs/readme $(ARGS)
 	cp runs/readme/evaluation/picture.png notebooks/demo.png
 	$(call into_page,README.md,table,runs/readme/evaluation/table.md)
 

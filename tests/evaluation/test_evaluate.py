@@ -110,7 +110,7 @@ def test_a_page_has_the_slices_of_the_picture_and_the_worst_others() -> None:
     image = torch.zeros(16, 16)
     psnrs = [30.0 + abs(n - 9.2) for n in range(18)] + [math.nan, math.inf]  # the worst ones in the middle
     scores = {n: [ImageScore(n, "", "net", {"psnr": psnr})] for n, psnr in enumerate(psnrs)}
-    slices = {n: SliceImages(f"{n}", image, []) for n in scores}
+    slices = {n: SliceImages(f"{n}", image, [], WINDOW) for n in scores}
     expected = [18, 9, 10, 8, 11, 7, 12, 6, 13, 14, 3]
     assert [*worst_of(slices, scores, {3, 14})] == expected
     shares = [worst_of({n: its for n, its in slices.items() if n % 3 == k}, scores, {3, 14}) for k in range(3)]
@@ -128,7 +128,7 @@ def scores() -> Evaluation:
     ]
     image = torch.zeros(16, 16)
     methods = [MethodImages(method, [image]) for method in values]
-    slices = {i: SliceImages(f"slice {i}", image, methods) for i in range(2)}
+    slices = {i: SliceImages(f"slice {i}", image, methods, WINDOW) for i in range(2)}
     return Evaluation(by_slice, "two slices", slices, [0, 1])
 
 

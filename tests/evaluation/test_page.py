@@ -139,6 +139,7 @@ SHORT = [FBP, image(4)]
 OTHER = image(5)
 WIDE = image(6, 10, 20)
 TAG = "<script>window.injected = 1</script>"
+WINDOW = [-160.0, 240.0]
 
 
 @pytest.fixture
@@ -155,9 +156,10 @@ def page(tmp_path: Path) -> Path:
                 MethodImages("short", SHORT),
                 MethodImages(TAG, [OTHER], "30.00 dB"),
             ],
+            WINDOW,
         ),
-        SliceImages("</script><b>second</b>", OTHER, [MethodImages("FBP", [FBP])]),
-        SliceImages("wide", WIDE, [MethodImages("FBP", [WIDE])]),
+        SliceImages("</script><b>second</b>", OTHER, [MethodImages("FBP", [FBP])], WINDOW),
+        SliceImages("wide", WIDE, [MethodImages("FBP", [WIDE])], WINDOW),
     ]
     path = tmp_path / "page.html"
     write_page(path, "A & B", [table, Table("cost", ["method"], [["FBP"]])], slices, "64 views <b>")
@@ -267,7 +269,7 @@ def test_values_not_finite_or_beyond_int16_are_distinguished(viewer: Viewer, tmp
     odd = truth.clone()
     odd[0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e6, -1e6])
     odd[1, :2] = torch.tensor([0.4, -0.6])
-    write_page(tmp_path / "page.html", "odd", [], [SliceImages("a", truth, [MethodImages("m", [odd])])])
+    write_page(tmp_path / "page.html", "odd", [], [SliceImages("a", truth, [MethodImages("m", [odd])], WINDOW)])
     viewer.open(tmp_path / "page.html")
     viewer.type_in("level", "0")
     viewer.type_in("width", "2")

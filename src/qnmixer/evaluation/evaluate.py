@@ -155,7 +155,7 @@ def evaluate(
                 scores[n] = [
                     ImageScore(n, file_name, method, rows[b], patient, content) for method, rows in values.items()
                 ]
-                slices[n] = _slice(n, batch, b, images, scores[n])
+                slices[n] = _slice(n, batch, b, images, scores[n], config.window)
         slices = worst_of(slices, scores, drawn)
     if dist.is_initialized():
         shares: list[tuple[dict[int, list[ImageScore]], dict[int, SliceImages]]]
@@ -207,7 +207,9 @@ def worst_of(
     return {n: slices[n] for n in numbers if n in drawn or n in worst}
 
 
-def _slice(n: int, batch: Batch, b: int, images: dict[str, list[Tensor]], scores: list[ImageScore]) -> SliceImages:
+def _slice(
+    n: int, batch: Batch, b: int, images: dict[str, list[Tensor]], scores: list[ImageScore], window: list[float]
+) -> SliceImages:
     """Slice n of the split, the b-th of a batch, by all methods. It is named by number: files may name patients."""
 
     def hu(image: Tensor) -> Tensor:
@@ -217,7 +219,7 @@ def _slice(n: int, batch: Batch, b: int, images: dict[str, list[Tensor]], scores
     for (name, iterates), score in zip(images.items(), scores, strict=True):
         caption = "{psnr:.2f} dB, SSIM {ssim:.2f}".format(**score.values)
         methods.append(MethodImages(name, [hu(x) for x in iterates], caption))
-    return SliceImages(f"slice {n}", hu(batch["image"]), methods)
+    return SliceImages(f"slice {n}", hu(batch["image"]), methods, window)
 
 
 def _values_of(

@@ -502,7 +502,8 @@ def _iterates(module: RunModule, batch: Batch) -> tuple[SliceImages, dict[str, T
     T = module.network.n_iterations
     shown = sorted({round(k * T / (_MOST_ITERATES - 1)) for k in range(_MOST_ITERATES)})
     state, iterates = module.network.trajectory(module.measure(batch, "val"), shown)
-    row = SliceImages(f"slice {int(batch['sample'][0])}", to_hu(batch, batch["image"])[0, 0].cpu(), [])
+    truth, window = to_hu(batch, batch["image"])[0, 0].cpu(), module.config.evaluation.window
+    row = SliceImages(f"slice {int(batch['sample'][0])}", truth, [], window)
     for t, image in zip(shown, iterates, strict=True):
         value = float(psnr(image, batch["image"], own_range=module.config.data.own_range))
         row.methods.append(MethodImages(f"x{t}", [to_hu(batch, image)[0, 0].cpu()], f"{value:.2f} dB"))

@@ -99,7 +99,8 @@ def test_what_compare_says_of_a_pair_of_tests(name: str, jobs: tuple[Path, dict[
     place, methods = jobs
     *_, differs, _ = PAIRS[name]
     image = torch.zeros(16, 16)
-    shown = {(methods["trained"].jobs[0].test, 0): SliceImages("slice 0", image, [MethodImages("A", [image])])}
+    slice_ = SliceImages("slice 0", image, [MethodImages("A", [image])], [-160, 240])
+    shown = {(methods["trained"].jobs[0].test, 0): slice_}
     found = Comparison([place / "sweep"], [methods["trained"], methods[name]], titles_of({}), shown)
     write_comparison(place / "out", found, Console(quiet=True))
     markdown = (place / "out" / "comparison.md").read_text()

@@ -40,7 +40,7 @@ def written(folder: Path, *methods: ComparedMethod, console: Console | None = No
     """comparison.md."""
     shown = {
         (methods[0].jobs[0].test, 0): SliceImages(
-            "slice 0", IMAGE, [MethodImages("A", [IMAGE, IMAGE + 20], "30.00 dB")]
+            "slice 0", IMAGE, [MethodImages("A", [IMAGE, IMAGE + 20], "30.00 dB")], [-160, 240]
         )
     }
     found = Comparison([Path("/home/anna/sweep")], [*methods], titles_of({}), shown)

@@ -4,6 +4,7 @@ import csv
 import re
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from qnmixer.evaluation.evaluate import _values_of
 from qnmixer.evaluation.metrics import psnr
 from qnmixer.extras.export.card import evaluations
 from qnmixer.extras.robustness.cliff import search
+from qnmixer.extras.robustness.conditions import Condition
 from qnmixer.extras.robustness.perturbations import disc
-from qnmixer.extras.robustness.table import has_fallen, in_turn
+from qnmixer.extras.robustness.table import has_fallen, in_turn, labelled, robustness_figure
 from qnmixer.models import UnrolledNetwork
 from qnmixer.runs.records import read_results
 
@@ -185,6 +187,31 @@ def test_the_search_ends_at_the_edge(bad: Callable[[int], bool], expected: str) 
     assert expected in map(str, edges)
     assert len(tried) <= 11
     assert all(16 <= n <= 128 for n in tried)
+
+
+def test_the_legend_hides_no_point_and_no_labels_of_ticks_touch() -> None:
+    """Labels are turned by 45°. So their lines are 1/√2 as far apart as their ticks, and digits 0.73 of a size high."""
+    scanner: Any = None
+    values: dict[str, list[float | str]] = {"noise": ["none", "field"], "views": [16.0, 17.0, 18.0, 19.0, 23.0, 128.0]}
+    values["dose, photons a ray"] = [2.5e4, 1e5, 4e5]
+    results = {
+        Condition(axis, value, scanner): {name: {"psnr": {"a": 30.0 + k}} for name in ("FBP", "TV", "QN-Mixer")}
+        for axis, of_axis in values.items()
+        for k, value in enumerate(of_axis)
+    }
+    figure = robustness_figure(results, {"views": 64.0})
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    views = next(panel for panel in figure.axes if panel.get_xlabel() == "views")
+    for panel in figure.axes:
+        assert panel.get_legend() is None
+        assert not legend.get_window_extent().overlaps(panel.get_window_extent())
+        drawn = [label for label in panel.get_xticklabels() if label.get_text()]
+        places = [panel.transData.transform((label.get_position()[0], 30.0))[0] for label in drawn]
+        for left, right in pairwise(places):  # turned by 45°
+            assert (right - left) / 2**0.5 > 0.8 * drawn[0].get_fontsize() * figure.dpi / 72
+    assert [label.get_text() for label in views.get_xticklabels()] == ["16", "", "", "19", "23", "64", "128"]
+    assert labelled([0.0, 60.0, 64.0, 128.0], 64.0, logarithmic=False) == [0.0, 128.0, 64.0]  # that of training stays
 
 
 def test_a_network_has_fallen_3_db_below_another_method() -> None:

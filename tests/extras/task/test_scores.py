@@ -17,6 +17,7 @@ from qnmixer.extras.task.scores import (
     noise_of,
     noise_power,
     radial_mean,
+    shown_transfer,
     task_transfer,
     with_interval,
 )
@@ -83,6 +84,28 @@ def test_the_transfer_function_of_a_gaussian_blur_is_a_gaussian() -> None:
     expected = torch.exp(-2 * (math.pi * blur * frequencies) ** 2)
     assert (modulation - expected).abs().max() < 0.02
     assert math.isclose(half_modulation(profiles, PIXEL), math.sqrt(math.log(2) / 2) / (math.pi * blur), rel_tol=0.02)
+
+
+def test_the_shown_transfer_function_ends_where_noise_takes_over() -> None:
+    """Up to its end the interval holds the truth. Behind it the modulus is that of noise, many times the truth."""
+    blur, radius, ends = 1.5, 25.0, []
+    for sigma in (1.0, 5.0, 20.0):
+        images = (blurred_disc(blur, 0.3, -0.2, radius) + sigma * white(seed, 128, 128) for seed in range(6))
+        profiles = torch.stack([edge_profile(image, 0.3, -0.2, radius, PIXEL) for image in images])
+        _, modulation, half = shown_transfer(profiles, PIXEL)
+        frequencies, whole = task_transfer(profiles, PIXEL)
+        expected, end = torch.exp(-2 * (math.pi * blur * frequencies) ** 2), len(half)
+        assert torch.equal(modulation, whole[:end])
+        assert (modulation > half).all()
+        assert ((modulation - expected[:end]).abs() < half + 0.02).double().mean() > 0.9
+        assert whole[end:].mean() > 10 * expected[end:].mean()
+        ends.append(end)
+    assert 201 > ends[0] > ends[1] > ends[2] > 10
+
+
+def test_a_transfer_function_without_noise_is_shown_as_far_as_it_is_above_zero() -> None:
+    profiles = edge_profile(blurred_disc(0.3, 0.3, -0.2, 25.0), 0.3, -0.2, 25.0, PIXEL).expand(3, -1, -1)
+    assert len(shown_transfer(profiles, PIXEL)[0]) == 201
 
 
 @pytest.mark.parametrize("blur", [1, 2, 3, 4, 5, 6, 12])

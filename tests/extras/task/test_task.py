@@ -13,6 +13,7 @@ from qnmixer.evaluate import check, evaluate, into_new_folder
 from qnmixer.extras.task.command import reconstructed
 from qnmixer.extras.task.config import EvaluateTaskConfig
 from qnmixer.extras.task.phantoms import Disc, TaskPhantom
+from qnmixer.extras.task.report import DoseScores, headings, task_figure
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.settings.compose import compose
@@ -46,6 +47,56 @@ def test_places_of_a_phantom_are_equal_by_symmetry_and_regions_stay_inside(size:
     assert {(-y, x) for x, y in phantom.places} == {*phantom.places}
     images = torch.arange(size * size).view(1, size, size)
     assert phantom.regions(images).shape == (1, 8, phantom.region, phantom.region)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_around_a_body_is_all_of_it_and_little_more(seed: int) -> None:
+    phantom = TaskPhantom(geometry())
+    body = phantom.draw(64, [], np.random.default_rng(seed)) > -1000
+    assert phantom.around_body(body).sum() == body.sum()
+    assert phantom.around_body(body).sum() > 0.55 * phantom.around_body(body).numel()
+
+
+EDGES = (-50.0, 200.0, 800.0)
+
+
+def dose_scores(photons: float, method: str, hidden: float | None, kept: float) -> DoseScores:
+    """Curves that end at 0.5 per mm; the edge of a contrast in HU has no value."""
+    frequencies = torch.linspace(0, 0.5, 6)
+    edges = [(math.nan if hu == hidden else 0.2, 0.02) for hu in EDGES]
+    values = [(7.0, 0.3), (0.07, 0.01), *edges, (kept, 0.0), (2.0, 0.5)]
+    return DoseScores(
+        photons,
+        method,
+        dict(zip(headings(EDGES), values, strict=True)),
+        spectrum=(frequencies[1:], frequencies[1:]),
+        transfer=dict.fromkeys(EDGES, (frequencies, 1 - frequencies, frequencies / 5)),
+        example=torch.zeros(8, 8),
+    )
+
+
+def test_each_edge_has_a_panel_without_the_curves_that_noise_hides() -> None:
+    """A drawn curve has its interval around it. Those that are left out are named."""
+    scores = [dose_scores(photons, "FBP", -50.0, 100.7) for photons in (2e4, 1e5, 4e5)]
+    scores += [dose_scores(photons, "QN-Mixer", None, 60.0) for photons in (2e4, 1e5, 4e5)]
+    figure = task_figure(scores)
+    panels = [axes for axes in figure.axes if "edge of" in axes.get_title()]
+    assert [axes.get_title() for axes in panels] == [f"modulation, edge of {hu} HU" for hu in ("−50", "200", "800")]
+    assert [[line.get_color() for line in axes.lines] for axes in panels] == [["C1"], ["C0", "C1"], ["C0", "C1"]]
+    assert [[text.get_text() for text in axes.texts] for axes in panels] == [["hidden: FBP"], [], []]
+    for axes in panels:
+        for line, band in zip(axes.lines, axes.collections, strict=True):
+            low, high = band.get_paths()[0].vertices.min(0), band.get_paths()[0].vertices.max(0)
+            assert line.get_xdata()[-1] == pytest.approx(high[0]) == 0.5
+            assert (low[1], high[1]) == pytest.approx((0.4, 1.0))
+
+
+def test_a_marker_at_full_contrast_is_whole() -> None:
+    """A method that keeps all the contrast, without scatter, is far from the edge of its panel."""
+    figure = task_figure([dose_scores(1e5, "FBP", None, 100.7), dose_scores(1e5, "QN-Mixer", None, 60.0)])
+    (panel,) = (axes for axes in figure.axes if "contrast kept" in axes.get_title())
+    assert panel.get_ylim()[0] == 0
+    assert panel.get_ylim()[1] > 104
 
 
 @pytest.fixture(scope="module")

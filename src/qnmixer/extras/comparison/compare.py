@@ -7,7 +7,6 @@ from pathlib import Path
 from qnmixer.errors import ConfigError, say, visible
 from qnmixer.evaluation.command import on_test
 from qnmixer.evaluation.evaluate import evaluate
-from qnmixer.evaluation.pictures import SliceImages
 from qnmixer.extras.comparison.config import CompareConfig
 from qnmixer.extras.comparison.methods import Comparison, methods_of
 from qnmixer.parallel.devices import choose_device
@@ -30,9 +29,7 @@ def compare(config: CompareConfig, sweeps: list[Path], overrides: list[str]) -> 
         if not method.measured:
             for number in evaluation.pictured:
                 images = evaluation.slices[number]
-                slice_ = comparison.slices.setdefault(
-                    (evaluation.test, number), SliceImages(images.name, images.truth, [])
-                )
+                slice_ = comparison.slices.setdefault((evaluation.test, number), replace(images, methods=[]))
                 slice_.methods.append(replace(images.methods[-1], name=method.name))
         job.scores = evaluation.scores_of(evaluation.methods[-1])
         job.test, job.title = evaluation.test, evaluation.title

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from math import isfinite
+from math import isfinite, log10
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -33,6 +33,8 @@ from qnmixer.runs.run import Run
 from qnmixer.runs.terminal import NOTHING, Console, csv_table, in_digits, markdown_table, terminal_table
 
 PLOT = "robustness.png"
+_LABEL_DISTANCE = 0.08
+"""Parts of a panel's width that are at least between two labels of its ticks. Each tick stays."""
 _METRICS = "psnr", "ssim"
 _KNOWN = "The reconstruction knows the views, the arc and the patient's size, and nothing of the other conditions."
 Scores = dict[str, dict[str, dict[str, float]]]
@@ -125,7 +127,10 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
         caption = f"{evaluated_name(module.config)}: {described(slices, config)}. {explanation(results)} {_KNOWN}"
         parts = [markdown_table(headings, rows), caption, *found, *refusals]
         write_text(folder / "table.md", "\n\n".join(parts) + "\n")
-        draw(folder / PLOT, results, nominal(module))
+        figure = robustness_figure(results, nominal(module))
+        FigureCanvasAgg(figure)
+        with atomic_file(folder / PLOT) as stream:
+            figure.savefig(stream, dpi=150, format="png")
         log(loggers, results, folder)
         record["evaluated"] = {"weights": digest_of_weights(module.state_dict())}
     console.print(terminal_table(headings, rows, caption=caption))
@@ -226,13 +231,13 @@ def lines(results: Mapping[Condition, Scores]) -> list[list[Any]]:
     return [["condition", "value", "method", "psnr", "ssim", "psnr_half_width", "patients"], *rows]
 
 
-def draw(path: Path, results: Mapping[Condition, Scores], trained: Mapping[str, float]) -> None:
-    """Draw PSNR against each condition. The value of training is in each panel that has one."""
+def robustness_figure(results: Mapping[Condition, Scores], trained: Mapping[str, float]) -> Figure:
+    """PSNR against each condition. The value of training is in each panel that has one, and the legend in none."""
     axes_names = list(dict.fromkeys(condition.axis for condition in results))
     reference = next(iter(results.values()))
     n_columns = min(4, len(axes_names))
     n_rows = -(-len(axes_names) // n_columns)
-    figure = Figure(figsize=(2.7 * n_columns, 2.4 * n_rows + 0.4), layout="constrained")
+    figure = Figure(figsize=(2.2 * n_columns, 2.1 * n_rows + 0.4), layout="constrained")
     panels = figure.subplots(n_rows, n_columns, sharey=True, squeeze=False).flat
     for axis, panel in zip(axes_names, panels, strict=False):
         points = [
@@ -245,20 +250,30 @@ def draw(path: Path, results: Mapping[Condition, Scores], trained: Mapping[str, 
         places = values if is_number else [*range(len(values))]
         for name in _methods(results):
             psnr = [mean(scores[name]["psnr"].values()) for _, scores in points]
-            panel.plot(places, psnr, "o-" if is_number else "o", label=name)
+            panel.plot(places, psnr, "o-" if is_number else "o", label=name, markersize=4)
         logarithmic = axis.startswith("dose") or axis.endswith("scatter") or axis == VIEWS
         panel.set_xscale("log" if logarithmic else "linear")
-        panel.set_xticks(places, [f"{value:g}" if is_number else value for value in values], rotation=45)
+        shown = labelled(values, trained.get(axis), logarithmic) if is_number else values
+        labels = [(f"{value:g}" if is_number else value) if value in shown else "" for value in values]
+        panel.set_xticks(places, labels, rotation=45, fontsize=8)
         panel.minorticks_off()
-        panel.set_xlabel(axis)
+        panel.set_xlabel(axis, fontsize=9)
         panel.grid(alpha=0.3)
     for panel in panels:  # those that are left over
         panel.set_axis_off()
     figure.supylabel("PSNR, dB")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
-    FigureCanvasAgg(figure)
-    with atomic_file(path) as stream:
-        figure.savefig(stream, dpi=130, format="png")
+    return figure
+
+
+def labelled(places: Sequence[float], trained: float | None, logarithmic: bool) -> list[float]:
+    """Of rising places on an axis those whose labels do not touch: the ends, that of training, others in order."""
+    at = {place: log10(place) if logarithmic else place for place in places}
+    least, kept = _LABEL_DISTANCE * (at[places[-1]] - at[places[0]]), list[float]()
+    for place in (places[0], places[-1], *([] if trained is None else [trained]), *places):
+        if all(abs(at[place] - at[other]) >= least for other in kept):
+            kept.append(place)
+    return kept
 
 
 def log(loggers: Sequence[Logger], results: Mapping[Condition, Scores], folder: Path) -> None:

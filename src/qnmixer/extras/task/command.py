@@ -142,6 +142,6 @@ def _scored(
         method,
         dict(zip(headings(task.edge_hu), zip(values, halves, strict=True), strict=True)),
         spectrum=of.radial_mean(spectra.mean(0), pixel),
-        transfer={hu: of.task_transfer(part, pixel) for hu, part in zip(task.edge_hu, edges.unbind(1), strict=True)},
-        example=images["present"][0],
+        transfer={hu: of.shown_transfer(part, pixel) for hu, part in zip(task.edge_hu, edges.unbind(1), strict=True)},
+        example=phantom.around_body(images["present"][0]),
     )

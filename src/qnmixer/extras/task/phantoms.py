@@ -72,6 +72,11 @@ class TaskPhantom:
             image += disc.contrast * np.clip(0.5 - outside / pixel, 0, 1)
         return torch.from_numpy(image.astype(np.float32))
 
+    def around_body(self, image: Tensor) -> Tensor:
+        """The middle of an image [H, W], which has all of any body and little more."""
+        margin = int((0.5 - _BODY * (1 + _VARIED) - _MOVED) * self.size)
+        return image[margin : self.size - margin, margin : self.size - margin]
+
     def regions(self, images: Tensor) -> Tensor:
         """The region around each place [n, places, N, N] of images [n, H, W]."""
         shift, n = (self.size - self.region) / 2, self.region

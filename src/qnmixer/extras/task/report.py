@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
-from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -22,10 +21,11 @@ _KEPT, _DETECTED = "contrast kept, %", "d′"
 _NOTE = (
     "± is half of a 95 % interval, with images as units (bootstrap, of d′ in closed form). Noise: square root of the "
     "integral of its power spectrum. Edge: frequency at which the task transfer function of a disc's edge is one half; "
-    "– where noise or the size of the disc hides it. Contrast kept and d′: of the inserts, against the same bodies "
-    "with the same noise. d′ is that of a channelised Hotelling observer with three difference-of-Gaussians channels."
+    "– where noise or the size of the disc hides it. Such an edge has no curve in the picture, and a curve ends where "
+    "its interval reaches zero. Contrast kept and d′: of the inserts, against the same bodies with the same noise. d′ "
+    "is that of a channelised Hotelling observer with three difference-of-Gaussians channels."
 )
-_SHOWN: dict[str, Any] = {"vmin": -20.0, "vmax": 100.0, "cmap": "gray", "interpolation": "nearest"}  # HU, narrow
+_SHOWN = (-20.0, 100.0)  # HU, narrow
 
 
 @dataclass
@@ -37,15 +37,16 @@ class DoseScores:
         method: its name.
         scores: by heading, each with half of its 95 % interval.
         spectrum: frequencies in 1/mm, and the noise power there in HU² mm².
-        transfer: by the contrast of an edge in HU: frequencies in 1/mm, and the modulation there.
-        example: an image with inserts, [H, W] in HU.
+        transfer: by the contrast of an edge in HU: frequencies in 1/mm, the modulation there, and half of its 95 %
+            interval, up to where noise hides it.
+        example: the body in an image with inserts, [H, W] in HU.
     """
 
     photons: float
     method: str
     scores: dict[str, tuple[float, float]]
     spectrum: tuple[Tensor, Tensor]
-    transfer: dict[float, tuple[Tensor, Tensor]]
+    transfer: dict[float, tuple[Tensor, Tensor, Tensor]]
     example: Tensor
 
 
@@ -91,44 +92,65 @@ def write_task(folder: Path, title: str, scores: Sequence[DoseScores], console: 
     ]
     columns = [part for name in names for part in (name, f"± of {name}")]
     write_text(folder / "table.csv", csv_table([[*_FIRST, *columns], *numbers]))
-    _draw(folder / PICTURE, scores)
+    figure = task_figure(scores)
+    FigureCanvasAgg(figure)
+    with atomic_file(folder / PICTURE) as stream:
+        figure.savefig(stream, dpi=150, format="png")
     console.print(terminal_table([*_FIRST, *names], rows, words=2, title=title, caption=_NOTE))
     return folder / PICTURE
 
 
-def _draw(path: Path, scores: Sequence[DoseScores]) -> None:
-    """Above the images of the middle dose, below the scores of all doses, and the curves of the middle dose."""
+def task_figure(scores: Sequence[DoseScores]) -> Figure:
+    """Images of the middle dose; below them scores of all doses; last a panel for each edge, at the middle dose.
+
+    An edge without a value in the table has no curve. The panel names its method.
+    """
     doses = sorted({result.photons for result in scores})
     dose = doses[len(doses) // 2]
     shown = [result for result in scores if result.photons == dose]
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 1.15))[:, 0]
-    upper.suptitle(f"with inserts, {dose:,.0f} photons a ray, {_SHOWN['vmin']} to {_SHOWN['vmax']} HU")
-    panels = lower.subplots(1, 4)
-    for k, (result, axes) in enumerate(zip(shown, upper.subplots(1, len(shown), squeeze=False)[0], strict=True)):
-        axes.imshow(result.example.numpy(), **_SHOWN)
-        axes.set_title(result.method)
+    figure = Figure(figsize=(8.7, 9.4), layout="constrained")  # inches; a page shows it in about 850 pixels
+    upper, middle, lower = figure.subfigures(3, 1, squeeze=False, height_ratios=(1.1, 1, 1))[:, 0]
+    low, high = (f"{value:g}".replace("-", "−") for value in _SHOWN)
+    upper.suptitle(f"images with inserts, {dose:,.0f} photons a ray, {low} to {high} HU", fontsize=10)
+    for result, axes in zip(shown, upper.subplots(1, len(shown), squeeze=False)[0], strict=True):
+        axes.imshow(result.example.numpy(), "gray", vmin=_SHOWN[0], vmax=_SHOWN[1], interpolation="nearest")
+        axes.set_title(result.method, fontsize=10)
         axes.set_axis_off()
+    panels = middle.subplots(1, 3)
+    for k, result in enumerate(shown):
         points = sorted((point for point in scores if point.method == result.method), key=lambda point: point.photons)
         for name, panel in zip((_DETECTED, _KEPT), panels, strict=False):
             values, halves = zip(*(point.scores[name] for point in points), strict=True)
             beside = [point.photons * 1.05 ** (k - 1) for point in points]
-            panel.errorbar(beside, values, halves, marker="o", capsize=3, label=result.method)
-            panel.margins(y=0.1)
-            panel.set(xscale="log", ylim=(0, None), xlabel=_FIRST[0], title=f"{name} of the inserts")
-        panels[2].loglog(*result.spectrum, label=result.method)
-        for (contrast, curve), style in zip(result.transfer.items(), ("-", "--", ":"), strict=False):
-            label = f"{contrast:g} HU" if k == len(shown) - 1 else None  # the colours are those of the other panels
-            hidden = isnan(result.scores[edge_heading(contrast)][0])
-            panels[3].plot(*([], []) if hidden else curve, style, color=f"C{k}", label=label)
-    for panel in panels[:2]:
+            panel.errorbar(beside, values, halves, marker="o", markersize=5, capsize=3, label=result.method)
+        panels[2].semilogy(*result.spectrum)
+    for name, panel in zip((_DETECTED, _KEPT), panels, strict=False):
+        panel.margins(x=0.1, y=0.15)  # a marker at 100 % is not cut by the edge
+        panel.set_ylim(bottom=0)
+        panel.set(xscale="log", xlabel=_FIRST[0])
         panel.set_xticks(doses, [f"{photons:,.0f}" for photons in doses])
-    panels[2].set(xlabel="1/mm", title=f"noise power, HU² mm², at {dose:,.0f}")
-    panels[3].set(xlabel="1/mm", ylim=(0, 1.5), title=f"modulation of edges at {dose:,.0f}")
-    for panel in panels:
+        panel.set_title(f"inserts: {name}", fontsize=10)
+    panels[2].set(xlabel="1/mm")
+    panels[2].set_title(f"noise power, HU² mm², at {dose:,.0f}", fontsize=10)
+    middle.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(shown), fontsize=9)
+    edges = lower.subplots(1, len(shown[0].transfer), squeeze=False, sharex=True, sharey=True)[0]
+    for contrast, panel in zip(shown[0].transfer, edges, strict=True):
+        hidden = []
+        for k, result in enumerate(shown):
+            if isnan(result.scores[edge_heading(contrast)][0]):
+                hidden.append(result.method)
+                continue
+            frequencies, modulation, half = result.transfer[contrast]
+            panel.plot(frequencies, modulation, color=f"C{k}")
+            panel.fill_between(frequencies, modulation - half, modulation + half, color=f"C{k}", alpha=0.2, linewidth=0)
+        if hidden:
+            note = f"hidden: {', '.join(hidden)}"
+            panel.text(0.96, 0.95, note, ha="right", va="top", fontsize=9, transform=panel.transAxes)
+        panel.set(xlabel="1/mm", ylim=(0, 1.2))
+        panel.set_title(f"modulation, edge of {contrast:g} HU".replace("-", "−"), fontsize=10)
+    lower.suptitle(f"at {dose:,.0f} photons a ray, with 95 % intervals", fontsize=10)
+    for panel in (*panels, *edges):
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=7)
+        panel.tick_params(labelsize=8)
         panel.xaxis.set_minor_formatter(NullFormatter())  # labels of a short logarithmic axis would overlap
-    FigureCanvasAgg(figure)
-    with atomic_file(path) as stream:
-        figure.savefig(stream, dpi=110, format="png")
+    return figure

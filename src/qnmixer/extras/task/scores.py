@@ -90,6 +90,19 @@ def task_transfer(profiles: Tensor, pixel_size: float) -> tuple[Tensor, Tensor]:
     return frequencies, modulation / modulation[0]
 
 
+def shown_transfer(profiles: Tensor, pixel_size: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Frequencies in 1/mm, the task transfer function there, and half of its 95 % interval; all [k], with k up to 201.
+
+    It ends before the first frequency at which the interval reaches zero. From there the modulus of noise alone, which
+    is positive, would be taken for modulation.
+    """
+    frequencies, _ = task_transfer(profiles, pixel_size)
+    modulation, half = with_interval(lambda drawn: task_transfer(drawn, pixel_size)[1], profiles)
+    lost = (half >= modulation).nonzero()
+    end = int(lost[0]) if len(lost) else len(frequencies)
+    return frequencies[:end], modulation[:end], half[:end]
+
+
 def half_modulation(profiles: Tensor, pixel_size: float) -> Tensor:
     """The frequency in 1/mm at which the task transfer function falls to one half; the last one if it does not.
 
