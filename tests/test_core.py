@@ -10,7 +10,13 @@ import pytest
 from .conftest import PHANTOMS, TINY, environment
 from .pages import ROOT
 
-CORE = ["module/test_build.py", "module/test_build_own.py", "models", "physics/test_geometry.py", "runs/test_records.py"]
+CORE = [
+    "module/test_build.py",
+    "module/test_build_own.py",
+    "models",
+    "physics/test_geometry.py",
+    "runs/test_records.py",
+]
 
 
 @pytest.fixture(scope="module")
