@@ -14,7 +14,7 @@ from qnmixer.models import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.settings.sections import MemoryConfig
 
-from ...tests import buffers
+from .. import buffers
 
 NETWORKS = {
     kind.__name__: kind
