@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
+from qnmixer.parallel.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
+
 _N_STEPS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Jordan's: steepest at 0, so that small singular values grow fast
 _Decay = Annotated[float, Ge(0), Lt(1)]
@@ -77,10 +79,10 @@ class Muon(Optimizer):
                 shapes.setdefault(p.shape, []).append((p, p.grad, self.state[p]["momentum"]))
         for triples in shapes.values():
             parameters, gradients, momenta = zip(*triples, strict=True)
-            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-            steps = orthogonal_steps(torch._foreach_lerp(gradients, momenta, group["momentum"]))
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(parameters, steps, alpha=-group["lr"])
+            foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            steps = orthogonal_steps(foreach_lerp(gradients, momenta, group["momentum"]))
+            foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            foreach_add_(parameters, steps, alpha=-group["lr"])
 
 
 def orthogonal_steps(directions: Sequence[Tensor]) -> list[Tensor]:

@@ -80,7 +80,7 @@ def test_a_module_is_no_part_of_the_network(tiny_config: TinyConfig) -> None:
         (["loss", "options_of_mine.nope"], r"there is no nope in .*options_of_mine\.py"),
         (
             ["loss", "math.pi"],
-            r"loss\._target_=math\.pi is not a function \(image, truth\), nor a subclass",
+            r"loss\._target_=math\.pi is not a function \(image, truth\) or a subclass",
         ),
         (["loss", "options_of_mine.scaled"], r"needs an argument factor: give it as \+loss\.factor=VALUE"),
         (["loss", "options_of_mine.scaled", "+loss.image=1"], r"unknown key loss\.image: .* has factor"),

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
+from qnmixer.commands.hydra_private import flag_parser, run_job, run_jobs
 from qnmixer.errors import ConfigError, Stopped, first_line, say
 from qnmixer.files import make_free_folder, path_in_errors, private_files
 from qnmixer.machine import wait_briefly
@@ -117,9 +117,8 @@ def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -
     if folder := _free_folder(composed, "run", overrides):
         overrides = [*overrides, f"hydra.run.dir={quoted(folder)}"]
     failures: list[Exception] = []
-    with hydra_of(config_name) as app:
-        job = _storing_errors(lambda _: task(config), failures)
-        job_return = app.run(config_name, job, overrides, with_log_configuration=False)
+    with hydra_of(config_name):
+        job_return = run_job(config_name, _storing_errors(lambda _: task(config), failures), overrides)
     if failures:
         raise failures[0]
     return job_return.return_value
@@ -129,9 +128,9 @@ def _run_jobs(job: Task, config_name: str, overrides: list[str], sweep: Sweep) -
     """Run the jobs of a sweep. Raises the error of the first that failed, after the last."""
     failures: list[Exception] = []
     first_config = compose_sweep(config_name, overrides)
-    with sweep(overrides, first_config) as one_more, hydra_of(config_name) as app:
+    with sweep(overrides, first_config) as one_more, hydra_of(config_name):
         words = dict.fromkeys([*overrides, SWEEP_MODE, one_more])
-        app.multirun(config_name, _storing_errors(job, failures), [*words], with_log_configuration=False)
+        run_jobs(config_name, _storing_errors(job, failures), [*words])
     if failures:
         raise failures[0]
 
@@ -152,7 +151,7 @@ def _storing_errors(job: Callable[[DictConfig], object], failures: list[Exceptio
 
 def _show(config_name: str, words: list[str]) -> None:
     """Let Hydra do what its flags ask for, such as --cfg job. Raises ConfigError for flags that do not fit."""
-    parser = get_args_parser()
+    parser = flag_parser()
     parser.exit_on_error = parser.allow_abbrev = False  # it would print several lines; --multi would run
     value_before = os.environ.get(TRACEBACK)
     os.environ[TRACEBACK] = "1"  # else Hydra prints exceptions and exits

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.queues import Queue
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from qnmixer.data.dataset import EpochSampler, Part, Sample, SliceDataset
+from qnmixer.data.multiprocessing_private import call_if_unsent
 from qnmixer.data.sources import nothing_for, parts_of
 from qnmixer.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.errors import DataError, first_line, say, visible
@@ -199,7 +199,7 @@ class _Loader(DataLoader[Any]):
 
 def _end_with_parent_only(_: int) -> None:
     """Make a data worker end only when its parent ends it, or when it cannot send a batch."""
-    Queue._on_queue_feeder_error = staticmethod(_end_unsent)  # type: ignore[attr-defined]  # Python has no public way
+    call_if_unsent(_end_unsent)
     if hasattr(signal, "sigwaitinfo"):
         threading.Thread(target=_end_when_parent_says, args=(os.getppid(),), daemon=True).start()
 

@@ -1,9 +1,10 @@
-"""What stays the same of a slice in copies of it: training slices are known by it, whatever form they come in.
+"""Two fingerprints of a slice, by which a copy of a training slice is found, whatever file or form it comes in.
 
-`original` is that of its own pixels, so the grid of the network does not matter, nor do flips, turns and an air border.
-`look` is a coarse image on a grid that follows the body. It changes little where the copy has other pixels: by at most
-0.012 in slices of 512 × 512 with half as many. Slices of different patients are at least 0.04 apart (167 of 66
-patients; 0.03 for 900 at 128 × 128). Neighbours of one patient can be as near as copies.
+`original` is a digest of the pixels as they were read. It is the same for a flipped or turned copy, with any border of
+air, and at any `image_size`. `look` is a coarse image on a grid that follows the body. It also finds copies with other
+pixels: it changes by at most 0.012 where a copy of a slice of 512 × 512 has half as many. Slices of different patients
+are at least 0.04 apart (167 slices of 66 patients; 0.03 for 900 at 128 × 128). Neighbours of one patient can be as near
+as copies.
 """
 
 from typing import Any

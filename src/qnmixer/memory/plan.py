@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from qnmixer.errors import ConfigError, UserError, first_line
 from qnmixer.memory.modes import apply_memory_mode
@@ -27,6 +26,7 @@ from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
 from qnmixer.parallel.device_memory import MIB, DevicePlan, Footprint
 from qnmixer.parallel.pipeline import Packing, Stage, layouts, loss_of_part, stages_of
+from qnmixer.parallel.torch_private import tree_map_only
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.reconstruction.reconstructor import build_projector, fine_size, system_matrix_at

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qnmixer.parallel.buffers import Place, places_of, replaced
+from qnmixer.parallel.torch_private import version_of
 
 
 class Recomputation:
@@ -54,10 +55,10 @@ class Recomputation:
     def _first_pass(self, values: dict[Place, Tensor]) -> Iterator[None]:
         """Store the values that the pass sees, and find out which it changes."""
         values |= {place: self._value(place) for place in self._places}
-        originals = {place: (place.tensor, place.tensor._version) for place in values}
+        originals = {place: (place.tensor, version_of(place.tensor)) for place in values}
         yield
         for place, (tensor, version) in originals.items():
-            if place.tensor is not tensor or tensor._version != version:
+            if place.tensor is not tensor or version_of(tensor) != version:
                 self._changing.add(place)
             elif self._compares and not bool((tensor == values[place]).all()):
                 self._changing.add(place)
@@ -66,12 +67,12 @@ class Recomputation:
     def _value(self, place: Place) -> Tensor:
         """A copy of a buffer; the last one, if that still has its value."""
         tensor, (source, version, value) = place.tensor, self._copies.get(place, (None, 0, None))
-        if value is not None and source is tensor and version == tensor._version and place not in self._silent:
+        if value is not None and source is tensor and version == version_of(tensor) and place not in self._silent:
             return value
         if value is not None:
             self._changing.add(place)  # maybe outside of a checkpoint
         value = tensor.detach().clone()
-        self._copies[place] = (tensor, tensor._version, value)
+        self._copies[place] = (tensor, version_of(tensor), value)
         return value
 
     @contextmanager

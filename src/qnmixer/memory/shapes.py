@@ -2,15 +2,26 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+
+from qnmixer.parallel.torch_private import (
+    NO_TORCH_FUNCTION,
+    READS_VALUE,
+    TorchDispatchMode,
+    TreeSpec,
+    fake_mode,
+    fake_tensor,
+    no_dispatch,
+    set_signs,
+    storage_key,
+    tensor_without_data,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+)
 
 
 @contextmanager
@@ -46,8 +57,13 @@ def report_to(observer: Callable[[Tensor], None] | None) -> bool:
 
 
 def storage_of(tensor: Tensor) -> "torch.UntypedStorage | _Bytes":
-    """The memory of a tensor, real or not: its `nbytes()`, and `_cdata`, which names it."""
+    """The memory of a tensor, real or not. It has `nbytes()`, and `key_of` names it."""
     return tensor.memory if isinstance(tensor, _Shape) else tensor.untyped_storage()
+
+
+def key_of(memory: "torch.UntypedStorage | _Bytes") -> int:
+    """A number that no other memory has while this one lives."""
+    return id(memory) if isinstance(memory, _Bytes) else storage_key(memory)
 
 
 class _Bytes:
@@ -55,7 +71,6 @@ class _Bytes:
 
     def __init__(self, n: int) -> None:
         self._n = n
-        self._cdata = id(self)
 
     def nbytes(self) -> int:
         return self._n
@@ -66,7 +81,7 @@ class _Shape(Tensor):
 
     memory: torch.UntypedStorage | _Bytes  # a storage if it is a view of a real tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own have it
+    __torch_function__ = NO_TORCH_FUNCTION  # as torch's own have it
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any) -> Any:
@@ -109,7 +124,7 @@ class _Shapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result without data."""
-        is_value = func is torch.ops.aten._local_scalar_dense.default
+        is_value = func is READS_VALUE
         if is_value and self.refuses_values and isinstance(args[0], _Shape):
             raise ValueError("the value of a tensor is read, as by .item(), float() or `if x > 0`")
         if func.namespace == "profiler":  # marks around a step of an optimizer
@@ -131,14 +146,12 @@ class _Shapes(TorchDispatchMode):
         if output.argument is not None:
             tensor = tensors[output.argument]
         else:
-            tensor = Tensor._make_wrapper_subclass(
-                _Shape, output.shape, output.strides, output.offset, dtype=output.dtype, device=output.device
+            tensor = tensor_without_data(
+                _Shape, output.shape, output.strides, output.offset, output.dtype, output.device
             )
             tensor.memory = _Bytes(output.n_bytes) if output.source is None else storage_of(tensors[output.source])
-            if output.conjugate:
-                torch._C._set_conj(tensor, True)
-            if output.negative:
-                torch._C._set_neg(tensor, True)
+            if output.conjugate or output.negative:
+                set_signs(tensor, output.conjugate, output.negative)
         tensors.append(tensor)
         if self.observer is not None:
             self.observer(tensor)
@@ -163,15 +176,15 @@ def _key(values: Iterable[Any], tensors: list[Tensor]) -> Any:
 
 def _outputs(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[list[Any], TreeSpec]:
     """The leaves of an operator's result, an `_Output` for each tensor among them, and its structure."""
-    if func is torch.ops.aten._local_scalar_dense.default:
+    if func is READS_VALUE:
         return tree_flatten(1.0)  # see `values_refused`
-    mode = _fake_mode()
-    fakes = [_fake(tensor, mode) if isinstance(tensor, _Shape) else mode.from_tensor(tensor) for tensor in tensors]
+    mode = fake_mode()  # without a cache: `_Shapes._cache` is the cache
+    fakes = [_fake(tensor) if isinstance(tensor, _Shape) else mode.from_tensor(tensor) for tensor in tensors]
     with mode:
         fakes_in_order = iter(fakes)
         args, kwargs = tree_map_only(Tensor, lambda _: next(fakes_in_order), (args, kwargs))
         leaves, structure = tree_flatten(func(*args, **kwargs))
-    sources = {fake.untyped_storage()._cdata: k for k, fake in enumerate(fakes) if fake.layout is torch.strided}
+    sources = {storage_key(fake.untyped_storage()): k for k, fake in enumerate(fakes) if fake.layout is torch.strided}
     outputs = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
@@ -181,7 +194,7 @@ def _outputs(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[
         outputs.append(
             _Output(
                 argument=next((k for k, fake in enumerate(fakes) if fake is leaf), None),
-                source=sources.get(storage._cdata),
+                source=sources.get(storage_key(storage)),
                 n_bytes=storage.nbytes(),
                 shape=leaf.shape,
                 strides=leaf.stride(),
@@ -192,24 +205,15 @@ def _outputs(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[
                 negative=leaf.is_neg(),
             )
         )
-        sources.setdefault(storage._cdata, len(fakes))
+        sources.setdefault(storage_key(storage), len(fakes))
         fakes.append(leaf)
     return outputs, structure
 
 
-@cache
-def _fake_mode() -> FakeTensorMode:
-    """One for all operators: to make one takes as long as to ask it, since torch notes the stack of calls."""
-    mode = FakeTensorMode()
-    mode.cache_enabled = False  # `_Shapes._cache` is the cache
-    return mode
-
-
-def _fake(shape: _Shape, mode: FakeTensorMode) -> Tensor:
+def _fake(shape: _Shape) -> Tensor:
     """torch's fake tensor of the same shape, in a memory of the same size."""
     memory = torch.empty(shape.memory.nbytes() // shape.itemsize, dtype=shape.dtype, device="meta")
     view = memory.as_strided(shape.shape, shape.stride(), shape.storage_offset())
-    fake = FakeTensor(mode, view, shape.device)
-    torch._C._set_conj(fake, shape.is_conj())
-    torch._C._set_neg(fake, shape.is_neg())
+    fake = fake_tensor(view, shape.device)
+    set_signs(fake, shape.is_conj(), shape.is_neg())
     return fake

@@ -7,10 +7,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 
-from qnmixer.memory.shapes import report_to, storage_of
+from qnmixer.memory.shapes import key_of, report_to, storage_of
+from qnmixer.parallel.torch_private import TorchDispatchMode, is_traceable_wrapper_subclass_type, tree_leaves
 from qnmixer.reconstruction.reconstructor import AUTOCAST
 
 HOST = torch.device("meta")
@@ -127,7 +126,7 @@ class PeakTracker(TorchDispatchMode):
 
     def _count(self, tensor: Tensor, kind: str) -> None:
         storage = storage_of(tensor)
-        key, size = storage._cdata, storage.nbytes()
+        key, size = key_of(storage), storage.nbytes()
         if key in self._alive:
             return
         self._kinds[key] = kind
@@ -147,6 +146,7 @@ class PeakTracker(TorchDispatchMode):
         self._count(parameter.grad, "gradients")
         # The backward pass made it as a result like any other, so it was counted as an activation.
         storage = storage_of(parameter.grad)
-        earlier_kind, self._kinds[storage._cdata] = self._kinds[storage._cdata], "gradients"
+        key = key_of(storage)
+        earlier_kind, self._kinds[key] = self._kinds[key], "gradients"
         self.current[earlier_kind] -= storage.nbytes()
         self.current["gradients"] += storage.nbytes()

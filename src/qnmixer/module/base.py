@@ -15,7 +15,7 @@ from qnmixer.data.own_datamodule import n_batches
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.module.parts import parts_of
-from qnmixer.parallel.lightning_private import set_hparams, set_position
+from qnmixer.parallel.lightning_private import ONLY_THE_CLASS, set_hparams, set_position, trainer_of
 from qnmixer.parallel.shards import gather
 from qnmixer.reconstruction.checkpoints import load_run, run_of
 from qnmixer.reconstruction.reconstructor import Measurement
@@ -86,8 +86,7 @@ class RunModule(L.LightningModule):
             CheckpointError: the file cannot be read, or its network is not known.
             PluginError: the file names something of a module that is not in `trust`.
         """
-        # A file may name a function of Lightning that builds the module. Nothing but the class does.
-        arguments = {"map_location": "cpu", "weights_only": True, "_instantiator": None} | arguments
+        arguments = {"map_location": "cpu", "weights_only": True} | ONLY_THE_CLASS | arguments
         if "network" in arguments:
             return cls._loaded(checkpoint_path, **arguments)
         path = find_checkpoint(checkpoint_path)
@@ -150,11 +149,11 @@ class RunModule(L.LightningModule):
 
         Raises ConfigError for a weight of the module itself, whose gradients fsdp would not average.
         """
-        # `self.trainer` raises without a trainer; `_trainer` is None then.
-        shard = None if self._trainer is None else getattr(self.trainer.strategy, "shard", None)
+        trainer = trainer_of(self)
+        shard = None if trainer is None else getattr(trainer.strategy, "shard", None)
         if shard is None:
             return
-        if weight := next(iter(self._parameters), None):
+        if weight := next((name for name, _ in self.named_parameters(recurse=False)), None):
             raise ConfigError(
                 f"strategy=fsdp does not average the gradient of {weight}, a weight of {type(self).__name__} itself: "
                 "put it into a torch module of that class, or choose strategy=ddp"
@@ -165,7 +164,7 @@ class RunModule(L.LightningModule):
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a number, as Lightning does. In a plan and in doctor's comparison there is no trainer, and no log."""
-        if self._trainer is not None:
+        if trainer_of(self) is not None:
             super().log(name, value, *args, **options)
 
     def log_means(self, prefix: str, values: Mapping[str, Tensor], counted: Tensor) -> None:
@@ -216,7 +215,7 @@ class RunModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Resume at the same place in the data, whatever the strategy, and with the weights that were trained."""
         # The place follows from the number of steps, because a step has another number of batches with each strategy.
-        data: Any = getattr(self._trainer, "datamodule", None)
+        data: Any = getattr(trainer_of(self), "datamodule", None)
         if not hasattr(data, "start_at"):  # without a trainer, or with loaders of one's own, there is no place to set
             return
         per_epoch, accumulate = self._batches_of_epoch(), self.trainer.accumulate_grad_batches

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from qnmixer.parallel.torch_private import is_saved_buffer
 from qnmixer.settings.sections import PipelineConfig, StrategyConfig, TrainerConfig
 
 
@@ -27,14 +28,12 @@ class Place(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         """The buffer."""
-        buffer = self.module._buffers[self.key]
-        assert buffer is not None
-        return buffer
+        return self.module.get_buffer(self.key)
 
     @property
     def is_saved(self) -> bool:
         """Whether it is in checkpoints."""
-        return self.key not in self.module._non_persistent_buffers_set
+        return is_saved_buffer(self.module, self.key)
 
     @torch.no_grad()
     def write(self, numbers: Tensor) -> None:
@@ -44,7 +43,7 @@ class Place(NamedTuple):
 
     def put(self, tensor: Tensor) -> None:
         """Replace the tensor."""
-        self.module._buffers[self.key] = tensor
+        setattr(self.module, self.key, tensor)
 
 
 def places_of(network: nn.Module) -> list[Place]:
@@ -55,8 +54,8 @@ def places_of(network: nn.Module) -> list[Place]:
         Place(f"{name}.{key}".lstrip("."), module, key)
         for name, module in network.named_modules()
         if module not in fixed
-        for key, buffer in module._buffers.items()
-        if buffer is not None and buffer.layout is torch.strided
+        for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if buffer.layout is torch.strided
     ]
 
 

@@ -2,11 +2,14 @@
 
 They are why `lightning<2.7` is required. A scheduled workflow tries the newest. What each waits for in Lightning:
 
-- `disable_signal_handling`: an argument of the Trainer that leaves signals alone, and a step without a broadcast.
-- `count_training_steps`: a `global_step` that counts training steps also with manual optimization.
+- `disable_signal_handling`: an argument of the Trainer that leaves signals alone, and a step without a broadcast (issue
+  21487 of Lightning-AI/pytorch-lightning).
+- `count_training_steps`: a `global_step` that counts training steps also with manual optimization (issue 17958).
 - `find_unused_parameters`: arguments of DDP that are chosen when the strategy has the module.
 - `number_rows`: rows that are numbered by `global_step`, also after a resume.
-- `set_hparams`: a `save_hyperparameters` that takes the place of an earlier one.
+- `set_hparams`: a `save_hyperparameters` that takes the place of an earlier one, and tells no logger (issue 7451).
+- `ONLY_THE_CLASS`: a `load_from_checkpoint` that builds nothing but its class. No issue is known.
+- `trainer_of`: a public `trainer` that is None without one. No issue is known.
 - `set_position`: a public place in the data, which a run sets when it resumes with another strategy.
 """
 
@@ -68,6 +71,15 @@ def number_rows(trainer: L.Trainer) -> None:
 def set_hparams(module: L.LightningModule, values: dict[str, Any]) -> None:
     """Set the hyperparameters that checkpoints keep. Loggers have all of the config already, and get none of them."""
     vars(module).update(_hparams=AttributeDict(values), _hparams_initial=AttributeDict(values), _log_hyperparams=False)
+
+
+ONLY_THE_CLASS: dict[str, Any] = {"_instantiator": None}
+"""For `load_from_checkpoint`. A file may name a function that builds the module. With this, only the class does."""
+
+
+def trainer_of(module: L.LightningModule) -> L.Trainer | None:
+    """The trainer of a module, or None. Without one `module.trainer` raises."""
+    return module._trainer
 
 
 def set_position(checkpoint: dict[str, Any], epoch: int, batches: int, batches_before: int, validating: bool) -> None:

@@ -21,11 +21,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.optim import Optimizer
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.parallel.buffers import unchanged_buffers
+from qnmixer.parallel.torch_private import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 # The parts of a network and of its loss
 
@@ -256,7 +256,7 @@ class PipelineStrategy(DDPStrategy):
         """Add no DDP wrapper: `optimizer_step` sums the gradients."""
         for first_rank in range(0, self.world_size, self.n_devices):
             # Every rank must make every group, also those that it is not in; otherwise `new_group` hangs.
-            group = dist.new_group(list(range(first_rank, first_rank + self.n_devices)), timeout=self._timeout)
+            group = dist.new_group(list(range(first_rank, first_rank + self.n_devices)), timeout=TIMEOUT)
             if first_rank == self.global_rank // self.n_devices * self.n_devices:
                 self._group = group
         assert self.lightning_module is not None

@@ -19,13 +19,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.parallel.lightning_private import find_unused_parameters
 from qnmixer.parallel.pipeline import TIMEOUT, PipelineStrategy
 from qnmixer.parallel.shards import gather
+from qnmixer.parallel.torch_private import tree_map
 from qnmixer.settings.sections import DDPConfig, FSDPConfig, PipelineConfig, SingleConfig, StrategyConfig, TrainerConfig
 
 # The strategy of a run

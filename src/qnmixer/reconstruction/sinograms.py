@@ -249,19 +249,18 @@ def _check_scan(place: str, scan: Scan, noise: float, module: Reconstructor, uni
     distance, allowance = misfit(module.projector, x, scan, bins), _OF_NOISE * noise
     if distance > _ABSURD + allowance:
         raise DataError(
-            f"{place} fits no image: the best one differs from it by {distance:.0%}, with noise of {noise:.0%}. It is "
-            "no −log of transmission (unit=attenuation), or its views or bins are not those of the run, in another "
-            "order, or empty (set missing views to NaN, give angle_span= and detector_pitch=, or train with its "
-            "geometry), or the object is wider than geometry.field_of_view"
+            f"{place} fits no image: the best one differs from it by {distance:.0%}, with noise of {noise:.0%}. If "
+            "it is no −log of transmission, give that (unit=attenuation). If its views or bins are not those of the "
+            "run, give its angle_span= and detector_pitch="
         )
     blocks = avg_pool2d(x, max(1, x.shape[-1] // 64))  # less noise
     # A mean weighted by x itself, so that air around the object counts little.
     density = float(blocks.square().sum() / blocks.sum())
     if not _DENSITIES[0] < density < _DENSITIES[1]:
         raise DataError(
-            f"{place} would be an object of {scan.offset + scan.scale * density:.0f} HU on average. It is not in unit="
-            f"{unit} (unit=attenuation is −log(counts / unattenuated counts), unit=value the network's value × mm), it "
-            "is no −log of transmission, or detector_pitch= is not that of its bins"
+            f"{place} would be an object of {scan.offset + scan.scale * density:.0f} HU on average. Either it is no "
+            f"−log of transmission in unit={unit} (unit=attenuation is −log(counts / unattenuated counts), unit=value "
+            "the network's value × mm), or detector_pitch= is not that of its bins"
         )
     if distance > _FAR + allowance:
         warn(

@@ -27,6 +27,7 @@ from qnmixer.errors import ConfigError, Stopped, SweepFailed, UserError, first_l
 from qnmixer.files import atomic_file, check_unused, last_change, path_of, write_text
 from qnmixer.machine import THREADS, threads_each
 from qnmixer.runs.identity import digest_of_training
+from qnmixer.runs.optuna_private import distributions_of
 from qnmixer.runs.processes.process import SIGNALS, die_with_parent, handle_signals
 from qnmixer.runs.records import (
     SWEEP,
@@ -114,17 +115,13 @@ def _check_sweep(overrides: list[str], config: DictConfig) -> None:
 
 def _check_search(overrides: list[str], sweeper: DictConfig) -> None:
     """Raise ConfigError for what Optuna would refuse after the sweep has begun, or never end."""
-    from hydra_plugins.hydra_optuna_sweeper._impl import create_params_from_overrides
-
     for key in ("n_trials", "n_jobs"):
         if sweeper[key] < 1:
             raise ConfigError(f"hydra.sweeper.{key}={sweeper[key]} should be greater than or equal to 1")
     for override in [*(f"{key}={value}" for key, value in (sweeper.params or {}).items()), *overrides]:
         try:
-            distributions, _ = create_params_from_overrides([override])
-            if not all(
-                math.isfinite(getattr(drawn, "high", 0) - getattr(drawn, "low", 0)) for drawn in distributions.values()
-            ):
+            distributions = distributions_of(override).values()
+            if not all(math.isfinite(getattr(one, "high", 0) - getattr(one, "low", 0)) for one in distributions):
                 raise ValueError("its bounds must be finite")
         except (ValueError, AssertionError, OverflowError, NotImplementedError) as error:
             way = "give interval(LOW,HIGH) with LOW below HIGH (above 0 with log), or values as in KEY=A,B"

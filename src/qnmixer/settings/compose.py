@@ -175,7 +175,7 @@ def with_one_limit(words: list[str]) -> list[str]:
 
 
 @contextmanager
-def hydra_of(config_name: str) -> Iterator[Any]:
+def hydra_of(config_name: str) -> Iterator[None]:
     """Hydra with conf/. It names jobs, and so folders, after the command."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
@@ -183,7 +183,7 @@ def hydra_of(config_name: str) -> Iterator[Any]:
     # Hydra refuses a second initialisation in one process, and a program may compose many configs.
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=config_name):
-        yield GlobalHydra.instance().hydra
+        yield
 
 
 def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:

@@ -23,7 +23,7 @@ _WORDS = ("_partial_", "_recursive_", "_convert_")
 """Hydra's words. The target is always called by qnmixer, with the missing arguments: `_partial_` changes nothing."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 FUNCTION_OR_MODULE = Kind(
-    "a function (image, truth), nor a subclass of torch.nn.Module, such as a metric of torchmetrics",
+    "a function (image, truth) or a subclass of torch.nn.Module, such as a metric of torchmetrics",
     lambda loaded: subclass_of("torch.nn.Module").fits(loaded) if isinstance(loaded, type) else callable(loaded),
 )
 

@@ -26,6 +26,7 @@ from qnmixer.errors import Stopped
 from qnmixer.files import atomic_file
 from qnmixer.module.base import RunModule
 from qnmixer.parallel.lightning_private import number_rows
+from qnmixer.parallel.torch_private import schedules_in, step_to
 from qnmixer.reconstruction.pretrained import load
 from qnmixer.reconstruction.weights import RUN_KEY
 from qnmixer.runs.layout import checkpoint_in
@@ -242,7 +243,7 @@ class BuiltSchedule:
         With the schedule of before that is the place where it is. A rate that something else has set stays.
         """
         schedule = self.schedule
-        parts = getattr(schedule, "_schedulers", [schedule])
+        parts = schedules_in(schedule)
         is_changed = self.settings != settings_before
         if not _counts_steps(schedule) or not (is_changed or any(hasattr(part, "lr_lambdas") for part in parts)):
             return
@@ -256,8 +257,7 @@ class BuiltSchedule:
                 for group, values in zip(groups, self.groups, strict=True):
                     group |= values
             if isinstance(schedule, LambdaLR):  # any step is as near as the next
-                schedule.last_epoch, schedule._step_count = n_steps - 1, n_steps
-                schedule.step()
+                step_to(schedule, n_steps)
             else:
                 for _ in range(n_steps):
                     schedule.step()

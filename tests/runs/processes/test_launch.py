@@ -16,7 +16,7 @@ SCRIPT = """
 import os, signal, sys, time
 from qnmixer.runs.processes.process import end_with_parent, leave, rank
 end_with_parent({launcher})
-here = int(os.environ["RANK"])
+here, folder = int(os.environ["RANK"]), os.path.dirname(os.path.abspath(__file__))
 try:
     {body}
 except BaseException as error:
@@ -48,8 +48,16 @@ def test_ranks_know_their_place_and_nothing_is_left_behind(tmp_path: Path) -> No
     ("body", "line"),
     [
         (  # who aborts since another one was killed is not blamed
-            f"time.sleep(1 - time.time() % 1 + 0.02 * (here == 0))\n"
-            f"os.kill(os.getpid(), {signal.SIGABRT} if here == 0 else {signal.SIGKILL})\ntime.sleep(60)",
+            "import fcntl\n"
+            "if here == 1:\n"
+            "    lock = open(f'{folder}/lock', 'w')\n"
+            "    fcntl.flock(lock, fcntl.LOCK_EX)\n"
+            "    open(f'{folder}/locked', 'w').close()\n"
+            f"    os.kill(os.getpid(), {signal.SIGKILL})\n"
+            "while not os.path.exists(f'{folder}/locked'):\n"
+            "    time.sleep(0.001)\n"
+            "fcntl.flock(open(f'{folder}/lock'), fcntl.LOCK_EX)  # free when rank 1 is dead\n"
+            f"os.kill(os.getpid(), {signal.SIGABRT})",
             "rank 1 was killed by SIGKILL",
         ),
         (  # nor who only lost contact
