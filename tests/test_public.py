@@ -13,6 +13,7 @@ FILE = Path(__file__).with_name("public.txt")
 READ_BY_USERS = [
     *PAGES,
     *sorted((ROOT / "notebooks").glob("*.ipynb")),
+    *sorted((ROOT / "notebooks" / "examples").glob("*.py")),
     *(
         path
         for path in sorted((ROOT / "src" / "qnmixer" / "commands" / "template").rglob("*"))

@@ -1,0 +1,188 @@
+"""The scripts of notebooks/examples: each run as a user does, and what it prints and writes."""
+
+import csv
+import json
+import re
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydicom
+import pytest
+import torch
+
+import qnmixer
+from qnmixer.models.bfgs import split_scale
+from qnmixer.models.qn_mixer import QNState
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+
+from .conftest import environment
+from .pages import ROOT
+from .warm import Done, Warm
+
+EXAMPLES = sorted((ROOT / "notebooks" / "examples").glob("*.py"))
+
+Again = Callable[[], Done]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path: Path, tmp_path: Path, warm: Warm) -> None:
+    def run() -> Done:
+        done = warm.run(str(path), cwd=tmp_path, env=environment())
+        assert done.returncode == 0, done.stderr
+        return done
+
+    first = run()
+    folder = tmp_path / "runs" / "examples" / path.stem
+    CHECKS[path.stem](first.stdout, folder, run)
+    assert [*tmp_path.iterdir(), *(tmp_path / "runs").iterdir(), *folder.parent.iterdir()] == [
+        tmp_path / "runs", folder.parent, folder,
+    ]  # fmt: skip  # it writes nowhere else
+
+
+@pytest.fixture
+def own_step() -> Callable[..., torch.Tensor]:
+    """own_step(class, r, earlier r, s): the step s_t of a class of own_optimizer_step.py after the step s."""
+    found, projector = example("own_optimizer_step"), FanBeamProjector(FanBeamGeometry.paper(8, 16))
+
+    def step(name: str, r: torch.Tensor, earlier: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        network = found[name](projector, n_iterations=2, channels=4)
+        torch.nn.init.ones_(network.trust[0])  # the method itself, and nothing of −r
+        unit, scale = split_scale(s)
+        return network.direction(1, r, QNState(torch.zeros(2, 1, 16, 16), (), unit, scale, earlier))[0].detach()
+
+    return step
+
+
+def test_barzilai_borwein_is_newtons_step_where_the_curvature_is_the_same_everywhere(
+    own_step: Callable[..., torch.Tensor],
+) -> None:
+    r, s = torch.randn(2, 2, 256, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(own_step("BarzilaiBorweinMixer", r, r - 2 * s, s), -r / 2)  # of the curvature 2
+
+
+def test_conjugate_gradients_are_conjugate(own_step: Callable[..., torch.Tensor]) -> None:
+    """After an exact line search on a quadratic, the next direction d has dᵀ A s = 0."""
+    r, diagonal = torch.randn(2, 2, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    A = diagonal.abs() + 1
+    s = -(r * r).sum(1, keepdim=True) / (r * A * r).sum(1, keepdim=True) * r
+    d = own_step("ConjugateGradientMixer", r + A * s, r, s)
+    cosine = (d * A * s).sum(1) / (d.norm(dim=1) * (A * s).norm(dim=1))
+    assert cosine.abs().max() < 1e-6
+
+
+def number(pattern: str, text: str) -> float:
+    """The one number of a printed line."""
+    (found,) = re.findall(pattern, text)
+    return float(found)
+
+
+def table(text: str) -> list[list[str]]:
+    """The rows of a printed table, without its heading."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    return rows[2:]
+
+
+def images(size: int, n: int) -> torch.Tensor:
+    hu = np.stack([qnmixer.phantom(size, seed=7, part="test", index=index) for index in range(n)])
+    return (torch.from_numpy(hu)[:, None].clamp(-1000, 2000) + 1000) / 3000
+
+
+def psnr(image: torch.Tensor, truth: torch.Tensor) -> float:
+    return float(-10 * (image - truth).square().mean((1, 2, 3)).log10().mean())
+
+
+def check_own_network(stdout: str, folder: Path, _: Again) -> None:
+    """What it says of the network holds for its checkpoint, on other phantoms, which are scanned without noise."""
+    said = number(r"network (\S+) dB", stdout) - number(r"FBP (\S+) dB", stdout)
+    module = example("own_network")["Reconstruction"].load_from_checkpoint(folder / "best.ckpt", weights_only=True)
+    truth = images(64, 8)
+    with torch.no_grad():
+        y = module.network.projector(truth)
+        found = psnr(module.network(y), truth) - psnr(module.network.projector.fbp(y), truth)
+    assert min(said, found) > 6  # 11 and 10
+    assert (folder / "picture.png").stat().st_size > 10_000
+
+
+def check_measured_scan_to_dicom(stdout: str, folder: Path, again: Again) -> None:
+    """Positions, HU and orientation of the files; and a second call is not refused."""
+    hu, spacing = {}, 400 / 256
+    for name in ("scan", "scan_fbp"):
+        image = pydicom.dcmread(folder / "images" / f"{name}.dcm")
+        hu[name] = image.pixel_array * float(image.RescaleSlope) + float(image.RescaleIntercept)
+        assert np.abs(hu[name] - np.load(folder / "images" / f"{name}.npy")).max() <= 0.5
+        assert [*image.PixelSpacing] == [spacing, spacing]
+        assert [*image.ImageOrientationPatient] == [1, 0, 0, 0, 1, 0]
+    fine = qnmixer.phantom(512, seed=0, part="test", index=3)
+    truth = fine.reshape(256, 2, 256, 2).mean((1, 3))
+    error = {name: np.sqrt(np.mean((image - truth)[truth > -500] ** 2)) for name, image in hu.items()}
+    assert error["scan"] < error["scan_fbp"] / 3
+    assert number(r"network (\S+) HU", stdout) == pytest.approx(error["scan"], abs=0.06)
+    assert number(r"FBP (\S+) HU", stdout) == pytest.approx(error["scan_fbp"], abs=0.06)
+    assert number(r"pixels on (\S+) mm", stdout) == 400
+    assert number(r"centre of bone: (\S+) mm", stdout) < spacing
+    in_object, in_file = map(float, re.findall(r"(\S+) HU in the", stdout))
+    assert abs(in_object - in_file) < 5
+    assert again().stdout == stdout
+
+
+def check_own_optimizer_step(stdout: str, folder: Path, _: Again) -> None:
+    """Every method learns, each by its own step."""
+    *methods, fbp = table(stdout)
+    assert [row[0] for row in methods] == ["BFGS", "Barzilai-Borwein", "conjugate gradients", "gradients"]
+    assert min(float(row[1]) for row in methods) > float(fbp[1]) + 5
+    assert len({row[4] for row in methods}) == 4  # PSNR of each seed
+    assert (folder / "table.md").read_text() in stdout
+
+
+def check_uncertainty_by_symmetries(stdout: str, folder: Path, _: Again) -> None:
+    """The mean is better than one image, errors grow with the spread, and the interval covers about what it says."""
+    single, mean = map(float, re.findall(r"(\S+) HU for", stdout))
+    assert mean < single
+    assert number(r"spread and error: (\S+)", stdout) > 0.25
+    rows = [[float(cell.rstrip("%")) for cell in row[1:]] for row in table(stdout)]
+    spreads, errors, inside = zip(*rows, strict=True)
+    assert len(rows) == 5
+    assert spreads == tuple(sorted(spreads))
+    assert errors[-1] > 3 * errors[0]
+    assert all(error > 2 * spread for spread, error in zip(spreads, errors, strict=True))  # as its text says
+    covered = number(r"(\S+)% of the others", stdout)
+    assert covered == pytest.approx(sum(inside) / 5, abs=0.1)
+    assert 80 < covered <= 100
+    assert (folder / "picture.png").stat().st_size > 50_000
+
+
+def check_sweep(stdout: str, folder: Path, again: Again) -> None:
+    """A row for each setting, as its run folder says, the best by validation first; the second call trains nothing."""
+    with (folder / "table.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert {(row["T"], row["learning rate"]) for row in rows} == {(t, lr) for t in "24" for lr in ("0.003", "0.012")}
+    assert [[*row.values()] for row in rows] == table(stdout[stdout.index("| T |") :])
+    for row in rows:
+        run = folder / f"T{row['T']}_lr{row['learning rate']}"
+        results = json.loads((run / "results.json").read_text())
+        assert results["best"]["val/psnr"] == pytest.approx(float(row["val PSNR"]), abs=0.006)
+        (line,) = re.findall(r"QN-Mixer \| (\S+) ±", (run / "evaluation" / "table.md").read_text())
+        assert line == f"{float(row['test PSNR']):.2f}"
+        assert float(row["over FBP"]) > 4
+    values = [float(row["val PSNR"]) for row in rows]
+    assert values == sorted(values, reverse=True)
+    assert f"chosen by validation: T = {rows[0]['T']}, learning rate {rows[0]['learning rate']}" in stdout
+    assert again().stdout == stdout[stdout.index("\n| T |") :]
+
+
+def example(name: str) -> dict[str, Any]:
+    """The classes of a script, which is not run."""
+    return runpy.run_path(str(ROOT / "notebooks" / "examples" / f"{name}.py"))
+
+
+CHECKS: dict[str, Callable[[str, Path, Again], None]] = {
+    "measured_scan_to_dicom": check_measured_scan_to_dicom,
+    "own_network": check_own_network,
+    "own_optimizer_step": check_own_optimizer_step,
+    "sweep": check_sweep,
+    "uncertainty_by_symmetries": check_uncertainty_by_symmetries,
+}
