@@ -2,7 +2,7 @@
 
 For those who have a scanner and files of counts. The scan is written as a detector gives it: photon counts
 [views, bins], and an air scan. Then come −log(counts / air) and `python -m qnmixer.reconstruct`. pydicom reads what it
-wrote, and positions and HU are compared with the object that was scanned. It takes 15 seconds on two CPU cores.
+wrote, and positions and HU are compared with the object that was scanned. It takes a few seconds.
 
     python notebooks/examples/measured_scan_to_dicom.py FOLDER
 """

@@ -23,7 +23,7 @@ from qnmixer.physics import FanBeamGeometry, FanBeamProjector, FieldNoise
 # Raise these on a GPU, for instance to 256 pixels, 64 views, 12 iterations, 48 channels and 10,000 steps.
 SIZE, VIEWS = 64, 16  # pixels a side, views of a full turn
 ITERATIONS, CHANNELS = 4, 24
-STEPS, BATCH = 150, 4
+STEPS, BATCH = 75, 4
 N_VALIDATION, N_TEST = 16, 32
 LEARNING_RATE = 3e-3
 SEED = 0

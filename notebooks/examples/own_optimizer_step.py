@@ -2,7 +2,7 @@
 
 For those who study optimizers in unrolled networks. QN-Mixer makes its step from the gradient code r_t in the method
 `direction`. Two subclasses with another one are trained, from the same weights, on the same slices, and compared with
-BFGS and with plain gradients on slices that none of them saw. It takes half a minute on two CPU cores.
+BFGS and with plain gradients on slices that none of them saw. It takes a quarter of a minute on two CPU cores.
 
     python notebooks/examples/own_optimizer_step.py FOLDER
 """
@@ -25,9 +25,9 @@ from qnmixer.steps import difference
 # Raise these before you believe a difference: 700 steps at 64 pixels, five seeds, T = 6 and more.
 SIZE, VIEWS = 32, 12
 ITERATIONS, CHANNELS = 4, 16
-STEPS, BATCH = 40, 4
+STEPS, BATCH = 20, 4
 SEEDS = 0, 1
-N_TEST = 32
+N_TEST = 16
 SCAN = FanBeamGeometry(
     image_size=SIZE, pixel_size=400 / SIZE, n_views=VIEWS, n_detectors=2 * SIZE, detector_pitch=480 / SIZE,
     source_to_axis=541.0, axis_to_detector=408.0,

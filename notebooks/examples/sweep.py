@@ -3,7 +3,7 @@
 For those who want a loop of their own, with conditions that a command line cannot say. (A plain grid is
 `python -m qnmixer.train -m`, a search is `hydra/sweeper=search`.) Each setting is trained by `train`, which leaves a
 run folder. The validation slices choose the setting. The test slices, which chose nothing, say how good it is. A loop
-that was stopped goes on where it was. It takes half a minute on two CPU cores.
+that was stopped goes on where it was. It takes a quarter of a minute on two CPU cores.
 
     python notebooks/examples/sweep.py FOLDER
 """
@@ -21,7 +21,7 @@ from qnmixer.train import train
 # Raise these: experiment=demo itself has 64 pixels and 700 steps.
 ITERATIONS = 2, 4
 LEARNING_RATES = 3e-3, 1.2e-2
-STEPS = 40
+STEPS = 20
 SMALL = [
     "experiment=demo", "data.image_size=32", "geometry.n_detectors=64", "geometry.detector_pitch=15",
     "model.channels=16", "data.n_train=160", "data.n_val=16", "data.n_test=32", "data.num_workers=0",

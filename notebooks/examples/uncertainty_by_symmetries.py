@@ -3,7 +3,7 @@
 For those who want a map beside an image that says where not to trust it, without another training. One sinogram gives
 eight images. Their mean is a better image. Their spread is larger where errors are larger, but it is not the error: a
 factor from one slice makes it an interval, and other slices show what it covers. What all eight images get wrong
-alike has no spread. It takes half a minute on two CPU cores.
+alike has no spread. It takes a quarter of a minute on two CPU cores.
 
     python notebooks/examples/uncertainty_by_symmetries.py FOLDER
 """
@@ -21,7 +21,7 @@ from qnmixer.models import QNMixer
 from qnmixer.physics import FieldNoise, images_by_symmetry, symmetries
 
 # Raise the slices, and take your own: the factor holds for the slices, the scan and the noise that it comes from.
-N_CALIBRATION, N_TEST = 1, 2
+N_CALIBRATION, N_TEST = 1, 1
 SYMMETRIES = 8  # or 4, the quarter turns
 COVERAGE = 0.95
 BINS = 5  # of pixels, by their spread

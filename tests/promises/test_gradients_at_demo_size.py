@@ -65,6 +65,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Train:
     return run
 
 
+@pytest.mark.long  # test_gradients_in_float64 has the same strategies at this size, to 1e-9 of each tensor
 @pytest.mark.parametrize("overrides", MODES)
 def test_four_devices_are_as_one(train: Train, overrides: str) -> None:
     found, expected = train(f"{overrides} trainer.devices=4"), train(ONE)

@@ -127,7 +127,7 @@ def test_bounds(option: str) -> None:
         (f"optimizer.betas=[{','.join(['1'] * 2500)}]", "optimizer.betas=[1, 1, 1, 1,"),
         (f"tags=[{'a' * 65}]", f"tags={'a' * 65}: string should have at most 64 characters"),
         ("loss._args_=[1]", "unknown key loss._args_: qnmixer.losses.mse has no such key"),
-        ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is not a function (image, truth), nor a"),
+        ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is not a function (image, truth) or a"),
         ("trainer.limit_train_batches=1.5", "trainer.limit_train_batches=1.5 should be less than or equal to 1"),
         ("trainer.limit_train_batch=3", "unknown key trainer.limit_train_batch: did you mean trainer.limit_train_b"),
         ("metrics.loss._target_=a.b", "metrics.loss: there is a column loss already"),

@@ -20,7 +20,7 @@ from qnmixer.data.sources import nothing_for, parts_of
 from qnmixer.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.errors import DataError, first_line, say, visible
 from qnmixer.physics import FanBeamGeometry
-from qnmixer.runs.processes.process import SIGNALS
+from qnmixer.runs.processes.process import SIGNALS, die_with_parent
 from qnmixer.settings.data import DataConfig, MixedData
 
 
@@ -198,7 +198,8 @@ class _Loader(DataLoader[Any]):
 
 
 def _end_with_parent_only(_: int) -> None:
-    """Make a data worker end only when its parent ends it, or when it cannot send a batch."""
+    """Make a data worker end only when its parent ends it or dies, or when it cannot send a batch."""
+    die_with_parent()  # torch's workers look every 5 s only
     call_if_unsent(_end_unsent)
     if hasattr(signal, "sigwaitinfo"):
         threading.Thread(target=_end_when_parent_says, args=(os.getppid(),), daemon=True).start()
