@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -208,31 +208,43 @@ def documented(target: str) -> dict[str, str]:
     the rest of a help.
     """
     module, _, name = target.rpartition(".")
-    top, *rest = module.split(".")
-    if top in ("lightning", "torch") or not name.isidentifier():
+    if module.partition(".")[0] in ("lightning", "torch") or not name.isidentifier():
         return {}
     with suppress(OSError, SyntaxError, ValueError, ImportError, AttributeError):
-        spec: Any = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
-        place = Path(*[*(spec.submodule_search_locations or [spec.origin])][:1], *rest)
-        is_package = place.is_dir()
-        file = place / "__init__.py" if is_package else place.with_suffix(".py")
+        file = _source_file(module)
         text = file.read_text(encoding="utf-8")
-        said: dict[str, str] = {}
-        node: Any
-        if found := re.search(rf"^(?:class|def) {name}\b(?s:.*?)(?=^[^\s)]|\Z)", text, re.MULTILINE):
-            node = ast.parse(found[0]).body[0]
-            for base in getattr(node, "bases", ()):
-                if isinstance(base, ast.Name) and base.id != name:
-                    said |= documented(f"{module}.{base.id}")
-            section = (ast.get_docstring(node) or "").partition("Args:\n")[2].partition("\n\n")[0]
-            for names, meaning in _ARGUMENTS.findall(section):
-                said |= dict.fromkeys(names.split(", "), " ".join(meaning.split()))
-            return said
-        for line in re.findall(rf"^ *(from .+ import (?:\([^)]*\b{name}\b[^)]*\)|.*\b{name}\b))", text, re.MULTILINE):
-            node = ast.parse(line).body[0]
-            package = module if is_package else module_of(module)
-            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            for alias in node.names:
-                if name == (alias.asname or alias.name) and source != module:
-                    return documented(f"{source}.{alias.name}")
+        if definition := re.search(rf"^(?:class|def) {name}\b(?s:.*?)(?=^[^\s)]|\Z)", text, re.MULTILINE):
+            return _documented_in(ast.parse(definition[0]).body[0], module)
+        package = module if file.name == "__init__.py" else module_of(module)
+        for origin in _origins(name, text, package):
+            if module_of(origin) != module:
+                return documented(origin)
     return {}
+
+
+def _source_file(module: str) -> Path:
+    """The file of a module, which is not imported, nor are the packages around it."""
+    top, *inner = module.split(".")
+    spec: Any = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+    place = Path(spec.submodule_search_locations[0] if spec.submodule_search_locations else spec.origin, *inner)
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+
+
+def _documented_in(definition: Any, module: str) -> dict[str, str]:
+    """What the docstring of a class or function, and those of the bases of a class, say under "Args:"."""
+    meanings: dict[str, str] = {}
+    for base in getattr(definition, "bases", ()):
+        if isinstance(base, ast.Name) and base.id != definition.name:
+            meanings |= documented(f"{module}.{base.id}")
+    section = (ast.get_docstring(definition) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    for names, meaning in _ARGUMENTS.findall(section):
+        meanings |= dict.fromkeys(names.split(", "), " ".join(meaning.split()))
+    return meanings
+
+
+def _origins(name: str, text: str, package: str) -> Iterator[str]:
+    """Where the source of a module imports a name from. `package`: in which the module is."""
+    for line in re.findall(rf"^ *(from .+ import (?:\([^)]*\b{name}\b[^)]*\)|.*\b{name}\b))", text, re.MULTILINE):
+        statement: Any = ast.parse(line).body[0]
+        source = importlib.util.resolve_name("." * statement.level + (statement.module or ""), package)
+        yield from (f"{source}.{alias.name}" for alias in statement.names if name == (alias.asname or alias.name))
