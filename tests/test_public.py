@@ -16,7 +16,7 @@ READ_BY_USERS = [
     *sorted((ROOT / "notebooks" / "examples").glob("*.py")),
     *(
         path
-        for path in sorted((ROOT / "src" / "qnmixer" / "commands" / "template").rglob("*"))
+        for path in sorted((ROOT / "src" / "qnmixer" / "template").rglob("*"))
         if path.suffix in (".py", ".ipynb", ".md")
     ),
 ]

@@ -67,6 +67,6 @@ def phantom(size: int, *, seed: int, part: str, index: int) -> "np.ndarray[Any, 
         part: "train", "val" or "test"; their phantoms never coincide.
         index: number in the part; any non-negative integer.
     """
-    from qnmixer.phantoms import phantoms
+    from qnmixer.data.phantoms import phantoms
 
     return phantoms.phantom(size, seed=seed, part=part, index=index)

@@ -23,7 +23,7 @@ from qnmixer.settings.error_lines import explain
 from qnmixer.torch_builds import TORCH, installed_build, is_on_pypi, pinned
 
 PACKAGE = Path(__file__).parent
-TEMPLATE = PACKAGE / "commands" / "template"
+TEMPLATE = PACKAGE / "template"
 TOP = (".github", ".gitignore", "Makefile", "README.md", "conf", "notebooks", "pyproject.toml", "src", "tests")
 """What a project has at its top. Linters leave caches beside it."""
 NAME, DISTRIBUTION = "my_ct", "my-ct"

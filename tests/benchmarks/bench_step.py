@@ -21,7 +21,7 @@ from measuring import MIB, Row, machine, markdown, medians
 from operators import OPERATORS, lacking, stand_in_for_torchvision
 from torch import Tensor
 
-from qnmixer.phantoms.phantoms import phantom
+from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.physics import FanBeamGeometry
 
 BATCH = 4

@@ -12,8 +12,8 @@ import torch
 from qnmixer.data.cache import clean_hu, to_grid, to_square
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.fingerprints import alike, look, original
+from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.data.splits import RunSplit, SplitRecord, is_split_record
-from qnmixer.phantoms.phantoms import phantom
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.settings.data import FolderData
 from qnmixer.settings.run import section

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.export import check, export
-from qnmixer.phantoms.phantoms import phantom
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
 from qnmixer.settings.compose import quoted

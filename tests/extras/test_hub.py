@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import qnmixer
+from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.export import check, export
-from qnmixer.phantoms.phantoms import phantom
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
 

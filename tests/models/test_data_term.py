@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.models.data_term import data_gradient, nonnegative, safe_step_size
 from qnmixer.models.unrolled import DataTerm
-from qnmixer.phantoms.phantoms import phantom
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 from .conftest import LEARNED, build

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from qnmixer.commands import command
+from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.evaluate import evaluate, into_new_folder
 from qnmixer.evaluation.config import EvaluateConfig
-from qnmixer.phantoms.phantoms import phantom
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
 from qnmixer.reconstruction.writers import write_dicom

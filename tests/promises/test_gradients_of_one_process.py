@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.data.splits import PARTS
-from qnmixer.phantoms.phantoms import phantom
 from qnmixer.reconstruction.checkpoints import load_run, split_of
 from qnmixer.runs.processes.launch import launch
 from qnmixer.settings.compose import compose

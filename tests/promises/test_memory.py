@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.module import ReconstructionModule
 from qnmixer.parallel.device_memory import MIB
-from qnmixer.phantoms.phantoms import phantom
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 
 from ..conftest import environment

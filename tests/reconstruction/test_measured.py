@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.errors import DataError
-from qnmixer.phantoms.phantoms import phantom
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.projector import system_matrix
 from qnmixer.reconstruction.config import ReconstructConfig

@@ -15,10 +15,10 @@ from pydicom import dcmread
 
 from qnmixer.data.batch import to_hu
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.errors import DataError, OutOfMemory
 from qnmixer.module import ReconstructionModule
 from qnmixer.module.build import build_module
-from qnmixer.phantoms.phantoms import phantom
 from qnmixer.physics import images_by_symmetry
 from qnmixer.physics import symmetries as symmetries_of_scan
 from qnmixer.physics.projector import system_matrix

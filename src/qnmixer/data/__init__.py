@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from qnmixer.data.deeplesion import DeepLesionReader
     from qnmixer.data.dicom import DicomReader
     from qnmixer.data.numpy_files import NumpyReader
+    from qnmixer.data.phantoms.phantoms import PhantomSource
     from qnmixer.data.sources import MixedSource
-    from qnmixer.phantoms.phantoms import PhantomSource
 
 __all__ = ["DeepLesionReader", "DicomReader", "MixedSource", "NumpyReader", "PhantomSource", "SliceDataModule"]
 
@@ -23,7 +23,7 @@ _MODULES = {
     "DicomReader": "qnmixer.data.dicom",
     "MixedSource": "qnmixer.data.sources",
     "NumpyReader": "qnmixer.data.numpy_files",
-    "PhantomSource": "qnmixer.phantoms.phantoms",
+    "PhantomSource": "qnmixer.data.phantoms.phantoms",
     "SliceDataModule": "qnmixer.data.datamodule",
 }
 _OF_THE_BASE = "NumpyReader", "PhantomSource"

@@ -11,9 +11,9 @@ from PIL import Image
 
 from qnmixer.compare import check, compare
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.evaluation.evaluate import evaluate
 from qnmixer.module.build import build_module
-from qnmixer.phantoms.phantoms import phantom
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY
 from qnmixer.settings.compose import compose

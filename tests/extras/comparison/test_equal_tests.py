@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qnmixer.data.cache import to_square
+from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.evaluation.command import on_test
 from qnmixer.evaluation.config import EvaluateConfig
 from qnmixer.evaluation.pictures import MethodImages, SliceImages
@@ -19,7 +20,6 @@ from qnmixer.extras.comparison.compare import compare
 from qnmixer.extras.comparison.config import CompareConfig
 from qnmixer.extras.comparison.methods import ComparedMethod, Comparison
 from qnmixer.extras.comparison.report import write_comparison
-from qnmixer.phantoms.phantoms import phantom
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.compose import compose
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from qnmixer.phantoms.phantoms import phantom
+from qnmixer.data.phantoms.phantoms import phantom
 
 
 def test_same_numbers_give_the_same_phantom_everywhere() -> None:

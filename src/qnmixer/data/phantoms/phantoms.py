@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge, Le
 
-from qnmixer.phantoms.bodies import body
+from qnmixer.data.phantoms.bodies import body
 from qnmixer.physics.units import AIR, FloatArray
 
 

@@ -6,7 +6,7 @@ of a body is up.
 
 import numpy as np
 
-from qnmixer.phantoms.canvas import BoolArray, Canvas, smooth_field
+from qnmixer.data.phantoms.canvas import BoolArray, Canvas, smooth_field
 from qnmixer.physics.units import FloatArray
 
 
