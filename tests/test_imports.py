@@ -17,6 +17,7 @@ SRC = Path(qnmixer.__file__).parent
     [
         ("qnmixer", {"torch", "numpy", "omegaconf", "rich"}),
         ("qnmixer.settings.run", {"torch", "lightning"}),
+        ("qnmixer.fit", {"pydicom"}),
         ("qnmixer.reconstruction.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
         pytest.param(
             "qnmixer.extras.export.run", {"lightning", "torchmetrics", "matplotlib"}, marks=pytest.mark.extras

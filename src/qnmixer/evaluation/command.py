@@ -12,7 +12,7 @@ from qnmixer.evaluation.scores import Evaluation
 from qnmixer.files import path_of
 from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstruction.checkpoints import load_run, run_of, split_of
-from qnmixer.reconstruction.own_data import build_own_data
+from qnmixer.reconstruction.datamodules import build_own_data
 from qnmixer.reconstruction.reconstructor import Reconstructor, build_geometry, on_scan, sample_measurement
 from qnmixer.reconstruction.sections import AsTrained, ScanOrAsTrained, scan_for
 from qnmixer.reconstruction.weights import SUFFIX, find_checkpoint, located

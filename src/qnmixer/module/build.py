@@ -8,7 +8,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.module.base import RunModule
 from qnmixer.module.parts import parts_of
 from qnmixer.physics import FanBeamProjector
-from qnmixer.reconstruction.own_data import build_own_data
+from qnmixer.reconstruction.datamodules import build_own_data
 from qnmixer.reconstruction.reconstructor import (
     build_geometry,
     build_measurement,

@@ -1,34 +1,18 @@
-"""A LightningDataModule of the user's: built for a run, and its slices to reconstruct."""
+"""The slices of a LightningDataModule of the user's, to reconstruct."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from qnmixer.data.batch import Batch
-from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import ConfigError
 from qnmixer.reconstruction.checkpoints import run_of
 from qnmixer.reconstruction.config import ReconstructConfig
-from qnmixer.reconstruction.reconstructor import Reconstructor, build_geometry
+from qnmixer.reconstruction.datamodules import build_own_data
+from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.scan import Scan
 from qnmixer.reconstruction.weights import find_checkpoint
 from qnmixer.runs.records import own_modules
 from qnmixer.settings.plugins import check_trusted
-from qnmixer.settings.run import Config
-from qnmixer.settings.sections import PipelineConfig
-
-
-def build_own_data(config: Config, part: str = "test") -> OwnDataModule:
-    """Build the LightningDataModule that `datamodule` names, if it is no SliceDataModule. `part`: to be evaluated.
-
-    Raises ConfigError for a pipeline, whose devices need batches of one size, and for noise of measured sinograms.
-    """
-    datamodule = config.datamodule
-    if config.noise.load().for_measured:
-        raise ConfigError(f"noise={config.noise.name} does not reach batches of {datamodule.as_typed}: add it there")
-    if isinstance(config.strategy, PipelineConfig):
-        raise ConfigError(f"strategy=pipeline does not take {datamodule.as_typed}: choose strategy=single, ddp or fsdp")
-    data_module = datamodule.build(supplied={key: getattr(config.data, key) for key in datamodule.supplied})
-    return OwnDataModule(data_module, datamodule.target, config.data, build_geometry(config), part)
 
 
 def scans_of_own(module: Reconstructor, config: ReconstructConfig) -> tuple[Iterator[Scan], int | None]:

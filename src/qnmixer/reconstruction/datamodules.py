@@ -1,0 +1,21 @@
+"""Build a LightningDataModule of the user's for a run. Training needs no DICOM, and so imports none here."""
+
+from qnmixer.data.own_datamodule import OwnDataModule
+from qnmixer.errors import ConfigError
+from qnmixer.reconstruction.reconstructor import build_geometry
+from qnmixer.settings.run import Config
+from qnmixer.settings.sections import PipelineConfig
+
+
+def build_own_data(config: Config, part: str = "test") -> OwnDataModule:
+    """Build the LightningDataModule that `datamodule` names, if it is no SliceDataModule. `part`: to be evaluated.
+
+    Raises ConfigError for a pipeline, whose devices need batches of one size, and for noise of measured sinograms.
+    """
+    datamodule = config.datamodule
+    if config.noise.load().for_measured:
+        raise ConfigError(f"noise={config.noise.name} does not reach batches of {datamodule.as_typed}: add it there")
+    if isinstance(config.strategy, PipelineConfig):
+        raise ConfigError(f"strategy=pipeline does not take {datamodule.as_typed}: choose strategy=single, ddp or fsdp")
+    data_module = datamodule.build(supplied={key: getattr(config.data, key) for key in datamodule.supplied})
+    return OwnDataModule(data_module, datamodule.target, config.data, build_geometry(config), part)
