@@ -73,10 +73,10 @@ def every_third(cases: Iterable[Any]) -> list[Any]:
     return [pytest.param(*row, marks=[pytest.mark.long] if n % 3 else []) for n, row in enumerate(rows)]
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(**variables: str) -> dict[str, str]:
     """That of this process, for a command that takes nothing from it."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(OUTER)}
-    return kept | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | more
+    inherited_variables = {name: value for name, value in os.environ.items() if not name.startswith(OUTER)}
+    return inherited_variables | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | variables
 
 
 def metrics(folder: Path) -> dict[str, list[float]]:
@@ -134,9 +134,9 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Warm:
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
     """Runs commands that need torch, Lightning or W&B."""
     rooms = ["training.worker", "reconstruction.reconstruct", "memory.report", "commands.checkup.checks"]
-    loaded = ["qnmixer.fit", *["qnmixer.extras.export.run"] * EXTRAS, *(f"qnmixer.{room}" for room in rooms)]
-    loaded += ["wandb", "wandb.sdk.launch"]  # W&B loads its launcher when a run starts
-    return server("warm", tmp_path_factory, *loaded)
+    modules = ["qnmixer.fit", *["qnmixer.extras.export.run"] * EXTRAS, *(f"qnmixer.{room}" for room in rooms)]
+    modules += ["wandb", "wandb.sdk.launch"]  # W&B loads its launcher when a run starts
+    return server("warm", tmp_path_factory, *modules)
 
 
 def server(name: str, factory: pytest.TempPathFactory, *modules: str) -> Warm:
@@ -169,10 +169,10 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked cuda on a machine without a GPU, and what is marked extras in a copy without them."""
-    absent = {} if torch.cuda.is_available() else {"cuda": "torch sees no CUDA device here"}
+    reasons = {} if torch.cuda.is_available() else {"cuda": "torch sees no CUDA device here"}
     if not EXTRAS:
-        absent["extras"] = "this copy has no qnmixer.extras"
-    for mark, reason in absent.items():
+        reasons["extras"] = "this copy has no qnmixer.extras"
+    for mark, reason in reasons.items():
         for item in items:
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
@@ -203,15 +203,17 @@ class Command:
 
     def family(self) -> dict[int, dict[str, str]]:
         """The environments of all its processes that live, by process."""
-        found = {}
+        environments = {}
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
                 text = path.read_text(errors="replace")
             except OSError:
                 continue
             if self.mark in text:
-                found[int(path.parent.name)] = dict(v.split("=", 1) for v in text.split("\0") if "=" in v)
-        return found
+                environments[int(path.parent.name)] = dict(
+                    variable.split("=", 1) for variable in text.split("\0") if "=" in variable
+                )
+        return environments
 
     def ranks(self, number: int) -> list[int]:
         """A rank and its data workers, oldest first."""
@@ -255,7 +257,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
 
     folder=None: where it says itself.
     """
-    begun: list[Command] = []
+    commands: list[Command] = []
 
     def begin(
         *overrides: str,
@@ -272,11 +274,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
             [*under, "-m", "qnmixer.train", *arguments], cwd=tmp_path,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables, start_new_session=True,
         )  # fmt: skip
-        begun.append(Command(process, mark, folder or tmp_path))
-        return begun[-1]
+        commands.append(Command(process, mark, folder or tmp_path))
+        return commands[-1]
 
     yield begin
-    for command in begun:
+    for command in commands:
         for pid in command.family():
             os.kill(pid, signal.SIGKILL)
         command.process.communicate()

@@ -95,8 +95,8 @@ class Counting(Callback):
 class MyModule(ReconstructionModule):
     """Terms on x_T and on the iterates, and what it logs."""
 
-    def __init__(self, *parts, smooth=0.0, iterates=0.0, mode="", **named):
-        super().__init__(*parts, **named)
+    def __init__(self, *parts, smooth=0.0, iterates=0.0, mode="", **options):
+        super().__init__(*parts, **options)
         self.smooth, self.of_iterates, self.mode = smooth, iterates, mode
 
     def training_step(self, batch, batch_idx):

@@ -14,7 +14,7 @@ _TOKEN = re.compile(r"\x1b\[([\d;?]*)([A-Za-z])|[\r\n]|[^\x1b\r\n]+")
 
 
 @dataclass
-class Seen:
+class Session:
     """How a command ended, and the screen after each of its outputs."""
 
     code: int
@@ -67,7 +67,7 @@ def in_terminal(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     interrupt_at: str | None = None,
-) -> Seen:
+) -> Session:
     """Run a command in a terminal; Ctrl-C is typed when its screen shows the pattern `interrupt_at`."""
     pid, descriptor = pty.fork()
     if pid == 0:
@@ -86,7 +86,7 @@ def in_terminal(
             os.write(descriptor, b"\x03")
             interrupt_at = None
     os.close(descriptor)
-    return Seen(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), screens)
+    return Session(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), screens)
 
 
 def _read(descriptor: int) -> bytes:

@@ -42,22 +42,22 @@ class Typed:
         self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
 
     def __call__(self, name: str, *words: str, task: Any = None, check: Callable[..., Any] | None = None) -> Outcome:
-        ran: list[Any] = []
-        checked: list[Any] = [None]
+        task_configs: list[Any] = []
+        checked_configs: list[Any] = [None]
         code = 0
 
         def checking(config: Any) -> Any:
-            checked.append((check or CHECKS[name])(config))
-            return checked[-1]
+            checked_configs.append((check or CHECKS[name])(config))
+            return checked_configs[-1]
 
         self.monkeypatch.setattr(sys, "argv", [name, *words])
         self.monkeypatch.delenv(command.TRACEBACK, raising=False)
         self.capsys.readouterr()
         try:
-            command.run(task or ran.append, checking, SCHEMAS[name])
+            command.run(task or task_configs.append, checking, SCHEMAS[name])
         except SystemExit as stop:
             code = int(stop.code or 0)
-        return Outcome(code, self.capsys.readouterr().err, bool(ran), checked[-1])
+        return Outcome(code, self.capsys.readouterr().err, bool(task_configs), checked_configs[-1])
 
     def train(self, *overrides: str, task: Any = None) -> Outcome:
         """Train with its run folder in the test's own folder."""

@@ -182,8 +182,8 @@ def _attend(client: socket.socket) -> list[str]:
     for descriptor in descriptors:
         os.close(descriptor)
     client.sendall(f"{command}\n".encode())
-    ended = os.pidfd_open(command)
-    if ended not in select.select([ended, client], [], [])[0]:  # who asked for it has gone
+    command_descriptor = os.pidfd_open(command)
+    if command_descriptor not in select.select([command_descriptor, client], [], [])[0]:  # who asked for it has gone
         os.kill(command, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -278,11 +278,11 @@ if __name__ == "__main__":
     del sys.path[0]  # this folder, for this file
     owner_descriptor = os.pidfd_open(int(owner))
     _preload(modules)
-    todo = serve(address, owner_descriptor)
+    arguments = serve(address, owner_descriptor)
     sys.executable = python
     exit_code: Any = None
     try:
-        _become(todo)
+        _become(arguments)
     except SystemExit as end:
         exit_code = end.code
     _leave(exit_code)

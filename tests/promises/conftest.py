@@ -22,8 +22,8 @@ def command(warm: Warm) -> Command:
 
     def run(folder: Path, name: str, *words: str, **variables: str) -> Outcome:
         variables = environment(**FORK_RANKS, **variables)
-        done = warm.run("-m", f"qnmixer.{name}", *words, cwd=folder, env=variables)
-        return Outcome(done.returncode, done.stdout, done.stderr)
+        process = warm.run("-m", f"qnmixer.{name}", *words, cwd=folder, env=variables)
+        return Outcome(process.returncode, process.stdout, process.stderr)
 
     return run
 

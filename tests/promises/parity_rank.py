@@ -123,16 +123,16 @@ def train(
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     if save:
         trainer.save_checkpoint(folder / "last.ckpt")
-    found = {key: getattr(record, key) for key in ("gradients", "losses", "scales", "weights", "local")}
-    found["magnitudes"] = terms
+    results = {key: getattr(record, key) for key in ("gradients", "losses", "scales", "weights", "local")}
+    results["magnitudes"] = terms
     if measure:
-        found["validation"] = trainer.validate(module, datamodule=data, verbose=False)[0]
-        trained = build_module(config)
-        load_weights(trained, folder / "last.ckpt")
-        evaluation = evaluate(trained, data, "test", config.evaluation, trainer.strategy.root_device)
-        found["test"] = [list(vars(score).values()) for score in evaluation.scores]
-        found["rows"] = [row.name for row in evaluation.rows]
-    return found
+        results["validation"] = trainer.validate(module, datamodule=data, verbose=False)[0]
+        trained_module = build_module(config)
+        load_weights(trained_module, folder / "last.ckpt")
+        evaluation = evaluate(trained_module, data, "test", config.evaluation, trainer.strategy.root_device)
+        results["test"] = [list(vars(score).values()) for score in evaluation.scores]
+        results["rows"] = [row.name for row in evaluation.rows]
+    return results
 
 
 def main(job: Path) -> None:
@@ -140,8 +140,8 @@ def main(job: Path) -> None:
         folder = Path(task["folder"])
         resume = Path(task["resume"]) if task["resume"] else None
         options = {key: task[key] for key in ("scale", "measure", "save", "exact")}
-        found = train(parse(task["config"]), folder, resume, **options)
-        torch.save(found, folder / f"rank_{rank()}.pt")
+        results = train(parse(task["config"]), folder, resume, **options)
+        torch.save(results, folder / f"rank_{rank()}.pt")
         print(k, task["folder"], flush=True)
 
 

@@ -57,10 +57,10 @@ def forked(cold: Warm) -> Python:
 
 def first_lines(python: Python, folder: Path, *words: str, **variables: str) -> list[str]:
     """What a command prints until it imports the first large library."""
-    done = python(folder, "-m", *words, PYTHONPATH=path_without(folder), **variables)
-    assert (done.returncode, done.stderr) == (LOADED, "")
-    *lines, last = done.stdout.splitlines()
-    assert last.endswith(" was imported")
+    process = python(folder, "-m", *words, PYTHONPATH=path_without(folder), **variables)
+    assert (process.returncode, process.stderr) == (LOADED, "")
+    *lines, last_line = process.stdout.splitlines()
+    assert last_line.endswith(" was imported")
     return lines
 
 
@@ -80,12 +80,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_bash_completes(installed: Path, tmp_path: Path) -> None:
     paths = {"PATH": f"{installed}:{os.environ['PATH']}", "PYTHONPATH": f"{installed}:{os.environ.get('PYTHONPATH')}"}
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", ASK], cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=60
     )
-    assert done.stderr == ""
-    assert {*done.stdout.split()} == {
-        *(f"strategy={it}" for it in ("ddp", "fsdp", "pipeline", "single")), "schedule.warmup=",
+    assert process.stderr == ""
+    assert {*process.stdout.split()} == {
+        *(f"strategy={option}" for option in ("ddp", "fsdp", "pipeline", "single")), "schedule.warmup=",
         "debug=off", "debug=overfit",
     }  # fmt: skip
 
@@ -101,7 +101,7 @@ importlib.import_module("qnmixer.train").main()
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "answers"),
     [
         pytest.param(
             ["-c", ALL],
@@ -114,20 +114,22 @@ importlib.import_module("qnmixer.train").main()
     ids=["help of each command", "config", "defaults"],
 )
 def test_questions_are_answered_without_torch(
-    installed: Path, tmp_path: Path, words: list[str], found: list[str]
+    installed: Path, tmp_path: Path, words: list[str], answers: list[str]
 ) -> None:
-    done = real(tmp_path, *words, PYTHONPATH=f"{installed}:{os.environ.get('PYTHONPATH', '')}")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(word in done.stdout for word in found)
-    assert words[0] == "-m" or done.stdout.endswith(f"qnmixer {version('qnmixer')}\n")
+    process = real(tmp_path, *words, PYTHONPATH=f"{installed}:{os.environ.get('PYTHONPATH', '')}")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert all(word in process.stdout for word in answers)
+    assert words[0] == "-m" or process.stdout.endswith(f"qnmixer {version('qnmixer')}\n")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_traceback_is_there_for_who_asks(tmp_path: Path) -> None:
-    done = real(tmp_path, "-m", "qnmixer.train", "geometry.n_views=0", "hydra.run.dir=run", **{command.TRACEBACK: "1"})
-    assert done.returncode != 0
-    assert "Traceback (most recent call last)" in done.stderr
-    assert "geometry.n_views=0 should be greater than or equal to 1" in done.stderr.splitlines()[-1]
+    process = real(
+        tmp_path, "-m", "qnmixer.train", "geometry.n_views=0", "hydra.run.dir=run", **{command.TRACEBACK: "1"}
+    )
+    assert process.returncode != 0
+    assert "Traceback (most recent call last)" in process.stderr
+    assert "geometry.n_views=0 should be greater than or equal to 1" in process.stderr.splitlines()[-1]
 
 
 # The first line
@@ -162,9 +164,9 @@ def test_a_command_says_at_once_what_it_does(forked: Python, tmp_path: Path, wor
 def test_a_terminal_shows_that_settings_are_read_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(f"import os\nos._exit({LOADED})\n")
     command = [sys.executable, "-m", "qnmixer.train", "experiment=demo", "hydra.run.dir=run"]
-    seen = in_terminal(command, cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
-    assert seen.code == LOADED
-    assert "reading the settings …" in seen.text
+    session = in_terminal(command, cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+    assert session.code == LOADED
+    assert "reading the settings …" in session.text
 
 
 def test_json_has_no_line_before_it(forked: Python, tmp_path: Path) -> None:
@@ -173,18 +175,18 @@ def test_json_has_no_line_before_it(forked: Python, tmp_path: Path) -> None:
 
 def test_of_several_processes_only_the_first_says_it(forked: Python, tmp_path: Path) -> None:
     words = ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "hydra.run.dir=run"]
-    by_torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}
-    assert first_lines(forked, tmp_path, "qnmixer.train", *words, **by_torchrun) == []
+    variables = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}
+    assert first_lines(forked, tmp_path, "qnmixer.train", *words, **variables) == []
 
 
 BESIDE = [
     *(
-        f"experiment=demo model={it}"
-        for it in ("tv", "fbp", "fbpconvnet", "regformer", "learn", "learned_primal_dual", "itnet")
+        f"experiment=demo model={model}"
+        for model in ("tv", "fbp", "fbpconvnet", "regformer", "learn", "learned_primal_dual", "itnet")
     ),
-    *(f"experiment=pretrained data={it} data.root=." for it in ("dicom", "numpy")),
-    *(f"experiment=measured data={it} data.root=." for it in ("dicom", "numpy")),
-    *(f"experiment=compare_small data={it} data.root=." for it in ("dicom", "numpy")),
+    *(f"experiment=pretrained data={source} data.root=." for source in ("dicom", "numpy")),
+    *(f"experiment=measured data={source} data.root=." for source in ("dicom", "numpy")),
+    *(f"experiment=compare_small data={source} data.root=." for source in ("dicom", "numpy")),
     "experiment=paper_aapm data=phantoms",
 ]
 """Words of an experiment, beside an option that cannot have what the experiment sets."""
@@ -194,21 +196,21 @@ BESIDE = [
 def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, words: str) -> None:
     """All checks are before this line."""
     path = {"PYTHONPATH": path_without(tmp_path)}
-    done = cold.run(
+    process = cold.run(
         "-m", "qnmixer.train", *words.split(), SEARCH_PATH, "hydra.run.dir=run", cwd=tmp_path, env=os.environ | path
     )
-    assert (done.returncode, done.stderr) == (LOADED, "")
-    (line, _) = done.stdout.splitlines()
-    start, _, told = line.removesuffix(" (loading Lightning …)").partition(": ")
+    assert (process.returncode, process.stderr) == (LOADED, "")
+    (line, _) = process.stdout.splitlines()
+    start, _, settings = line.removesuffix(" (loading Lightning …)").partition(": ")
     assert start == f"starting a run in {tmp_path / 'run'}"
-    assert {word for word in words.split() if not word.startswith("data.root")} <= {*told.split(", ")}
+    assert {word for word in words.split() if not word.startswith("data.root")} <= {*settings.split(", ")}
 
 
 @pytest.mark.parametrize("words", BESIDE)
 def test_what_an_experiment_sets_stops_no_other_option(words: str) -> None:
     """Each part that is named is the class that it is without the experiment."""
-    found = parse(compose("train", [SEARCH_PATH, *words.split()])).plain()
-    _, *others = words.split()
-    alone = parse(compose("train", others)).plain()
-    for group in (word.partition("=")[0] for word in others if not word.startswith("data.root")):
-        assert found[group]["_target_"] == alone[group]["_target_"]
+    config = parse(compose("train", [SEARCH_PATH, *words.split()])).plain()
+    _, *options = words.split()
+    plain_config = parse(compose("train", options)).plain()
+    for group in (word.partition("=")[0] for word in options if not word.startswith("data.root")):
+        assert config[group]["_target_"] == plain_config[group]["_target_"]

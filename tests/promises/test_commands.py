@@ -128,16 +128,16 @@ def test_ctrl_c_ends_in_order(tmp_path: Path, offline_runs: OfflineRuns) -> None
 def test_precision_is_what_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, dtype: torch.dtype
 ) -> None:
-    seen = set()
+    dtypes = set()
     step = ReconstructionModule.training_step
 
-    def watched(self: ReconstructionModule, *arguments: Any) -> torch.Tensor:
-        seen.add(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
+    def watched_step(self: ReconstructionModule, *arguments: Any) -> torch.Tensor:
+        dtypes.add(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
         return step(self, *arguments)
 
-    monkeypatch.setattr(ReconstructionModule, "training_step", watched)
+    monkeypatch.setattr(ReconstructionModule, "training_step", watched_step)
     assert training(tmp_path, f"trainer.precision={precision}", "noise=field", UNTESTED).code == 0
-    assert seen == {dtype}
+    assert dtypes == {dtype}
     checkpoint = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint.get("MixedPrecision", {}).get("scale", 0) > 1 or precision == "bf16-mixed"
     assert all(value.dtype == torch.float32 for value in checkpoint["state_dict"].values())
@@ -188,24 +188,24 @@ def test_accumulation_makes_fewer_steps_of_more_slices_and_the_last_are_scored(t
 
 
 def test_the_largest_gradient_is_logged_whatever_the_interval(tmp_path: Path) -> None:
-    every, some = tmp_path / "every", tmp_path / "some"
+    full_log, sparse_log = tmp_path / "every", tmp_path / "some"
     steps = ["trainer.max_steps=6", "trainer.val_every_n_steps=6", UNTESTED]
-    assert training(every, *steps).code == 0
-    assert training(some, *steps, "trainer.log_every_n_steps=3").code == 0
-    largest = max(metrics(every)["train/grad_norm"])
-    assert metrics(every)["train/grad_norm_max"][-1] == pytest.approx(largest)
-    assert metrics(some)["train/grad_norm_max"][-1] == pytest.approx(largest)
+    assert training(full_log, *steps).code == 0
+    assert training(sparse_log, *steps, "trainer.log_every_n_steps=3").code == 0
+    largest_norm = max(metrics(full_log)["train/grad_norm"])
+    assert metrics(full_log)["train/grad_norm_max"][-1] == pytest.approx(largest_norm)
+    assert metrics(sparse_log)["train/grad_norm_max"][-1] == pytest.approx(largest_norm)
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("content", "words"),
     [("empty", "is empty"), ("air", "nothing but air"), ("one patient", "too few for train, val and test")],
 )
-def test_training_on_a_bad_folder(tmp_path: Path, make: str, words: str) -> None:
+def test_training_on_a_bad_folder(tmp_path: Path, content: str, words: str) -> None:
     root = tmp_path / "root"
     root.mkdir()
-    if make != "empty":
-        hu = np.full((32, 32), -1000.0) if make == "air" else slice_hu(0)
+    if content != "empty":
+        hu = np.full((32, 32), -1000.0) if content == "air" else slice_hu(0)
         np.save(root / "a.npy", np.stack([hu] * 2))
     source = ["data=numpy", f"data.root={root}", f"data.cache_dir={tmp_path / 'cache'}"]
     error = training(tmp_path / "run", *source).error
@@ -238,13 +238,15 @@ def test_what_only_shows_when_a_run_is_built(trained: Path, tmp_path: Path, over
 def test_finetuning_starts_from_the_weights_of_a_run(trained: Path, tmp_path: Path) -> None:
     options = [f"finetune={trained}", "geometry.n_views=12", "noise=none", UNTESTED]
     assert training(tmp_path, *options, "optimizer.lr=1e-12", "optimizer.weight_decay=0").code == 0
-    start_from, ended = weights(trained, "best"), weights(tmp_path, "last")
-    factors = {float(ended[name][0] / value[0]) for name, value in start_from.items() if "step_sizes" in name}
+    initial_weights, final_weights = weights(trained, "best"), weights(tmp_path, "last")
+    factors = {
+        float(final_weights[name][0] / value[0]) for name, value in initial_weights.items() if "step_sizes" in name
+    }
     assert max(factors) == pytest.approx(min(factors), rel=1e-6)  # those along the data term follow the scan
     assert max(factors) > 1  # of more views
-    for name, value in start_from.items():
+    for name, value in initial_weights.items():
         expected = value * max(factors) if "step_sizes" in name else value
-        torch.testing.assert_close(ended[name], expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(final_weights[name], expected, rtol=0, atol=1e-6)
 
 
 # Evaluation
@@ -268,8 +270,8 @@ def test_evaluation_with_other_noise_and_another_split(trained: Path, tmp_path: 
     assert run(*base, "noise=none", f"hydra.run.dir={tmp_path / 'none'}").code == 0
     assert run(*base, "split=val", "checkpoint=last", f"hydra.run.dir={tmp_path / 'val'}").code == 0
     assert record(tmp_path / "none")["test"]["FBP"] != record(trained)["test"]["FBP"]
-    last = metrics(trained)["val/psnr"][-1]
-    assert record(tmp_path / "val")["val"]["QN-Mixer"]["psnr"] == pytest.approx(last, abs=0.2)  # other noise
+    last_psnr = metrics(trained)["val/psnr"][-1]
+    assert record(tmp_path / "val")["val"]["QN-Mixer"]["psnr"] == pytest.approx(last_psnr, abs=0.2)  # other noise
 
 
 @pytest.mark.filterwarnings("ignore:.*skipped 2 of its files")
@@ -278,10 +280,10 @@ def test_a_network_of_a_dicom_folder_is_evaluated_on_the_patients_of_its_test(ct
     data = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path}/cache"]
     outcome = training(tmp_path / "run", *data)
     assert "train 2 slices of 1 patient, val 2 slices of 1 patient, test 2 slices of 1 patient" in outcome.text
-    tested = measured_slices(tmp_path / "run" / "evaluation")
-    assert tested in ([f"{patient}/{k}.dcm" for k in range(2)] for patient in "ABC")
-    again = run("evaluate", f"run={tmp_path}/run", *data, f"hydra.run.dir={tmp_path}/again")
-    assert "test split of dicom" in again.text
+    tested_slices = measured_slices(tmp_path / "run" / "evaluation")
+    assert tested_slices in ([f"{patient}/{k}.dcm" for k in range(2)] for patient in "ABC")
+    evaluation = run("evaluate", f"run={tmp_path}/run", *data, f"hydra.run.dir={tmp_path}/again")
+    assert "test split of dicom" in evaluation.text
     assert record(tmp_path / "again")["test"] == record(tmp_path / "run")["test"]
 
 
@@ -346,8 +348,8 @@ def test_slices_that_were_trained_on_give_a_warning(ten: Path, tmp_path: Path) -
         ]
     ):
         folder = tmp_path / str(number)
-        numpy = ["data=numpy", f"data.cache_dir={tmp_path}/cache", "data.num_workers=0"]
-        outcome = run("evaluate", f"run={ten}/run", *numpy, *words, f"hydra.run.dir={folder}")
+        source = ["data=numpy", f"data.cache_dir={tmp_path}/cache", "data.num_workers=0"]
+        outcome = run("evaluate", f"run={ten}/run", *source, *words, f"hydra.run.dir={folder}")
         assert "8 of the slices were used in training" in outcome.text
         assert "8 of the slices were used in training" in (folder / "table.md").read_text()
 
@@ -361,8 +363,8 @@ def test_no_patient_is_tested_who_was_trained_on(ten: Path, tmp_path: Path) -> N
         if change == "remove":
             (root / others[0]).unlink()
         elif change == "add":
-            for more in range(10, 20):
-                np.save(root / f"P{more}.npy", slice_hu(more))
+            for number in range(10, 20):
+                np.save(root / f"P{number}.npy", slice_hu(number))
         else:  # as to the scratch folder of another job of a cluster
             (root / name).rename(root / "renamed.npy")
             root, name = root.rename(tmp_path / "moved"), "renamed.npy"
@@ -372,8 +374,8 @@ def test_no_patient_is_tested_who_was_trained_on(ten: Path, tmp_path: Path) -> N
         assert outcome.code == 0, outcome.stderr
         assert measured_slices(tmp_path / change) == [name]
         assert "were trained on" not in outcome.text
-    resumed = run("train", f"resume={ten}/run", f"data.root={root}", f"trainer.max_steps={STEPS + 2}")
-    assert resumed.code == 0, resumed.stderr
+    outcome = run("train", f"resume={ten}/run", f"data.root={root}", f"trainer.max_steps={STEPS + 2}")
+    assert outcome.code == 0, outcome.stderr
     assert measured_slices(ten / "run" / "evaluation") == [name]
 
 
@@ -386,15 +388,15 @@ def test_a_really_full_disk_leaves_nothing_half_written(tmp_path: Path, kilobyte
     """A run folder on a file system that is too small for the first checkpoint, or for the second."""
     mount, copy = tmp_path / "small", tmp_path / "copy"
     mount.mkdir()
-    in_namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    mounting = f"mount -t tmpfs -o size={kilobytes}k tmpfs {mount}"
-    if subprocess.run([*in_namespace, mounting], capture_output=True).returncode:
+    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    mount_command = f"mount -t tmpfs -o size={kilobytes}k tmpfs {mount}"
+    if subprocess.run([*namespace, mount_command], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
-    training_there = f'{sys.executable} -m qnmixer.train "$@"; code=$?; cp -r {mount} {copy}; exit $code'
-    command = f"{mounting} && cd {mount} && {{ {training_there}; }}"
-    words = [*in_namespace, command, "train", *TINY, *PHANTOMS, f"hydra.run.dir={mount}/run"]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=120)
-    assert Outcome(done.returncode, done.stdout, done.stderr).error.startswith("the disk is full")
+    training_command = f'{sys.executable} -m qnmixer.train "$@"; code=$?; cp -r {mount} {copy}; exit $code'
+    command = f"{mount_command} && cd {mount} && {{ {training_command}; }}"
+    words = [*namespace, command, "train", *TINY, *PHANTOMS, f"hydra.run.dir={mount}/run"]
+    process = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=120)
+    assert Outcome(process.returncode, process.stdout, process.stderr).error.startswith("the disk is full")
     assert record(copy / "run")["status"] in ("failed", "running")  # whole, though it may be the older one
     for path in copy.rglob("*.ckpt"):
         torch.load(path, weights_only=True)

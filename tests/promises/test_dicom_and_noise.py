@@ -41,11 +41,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 
 
 def test_one_seed_gives_one_run_with_any_number_of_workers(trained: Path, tmp_path: Path) -> None:
-    first = weights(trained)
+    trained_weights = weights(trained)
     for name, word, same in (("again", "data.num_workers=1", True), ("other", "seed=43", False)):
         assert training(tmp_path / name, "noise=field", "test_after_training=false", word).code == 0
-        found = weights(tmp_path / name)
-        assert all(torch.equal(first[key], found[key]) for key in first) == same
+        run_weights = weights(tmp_path / name)
+        assert all(torch.equal(trained_weights[key], run_weights[key]) for key in trained_weights) == same
         assert (metrics(trained)["train/loss"] == metrics(tmp_path / name)["train/loss"]) == same
 
 
@@ -68,8 +68,8 @@ def test_dicom_folder_in_dicom_npy_and_png_out(noise_free: Path, ct: Path, tmp_p
         source = pydicom.dcmread(source_path)
         path = tmp_path / source_path.relative_to(ct)
         result, hu = pydicom.dcmread(path), np.load(path.with_suffix(".npy"))
-        stored = result.pixel_array * float(result.RescaleSlope) + float(result.RescaleIntercept)
-        assert np.abs(stored - hu).max() <= 0.5
+        stored_hu = result.pixel_array * float(result.RescaleSlope) + float(result.RescaleIntercept)
+        assert np.abs(stored_hu - hu).max() <= 0.5
         assert hu.shape == (SIZE, SIZE)
         assert (result.PatientID, result.PatientName) == (source.PatientID, source.PatientName)
         assert result.ImageType[0] == "DERIVED"
@@ -82,7 +82,7 @@ def test_dicom_folder_in_dicom_npy_and_png_out(noise_free: Path, ct: Path, tmp_p
             expected = np.clip((hu + 160) / 400, 0, 1) * 255
             np.testing.assert_allclose(np.asarray(picture, float), expected, atol=0.51)
     assert [len({*column}) for column in zip(*uids, strict=True)] == [6, 3, 3]  # each series is one of its own
-    assert len({it[1:] for it in uids}) == 3
+    assert len({(series, patient) for _, series, patient in uids}) == 3
 
 
 def test_hu_are_those_of_the_network_and_near_the_truth(noise_free: Path, tmp_path: Path) -> None:
@@ -91,19 +91,19 @@ def test_hu_are_those_of_the_network_and_near_the_truth(noise_free: Path, tmp_pa
     assert reconstruction(noise_free, tmp_path / "a.npy", tmp_path / "out", "formats=[npy]").code == 0
     module = load_run(noise_free).eval()
     x = torch.from_numpy((np.clip(hu, -1000, 2000) + 1000) / 3000)[None, None].float()
-    ours = np.load(tmp_path / "out" / "a.npy")
-    np.testing.assert_allclose(ours, hu_of(module, module.projector(x)), atol=0.05)
-    assert np.abs(ours - hu).mean() < 150
-    assert np.corrcoef(ours.ravel(), hu.ravel())[0, 1] > 0.9
+    output = np.load(tmp_path / "out" / "a.npy")
+    np.testing.assert_allclose(output, hu_of(module, module.projector(x)), atol=0.05)
+    assert np.abs(output - hu).mean() < 150
+    assert np.corrcoef(output.ravel(), hu.ravel())[0, 1] > 0.9
 
 
 def test_a_tilde_is_the_home_folder(noise_free: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quoted, because Hydra refuses it otherwise, and shells replace it only at the start of a word."""
-    home, here = tmp_path / "home", tmp_path / "here"
+    home, cwd = tmp_path / "home", tmp_path / "here"
     home.mkdir()
-    here.mkdir()
+    cwd.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(cwd)
     (home / "run").symlink_to(noise_free)
     np.save(home / "a.npy", slice_hu(3, SIZE))
     words = ["input='~/a.npy'", "output='~/out'", "formats=[npy]", "accelerator=cpu"]
@@ -111,7 +111,7 @@ def test_a_tilde_is_the_home_folder(noise_free: Path, tmp_path: Path, monkeypatc
     assert [path.name for path in (home / "out").iterdir()] == ["a.npy"]
     assert training(tmp_path / "finetuned", "finetune='~/run'", "test_after_training=false").code == 0
     assert "run=~nobody_is_so/run does not exist" in run("reconstruct", "run='~nobody_is_so/run'", *words).error
-    assert not list(here.iterdir())
+    assert not list(cwd.iterdir())
 
 
 def test_a_single_file_and_a_stack(noise_free: Path, ct: Path, tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_a_single_file_and_a_stack(noise_free: Path, ct: Path, tmp_path: Path) -
     assert "reconstructions: 3, as" in outcome.stdout
     names = [f"stack_{k}.{end}" for k in range(3) for end in ("dcm", "npy")]
     assert sorted(path.name for path in (tmp_path / "stack").iterdir()) == names
-    found = [pydicom.dcmread(tmp_path / "stack" / f"stack_{k}.dcm") for k in range(3)]
-    assert [int(dataset.InstanceNumber) for dataset in found] == [1, 2, 3]
-    assert len({dataset.SeriesInstanceUID for dataset in found}) == 1
+    datasets = [pydicom.dcmread(tmp_path / "stack" / f"stack_{k}.dcm") for k in range(3)]
+    assert [int(dataset.InstanceNumber) for dataset in datasets] == [1, 2, 3]
+    assert len({dataset.SeriesInstanceUID for dataset in datasets}) == 1
 
 
 @dataclass
@@ -159,21 +159,21 @@ def test_sinograms_in_either_unit(noise_free: Path, measured: Measured, tmp_path
     np.save(folder / "single.npy", y[1].astype(np.float64))
     outcome = reconstruction(noise_free, folder, tmp_path / "out", f"unit={unit}", f"kind={kind}")
     assert outcome.code == 0, outcome.stderr
-    for name, expected in (("pair_0", 0), ("pair_1", 1), ("single", 1)):
+    for name, index in (("pair_0", 0), ("pair_1", 1), ("single", 1)):
         hu = np.load(tmp_path / "out" / f"{name}.npy")
-        np.testing.assert_allclose(hu, measured.hu[expected], atol=0.5)
+        np.testing.assert_allclose(hu, measured.hu[index], atol=0.5)
         low, high = np.percentile(hu, (1, 99)).round()
-        for of in (name, f"{name}_fbp"):
-            with Image.open(tmp_path / "out" / f"{of}.png") as picture:
+        for stem in (name, f"{name}_fbp"):
+            with Image.open(tmp_path / "out" / f"{stem}.png") as picture:
                 assert picture.info["Description"] == f"{low:g} HU is black, {high:g} HU is white"
-        fbp = load_run(noise_free).projector.fbp(torch.from_numpy(measured.y[expected])[None, None].float())[0, 0]
+        fbp = load_run(noise_free).projector.fbp(torch.from_numpy(measured.y[index])[None, None].float())[0, 0]
         np.testing.assert_allclose(np.load(tmp_path / "out" / f"{name}_fbp.npy"), 3000 * fbp - 1000, atol=0.5)
-        beside = pydicom.dcmread(tmp_path / "out" / f"{name}_fbp.dcm")
-        assert beside.SeriesDescription.startswith("FBP, 8 measured views")
+        fbp_dataset = pydicom.dcmread(tmp_path / "out" / f"{name}_fbp.dcm")
+        assert fbp_dataset.SeriesDescription.startswith("FBP, 8 measured views")
         dataset = pydicom.dcmread(tmp_path / "out" / f"{name}.dcm")
         assert np.abs(dataset.pixel_array * dataset.RescaleSlope + dataset.RescaleIntercept - hu).max() <= 0.5
         assert "8 measured views" in dataset.SeriesDescription
-        assert dataset.SeriesInstanceUID != beside.SeriesInstanceUID
+        assert dataset.SeriesInstanceUID != fbp_dataset.SeriesInstanceUID
         assert [float(s) for s in dataset.PixelSpacing] == [12.5, 12.5]
 
 
@@ -204,11 +204,11 @@ BAD_SCANS: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("fault", BAD_SCANS)
 def test_sinograms_of_the_wrong_shape_or_unit(noise_free: Path, measured: Measured, tmp_path: Path, fault: str) -> None:
     p = measured.y[0] * measured.per_value
-    broken = p.copy()
-    broken[2, 3] = np.inf
+    broken_scan = p.copy()
+    broken_scan[2, 3] = np.inf
     scans = {
         "counts": 1e5 * np.exp(-p), "transmission": np.exp(-p), "value as attenuation": measured.y[0],
-        "attenuation as value": p, "negated": -measured.y[0], "dead bin": broken, "empty scan": np.zeros_like(p),
+        "attenuation as value": p, "negated": -measured.y[0], "dead bin": broken_scan, "empty scan": np.zeros_like(p),
         "turned": p.T, "too few views": p[:5], "text": np.array(["a", "b"]),
         "turned slice": np.linspace(0, 4, BINS * VIEWS).reshape(BINS, VIEWS),
         "square slice": np.linspace(0, 4, 64**2).reshape(64, 64),
@@ -252,25 +252,25 @@ def test_real_ct(real_ct: Path, tmp_path: Path) -> None:
     assert "train 20 slices of 1 patient, val 1 slices of 1 patient, test 1 slices of 1 patient" in outcome.text
     assert max(metrics(tmp_path / "run")["train/grad_norm"]) < 10
 
-    evaluated = run(
+    evaluation = run(
         "evaluate", f"run={tmp_path / 'run'}", *source, "data.split=all", f"hydra.run.dir={tmp_path / 'evaluated'}"
     )
-    assert evaluated.code == 0, evaluated.stderr
+    assert evaluation.code == 0, evaluation.stderr
     results = record(tmp_path / "evaluated")["test"]
     assert results["QN-Mixer"]["psnr"] > results["FBP"]["psnr"]
     with (tmp_path / "evaluated" / "images.csv").open(newline="") as stream:
         assert len({line["slice"] for line in csv.DictReader(stream)}) == 22
 
-    chosen = sorted((real_ct / "dicom" / "chest_ge").rglob("*"))[-1]
-    assert reconstruction(tmp_path / "run", chosen, tmp_path / "out").code == 0
-    (written,) = (tmp_path / "out").glob("*.dcm")
-    original, result = pydicom.dcmread(chosen), pydicom.dcmread(written)
+    slice_path = sorted((real_ct / "dicom" / "chest_ge").rglob("*"))[-1]
+    assert reconstruction(tmp_path / "run", slice_path, tmp_path / "out").code == 0
+    (result_path,) = (tmp_path / "out").glob("*.dcm")
+    original, result = pydicom.dcmread(slice_path), pydicom.dcmread(result_path)
     assert result.PatientID == original.PatientID
     hu = result.pixel_array * float(result.RescaleSlope) + float(result.RescaleIntercept)
-    assert np.abs(hu - np.load(written.with_suffix(".npy"))).max() <= 0.5
+    assert np.abs(hu - np.load(result_path.with_suffix(".npy"))).max() <= 0.5
     truth = original.pixel_array * float(original.RescaleSlope) + float(original.RescaleIntercept)
-    small = np.asarray(Image.fromarray(np.clip(truth, -1000, 2000).astype(np.float32)).resize((SIZE, SIZE)))
-    assert np.corrcoef(hu.ravel(), small.ravel())[0, 1] > 0.9
+    resized_truth = np.asarray(Image.fromarray(np.clip(truth, -1000, 2000).astype(np.float32)).resize((SIZE, SIZE)))
+    assert np.corrcoef(hu.ravel(), resized_truth.ravel())[0, 1] > 0.9
 
 
 def test_slices_without_a_study_share_a_new_one(noise_free: Path, tmp_path: Path) -> None:
@@ -281,9 +281,9 @@ def test_slices_without_a_study_share_a_new_one(noise_free: Path, tmp_path: Path
         del dataset.StudyInstanceUID
         dataset.save_as(path)
     assert reconstruction(noise_free, tmp_path / "in", tmp_path / "out", "formats=[dicom]").code == 0
-    made = [pydicom.dcmread(path) for path in (tmp_path / "out").rglob("*.dcm")]
-    assert len(made) == 2
-    assert len({dataset.StudyInstanceUID for dataset in made}) == len({d.SeriesInstanceUID for d in made}) == 1
+    datasets = [pydicom.dcmread(path) for path in (tmp_path / "out").rglob("*.dcm")]
+    assert len(datasets) == 2
+    assert len({dataset.StudyInstanceUID for dataset in datasets}) == len({d.SeriesInstanceUID for d in datasets}) == 1
 
 
 def test_scans_of_one_name_are_all_kept_and_a_bad_one_is_skipped(
@@ -297,8 +297,8 @@ def test_scans_of_one_name_are_all_kept_and_a_bad_one_is_skipped(
     outcome = reconstruction(noise_free, tmp_path / "in", tmp_path / "out", *options)
     assert "reconstructions: 4, as" in outcome.stdout
     assert "skipped" in outcome.stderr
-    kept = ("a/scan", "a/scan_3", "b/scan_0", "b/scan_1")
-    assert sorted(contents(tmp_path / "out")) == sorted(f"{name}{end}.npy" for name in kept for end in ("", "_fbp"))
+    names = ("a/scan", "a/scan_3", "b/scan_0", "b/scan_1")
+    assert sorted(contents(tmp_path / "out")) == sorted(f"{name}{end}.npy" for name in names for end in ("", "_fbp"))
 
 
 def test_missing_views_are_filled_in(noise_free: Path, measured: Measured, tmp_path: Path) -> None:
@@ -325,9 +325,9 @@ def test_a_scan_by_another_detector_and_with_other_views(noise_free: Path, tmp_p
     module = load_run(noise_free)
     g = module.projector.geometry
     pitch = g.detector_pitch / 2
-    other = replace(g, n_views=2 * VIEWS, n_detectors=2 * BINS, detector_pitch=pitch)
+    geometry = replace(g, n_views=2 * VIEWS, n_detectors=2 * BINS, detector_pitch=pitch)
     x = torch.from_numpy((np.clip(slice_hu(0, SIZE), -1000, 2000) + 1000) / 3000)[None, None].float()
-    np.save(tmp_path / "scan.npy", FanBeamProjector(other)(x)[0, 0].numpy())
+    np.save(tmp_path / "scan.npy", FanBeamProjector(geometry)(x)[0, 0].numpy())
     options = [f"detector_pitch={pitch}", f"angle_span={2 * math.pi}", "unit=value", "formats=[npy]"]
     outcome = reconstruction(noise_free, tmp_path / "scan.npy", tmp_path / "out", *options)
     assert outcome.code == 0, outcome.stderr

@@ -18,22 +18,22 @@ TINY.append("data.n_train=5")
 
 
 def test_a_healthy_machine_as_one_object(command: Command, tmp_path: Path) -> None:
-    done = command(tmp_path, "doctor", *TINY, "format=json")
-    outcome = json.loads(done.stdout)
-    assert (done.code, outcome["ok"]) == (0, True), done.stdout
-    assert all(set(check) == {"name", "status", "found", "mend"} for check in outcome["checks"])
-    status = {check["name"]: check["status"] for check in outcome["checks"]}
+    outcome = command(tmp_path, "doctor", *TINY, "format=json")
+    report = json.loads(outcome.stdout)
+    assert (outcome.code, report["ok"]) == (0, True), outcome.stdout
+    assert all(set(check) == {"name", "status", "found", "mend"} for check in report["checks"])
+    status = {check["name"]: check["status"] for check in report["checks"]}
     assert status["gradients"] == status["sharding"] == status["memory growth"] == "PASS"
     assert status["communication"] == "SKIP"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_check_says_how_to_fix_it_and_the_rest_is_skipped(command: Command, tmp_path: Path) -> None:
-    done = command(tmp_path, "doctor", *TINY, "strategy=ddp")
-    lines = done.stdout.splitlines()
-    assert (done.code, done.stderr) == (1, "")
-    (failed,) = [line for line in lines if line.startswith("FAIL")]
-    assert failed.split()[1] == "devices"
-    assert "Fix: give trainer.devices=4" in failed
+    outcome = command(tmp_path, "doctor", *TINY, "strategy=ddp")
+    lines = outcome.stdout.splitlines()
+    assert (outcome.code, outcome.stderr) == (1, "")
+    (failure,) = [line for line in lines if line.startswith("FAIL")]
+    assert failure.split()[1] == "devices"
+    assert "Fix: give trainer.devices=4" in failure
     assert lines[-1].startswith("SKIP  training")
     assert "devices failed" in lines[-1]

@@ -97,26 +97,27 @@ def run(command: str, place: Path, warm: Warm) -> None:
     """Run a command in `place`, its paths replaced and its sizes made tiny."""
     paths = {"/path/to/dicom": "aapm", "/path/to/aapm": "aapm", "runs/DIR": "run", "runs/compare_small": "sweep"}
     paths |= {"notebooks/studies": str(STUDIES), "runs/compare_real": "sweep_of_ct", "runs/longer": "sweep"}
-    for path, its in paths.items():
-        command = command.replace(path, str(place / its))
+    for path, replacement in paths.items():
+        command = command.replace(path, str(place / replacement))
     command = command.replace("model.n_iterations=10", "model.n_iterations=3")
     command = command.replace("qnmixer.new my_ct", "qnmixer.new another_ct")  # the fixture has made the other
-    into, _, command = command.rpartition(" && ")
+    change_of_folder, _, command = command.rpartition(" && ")
     words = shlex.split(command)
     if words[0] == "make":
-        made = place / f"made{into.removeprefix('cd ')}"
-        tiny = [*TINY, *PHANTOMS, "model.n_iterations=2", f"hydra.run.dir={made}"]
+        run_folder = place / f"made{change_of_folder.removeprefix('cd ')}"
+        overrides = [*TINY, *PHANTOMS, "model.n_iterations=2", f"hydra.run.dir={run_folder}"]
         if words[1] == "compare":
             sizes = [word for word in TINY if not word.startswith("model.")]
             of_ct = "CT=" in command
-            tiny = ["experiment/small=fbp,learn", "seed=1", *sizes, *([] if of_ct else PHANTOMS)]
+            overrides = ["experiment/small=fbp,learn", "seed=1", *sizes, *([] if of_ct else PHANTOMS)]
             words += [f"SWEEP={place}/sweep{'_of_ct' * of_ct}", "COMPARE=data.disc=true"]
         # A Python of the environment that runs this test stands in for .venv, which make would install otherwise.
-        folder = place / into.removeprefix("cd ") if into else ROOT
+        folder = place / change_of_folder.removeprefix("cd ") if change_of_folder else ROOT
         stand_in = ["-C", str(folder), "-o", ".venv/.installed", f"BIN={warm.python.parent}"]
-        dry = ["--dry-run"] if words[1] == "test" else []  # or it would run itself
-        kept = [word for word in tiny if not (into and word.startswith("data.n_"))]  # a project's slices are its own
-        words = ["make", *dry, *stand_in, f"ARGS={' '.join(kept)}", *words[1:]]
+        dry_run = ["--dry-run"] if words[1] == "test" else []  # or it would run itself
+        # A project's slices are its own.
+        arguments = [word for word in overrides if not (change_of_folder and word.startswith("data.n_"))]
+        words = ["make", *dry_run, *stand_in, f"ARGS={' '.join(arguments)}", *words[1:]]
     elif words[2] in ("qnmixer.plan", "qnmixer.doctor"):
         words += [word for word in TINY if word.startswith(("data.", "geometry", "model"))]
         words += ["model.n_iterations=4" if "strategy=pipeline" in command else "model.n_iterations=2"]
@@ -135,12 +136,12 @@ def run(command: str, place: Path, warm: Warm) -> None:
         words.append("data.cache_dir=cache")
     if words[0] == "make":
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(place / "my_ct" / "src")}
-        done = subprocess.run(words, cwd=place, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+        process = subprocess.run(words, cwd=place, capture_output=True, text=True, env=environment)
+        assert process.returncode == 0, f"{shlex.join(words)}\n{process.stdout}\n{process.stderr}"
         return
     # In this process, by the call that the module makes: to load torch for each command would take longer than all.
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place / into.removeprefix("cd "))
+        patch.chdir(place / change_of_folder.removeprefix("cd "))
         patch.setattr(sys, "argv", words[2:])
         patch.setenv(TRACEBACK, "1")
         importlib.import_module(words[2]).main()
@@ -168,8 +169,8 @@ def test_the_sinograms_of_the_docs_are_those_of_the_images(tmp_path: Path) -> No
     (tmp_path / "test").mkdir()
     np.save(tmp_path / "test" / "1_hu.npy", hu)
     np.save(tmp_path / "test" / "1_scan.npy", projector(attenuation)[0, 0].numpy())
-    found: dict[str, Any] = {}
-    exec(own("my_scans.py"), found)
-    slices = found["MyScans"]("test", tmp_path, 2000.0, water=0.0206)
+    namespace: dict[str, Any] = {}
+    exec(own("my_scans.py"), namespace)
+    slices = namespace["MyScans"]("test", tmp_path, 2000.0, water=0.0206)
     x = torch.from_numpy(slices.load(0) + 1000)[None, None] / 3000
     np.testing.assert_allclose(slices.sinogram(0), projector(x)[0, 0], rtol=1e-4, atol=1e-2)

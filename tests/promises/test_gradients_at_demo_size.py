@@ -35,9 +35,9 @@ class Trained(NamedTuple):
     weights: Tensor
     moments: Tensor  # Muon's and AdamW's means of the gradients, which are not clipped here
 
-    def differs(self, other: "Trained") -> tuple[float, float]:
+    def differences(self, reference: "Trained") -> tuple[float, float]:
         """The relative differences of weights and of moments."""
-        pairs = ((self.weights, other.weights), (self.moments, other.moments))
+        pairs = ((self.weights, reference.weights), (self.moments, reference.moments))
         weights, moments = (float((a - b).norm() / b.norm()) for a, b in pairs)
         return weights, moments
 
@@ -59,8 +59,10 @@ def train(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Train:
         checkpoint = torch.load(run_folder / "checkpoints" / "last.ckpt", weights_only=True)
         states = checkpoint["optimizer_states"][0]["state"].values()
         moments = [state["momentum"] if "momentum" in state else state["exp_avg"] for state in states]
-        flat = (torch.cat([t.flatten() for t in tensors]) for tensors in (checkpoint["state_dict"].values(), moments))
-        return Trained(losses, *flat)
+        vectors = (
+            torch.cat([t.flatten() for t in tensors]) for tensors in (checkpoint["state_dict"].values(), moments)
+        )
+        return Trained(losses, *vectors)
 
     return run
 
@@ -68,9 +70,9 @@ def train(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Train:
 @pytest.mark.long  # test_gradients_in_float64 has the same strategies at this size, to 1e-9 of each tensor
 @pytest.mark.parametrize("overrides", MODES)
 def test_four_devices_are_as_one(train: Train, overrides: str) -> None:
-    found, expected = train(f"{overrides} trainer.devices=4"), train(ONE)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    weights, moments = found.differs(expected)
+    result, expected = train(f"{overrides} trainer.devices=4"), train(ONE)
+    assert result.losses == pytest.approx(expected.losses, rel=1e-5)
+    weights, moments = result.differences(expected)
     assert weights < 5e-6  # up to 1e-6 was seen
     assert moments < 5e-5
 
@@ -78,15 +80,15 @@ def test_four_devices_are_as_one(train: Train, overrides: str) -> None:
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_half_precision_is_near_full_precision(train: Train, precision: str) -> None:
     """Of one process with the demo's batch of 4, because fp16 takes a CPU ten times as long."""
-    found, expected = train(f"memory=keep trainer.precision={precision}"), train("")
-    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE[precision])
-    weights, moments = found.differs(expected)
+    result, expected = train(f"memory=keep trainer.precision={precision}"), train("")
+    assert result.losses == pytest.approx(expected.losses, rel=TOLERANCE[precision])
+    weights, moments = result.differences(expected)
     assert weights < TOLERANCE[precision] / 10
     assert 1e-5 < moments < TOLERANCE[precision]  # and it is not full precision
 
 
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 def test_a_memory_mode_changes_no_bit(train: Train, mode: str) -> None:
-    found, expected = train(f"{ONE} memory={mode}"), train(ONE)
-    assert found.losses == expected.losses
-    assert found.differs(expected) == (0, 0)
+    result, expected = train(f"{ONE} memory={mode}"), train(ONE)
+    assert result.losses == expected.losses
+    assert result.differences(expected) == (0, 0)

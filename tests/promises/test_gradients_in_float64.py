@@ -61,12 +61,12 @@ def recorded(
         path = folder / f"job_{n_processes}.json"
         path.write_text(json.dumps(tasks))
         if n_processes == 1:
-            done = warm.run(str(RANK), str(path), cwd=folder)
-            assert done.returncode == 0, done.stderr
+            process = warm.run(str(RANK), str(path), cwd=folder)
+            assert process.returncode == 0, process.stderr
         else:
             with warm.forking_ranks():
                 launch([str(RANK), str(path)], n_processes)
-    return {of: [torch.load(file) for file in sorted(place.glob("rank_*.pt"))] for of, place in places.items()}
+    return {case: [torch.load(file) for file in sorted(place.glob("rank_*.pt"))] for case, place in places.items()}
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def recorded(
 def test_every_tensor_has_the_gradient_of_one_process(
     recorded: dict[tuple[str, str], list[dict[str, Any]]], name: str, way: str
 ) -> None:
-    (whole,) = recorded[name, "whole"]
-    expected = whole["gradients"]
-    largest = max(float(gradient.norm()) for gradient in expected.values())
-    assert largest > 0
+    (reference,) = recorded[name, "whole"]
+    expected = reference["gradients"]
+    largest_norm = max(float(gradient.norm()) for gradient in expected.values())
+    assert largest_norm > 0
     assert len(recorded[name, way]) == WAYS[way][0]
-    for found in recorded[name, way]:
-        assert found["gradients"].keys() == expected.keys()
-        for of, gradient in expected.items():
+    for record in recorded[name, way]:
+        assert record["gradients"].keys() == expected.keys()
+        for key, gradient in expected.items():
             assert gradient.dtype == torch.float64
-            error = float((found["gradients"][of] - gradient).norm())
-            assert error <= max(1e-9 * float(gradient.norm()), 1e-12 * largest), of
+            error = float((record["gradients"][key] - gradient).norm())
+            assert error <= max(1e-9 * float(gradient.norm()), 1e-12 * largest_norm), key

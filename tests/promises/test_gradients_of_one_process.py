@@ -76,7 +76,11 @@ LONG = {
     *(name for name in VARIANTS if name not in ("sequential", "two pipelines")),
     *(f"{name} {ending}" for name in STRATEGIES for ending in ("1 keep", "4 recompute")),
     *(f"{model} by {name}" for model in OTHERS for name in STRATEGIES if (model, name) not in SHORT_ONES),
-    *(f"from {writer}{end}" for writer in ("ddp", "pipeline") for end in ("", *(f" to {it}" for it in READERS))),
+    *(
+        f"from {writer}{end}"
+        for writer in ("ddp", "pipeline")
+        for end in ("", *(f" to {reader}" for reader in READERS))
+    ),
 }
 
 
@@ -94,7 +98,7 @@ def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[s
     job = []
     tiny = parse(compose("train", TINY.split()))  # once: Hydra takes longer than `override`
     data = ["data=numpy", f"data.root={folder / 'patients'}", f"data.cache_dir={folder / 'cache'}"]
-    patients = parse(compose("train", [*(it for it in TINY.split() if not it.startswith("data.n_")), *data]))
+    patients = parse(compose("train", [*(word for word in TINY.split() if not word.startswith("data.n_")), *data]))
     for task in tasks:
         config = override(patients if task.measure else tiny, f"{task.model} {task.overrides}")
         (folder / task.name).mkdir()
@@ -113,8 +117,8 @@ def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[s
     path = folder / f"job_{n_processes}.json"
     path.write_text(json.dumps(job))
     if n_processes == 1:
-        done = warm.run(str(RANK), str(path), cwd=folder, timeout=900)
-        assert done.returncode == 0, done.stderr
+        process = warm.run(str(RANK), str(path), cwd=folder, timeout=900)
+        assert process.returncode == 0, process.stderr
     else:
         with warm.forking_ranks():
             launch([str(RANK), str(path)], n_processes)
@@ -123,77 +127,81 @@ def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[s
     }
 
 
-def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def difference(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest relative difference of a tensor."""
-    assert found.keys() == expected.keys()
-    return max(float((found[n] - expected[n]).norm() / expected[n].norm().clamp_min(1e-12)) for n in expected)
+    assert result.keys() == expected.keys()
+    return max(
+        float((result[name] - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)) for name in expected
+    )
 
 
-def overall(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def overall(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The relative difference of all tensors together."""
-    a, b = (torch.cat([of[n].flatten() for n in expected]) for of in (found, expected))
+    a, b = (torch.cat([tensors[name].flatten() for name in expected]) for tensors in (result, expected))
     return float((a - b).norm() / b.norm())
 
 
-def as_trained_as(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def as_trained_as(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Assert that two trainings gave the same weights, to rounding.
 
     AdamW makes a step of lr of every gradient, also of one that rounding has decided: up to 2 % of lr was seen. What is
     wrong, such as a lost moment or the share of a rank, moves most weights by all of it.
     """
-    assert found.keys() == expected.keys()
-    assert overall(found, expected) < 5e-5
-    assert max(abs(found[n] - w).max() for n, w in expected.items()) < 0.1 * LR
+    assert result.keys() == expected.keys()
+    assert overall(result, expected) < 5e-5
+    assert max(abs(result[name] - weight).max() for name, weight in expected.items()) < 0.1 * LR
 
 
 def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
     """For one process, for four, for one after that; and which of the first each of the second must be equal to."""
-    one, four, equal = [], [], {}
+    one_process, four_processes, references = [], [], {}
     for accumulate, window in WINDOWS.items():
         window += f" trainer.accumulate_grad_batches={accumulate}"
-        one.append(Task(f"one {accumulate}", window))
+        one_process.append(Task(f"one {accumulate}", window))
         for (name, strategy), memory in product(STRATEGIES.items(), ("keep", "recompute")):
-            four.append(Task(f"{name} {accumulate} {memory}", f"{window} {strategy} memory={memory}"))
-            equal[four[-1].name] = one[-1].name
-    one.append(Task("one short", f"{WINDOWS[1]} {SHORT}"))
-    one.append(Task("one measured", f"data.batch_size=4 {SHORT}", measure=True))
+            four_processes.append(Task(f"{name} {accumulate} {memory}", f"{window} {strategy} memory={memory}"))
+            references[four_processes[-1].name] = one_process[-1].name
+    one_process.append(Task("one short", f"{WINDOWS[1]} {SHORT}"))
+    one_process.append(Task("one measured", f"data.batch_size=4 {SHORT}", measure=True))
     for name, strategy in STRATEGIES.items():
-        four.append(Task(f"{name} measured", f"{strategy} {SHORT}", measure=True))
-    two = f"data.n_train=11 {SHORT} model.hessian_gradient=detach"
-    one.append(Task("one detached", f"{two} data.batch_size=8"))
-    four.append(
-        Task("two at a time", f"{two} strategy=pipeline strategy.microbatch_size=2 {DEVICES} data.batch_size=2")
+        four_processes.append(Task(f"{name} measured", f"{strategy} {SHORT}", measure=True))
+    hessian = f"data.n_train=11 {SHORT} model.hessian_gradient=detach"
+    one_process.append(Task("one detached", f"{hessian} data.batch_size=8"))
+    four_processes.append(
+        Task("two at a time", f"{hessian} strategy=pipeline strategy.microbatch_size=2 {DEVICES} data.batch_size=2")
     )
-    equal["two at a time"] = "one detached"
-    one.append(Task("one own regularisers", f"{WINDOWS[1]} {SHORT} model.shared_regularizer=false"))
+    references["two at a time"] = "one detached"
+    one_process.append(Task("one own regularisers", f"{WINDOWS[1]} {SHORT} model.shared_regularizer=false"))
     for name, strategy in VARIANTS.items():
-        four.append(Task(name, f"{WINDOWS[1]} {strategy} {SHORT}"))
-        equal[name] = "one own regularisers" if name.startswith("own") else "one short"
+        four_processes.append(Task(name, f"{WINDOWS[1]} {strategy} {SHORT}"))
+        references[name] = "one own regularisers" if name.startswith("own") else "one short"
 
     for name, model in OTHERS.items():
-        one.append(Task(f"one {name}", f"{WINDOWS[1]} {SHORT}", model=model))
+        one_process.append(Task(f"one {name}", f"{WINDOWS[1]} {SHORT}", model=model))
         for strategy, overrides in STRATEGIES.items():
             if (name, strategy) != ("fbpconvnet", "pipeline"):  # which has one iteration
-                by = f"{name} by {strategy}"
-                four.append(Task(by, f"{WINDOWS[1]} {SHORT} {overrides} memory=recompute", model=model))
-                equal[by] = f"one {name}"
+                label = f"{name} by {strategy}"
+                four_processes.append(Task(label, f"{WINDOWS[1]} {SHORT} {overrides} memory=recompute", model=model))
+                references[label] = f"one {name}"
 
     # Eight slices a step, in one batch of eight or two of four; the checkpoint is of the middle of an epoch.
-    resumed = "data.n_train=22 schedule=constant trainer.max_steps=7 model.symmetric=true"
-    on_one = f"{resumed} data.batch_size=8"
-    on_four = {n: f"{resumed} {s} trainer.accumulate_grad_batches=2" for n, s in STRATEGIES.items()}
-    one += [Task("uninterrupted", on_one), Task("from one", f"{on_one} trainer.max_steps=5")]
-    four += [Task(f"from {n}", f"{s} trainer.max_steps=5") for n, s in on_four.items()]
+    steps = "data.n_train=22 schedule=constant trainer.max_steps=7 model.symmetric=true"
+    batch = f"{steps} data.batch_size=8"
+    windows = {name: f"{steps} {strategy} trainer.accumulate_grad_batches=2" for name, strategy in STRATEGIES.items()}
+    one_process += [Task("uninterrupted", batch), Task("from one", f"{batch} trainer.max_steps=5")]
+    four_processes += [Task(f"from {name}", f"{strategy} trainer.max_steps=5") for name, strategy in windows.items()]
     writers = sorted(WRITERS)
-    four += [Task(f"{writer} to {n}", s, resume=writer) for n, s in on_four.items() for writer in writers]
-    last = [Task(f"{writer} to one", on_one, resume=writer) for writer in writers]
+    four_processes += [
+        Task(f"{writer} to {name}", strategy, resume=writer) for name, strategy in windows.items() for writer in writers
+    ]
+    resumptions = [Task(f"{writer} to one", batch, resume=writer) for writer in writers]
 
     half = f"{WINDOWS[1]} trainer.precision=16-mixed"
-    one.append(Task("one half", f"{half} trainer.max_steps=2", scale=1024.0))
+    one_process.append(Task("one half", f"{half} trainer.max_steps=2", scale=1024.0))
     for name, strategy in STRATEGIES.items():
-        four.append(Task(f"{name} half", f"{half} {strategy} trainer.max_steps=2", scale=1024.0))
-        four.append(Task(f"{name} skipping", f"{half} {strategy} trainer.max_steps=5", scale=TOO_LARGE))
-    return one, four, last, equal
+        four_processes.append(Task(f"{name} half", f"{half} {strategy} trainer.max_steps=2", scale=1024.0))
+        four_processes.append(Task(f"{name} skipping", f"{half} {strategy} trainer.max_steps=5", scale=TOO_LARGE))
+    return one_process, four_processes, resumptions, references
 
 
 @pytest.fixture(scope="module")
@@ -210,26 +218,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recorded(folder: Path, warm: Warm, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     """What every rank recorded, by task; of those that are long, where they are asked for."""
-    one, four, last, _ = tasks()
+    one_process, four_processes, resumptions, _ = tasks()
     if "not long" in request.config.option.markexpr:
-        four, last = ([task for task in its if task.name not in LONG] for its in (four, last))
-    return run(folder, 1, one, warm) | run(folder, 4, four, warm) | run(folder, 1, last, warm)
+        four_processes, resumptions = (
+            [task for task in group if task.name not in LONG] for group in (four_processes, resumptions)
+        )
+    return run(folder, 1, one_process, warm) | run(folder, 4, four_processes, warm) | run(folder, 1, resumptions, warm)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in tasks()[3]])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in tasks()[3]])
 def test_four_devices_are_as_one(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
     """Gradients of the first step before clipping, losses, weights after the last; with smaller steps among them."""
     (expected,) = recorded[tasks()[3][name]]
-    for found in recorded[name]:
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        assert overall(found["gradients"], expected["gradients"]) < 1e-5
+    for record in recorded[name]:
+        assert record["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert overall(record["gradients"], expected["gradients"]) < 1e-5
         # Of one tensor, beside the gradients of single slices: their sum may cancel (23 times as small was seen). In
         # float32 a ReLU that rounding turns on moves a tensor by 3.5e-4, on some CPUs. In float64 batches of any size
         # agree to 1e-12. A share that is lost moves it by 25 %.
-        for of, wanted in expected["gradients"].items():
-            assert (found["gradients"][of] - wanted).norm() <= 1e-3 * expected["magnitudes"][of], of
-        assert overall(found["weights"], expected["weights"]) < 2e-5
-        as_trained_as(found["weights"], expected["weights"])
+        for key, gradient in expected["gradients"].items():
+            assert (record["gradients"][key] - gradient).norm() <= 1e-3 * expected["magnitudes"][key], key
+        assert overall(record["weights"], expected["weights"]) < 2e-5
+        as_trained_as(record["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize(
@@ -243,9 +253,9 @@ def test_a_checkpoint_resumes_under_every_strategy(
     recorded: dict[str, list[dict[str, Any]]], writer: str, reader: str
 ) -> None:
     (expected,) = recorded["uninterrupted"]
-    for found in recorded[f"from {writer} to {reader}"]:
-        assert found["losses"] == pytest.approx(expected["losses"][5:], rel=1e-5)
-        as_trained_as(found["weights"], expected["weights"])
+    for record in recorded[f"from {writer} to {reader}"]:
+        assert record["losses"] == pytest.approx(expected["losses"][5:], rel=1e-5)
+        as_trained_as(record["weights"], expected["weights"])
 
 
 def test_every_command_reads_what_fsdp_wrote(folder: Path, recorded: dict[str, list[dict[str, Any]]]) -> None:
@@ -258,57 +268,57 @@ def test_who_was_trained_on_is_in_every_checkpoint(
     folder: Path, recorded: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
     assert len(recorded[f"{name} measured"]) == 4
-    expected, found = (split_of(folder / f"{it} measured" / "last.ckpt") for it in ("one", name))
+    expected, split = (split_of(folder / f"{writer} measured" / "last.ckpt") for writer in ("one", name))
     assert expected is not None
-    assert found is not None
+    assert split is not None
     assert [len(expected[part]["patients"]) for part in PARTS] == [6, 1, 1]
     for part in PARTS:
-        assert all(torch.equal(found[part][key], expected[part][key]) for key in ("patients", "slices"))
+        assert all(torch.equal(split[part][key], expected[part][key]) for key in ("patients", "slices"))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_half_precision(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
     """As one process to within fp16's 1e-3; and what one scaler skips, all skip."""
     (expected,) = recorded["one half"]
-    for found in recorded[f"{name} half"]:
-        assert overall(found["gradients"], expected["gradients"]) < 2e-3
+    for record in recorded[f"{name} half"]:
+        assert overall(record["gradients"], expected["gradients"]) < 2e-3
         # Sums that cancel, as above: fp16 alone moves one by up to 6 %. The lost share of a rank would be 25 %.
-        assert difference(found["gradients"], expected["gradients"]) < 0.15
-        assert overall(found["weights"], expected["weights"]) < 1e-3
+        assert difference(record["gradients"], expected["gradients"]) < 0.15
+        assert overall(record["weights"], expected["weights"]) < 1e-3
         # AdamW makes a step of lr of every gradient, also of one that rounding has decided: few weights differ by that.
-        moved = torch.cat([(found["weights"][n] - w).flatten() for n, w in expected["weights"].items()]).abs()
-        assert float((moved > 0.3 * LR).float().mean()) < 2e-3
-        assert found["scales"] == expected["scales"]
-    first, *others = recorded[f"{name} skipping"]
-    assert first["scales"][0] < TOO_LARGE  # the first step was skipped
-    assert any(before == after for before, after in pairwise(first["scales"]))  # and another was not
-    for found in others:
-        assert found["scales"] == first["scales"]
-        assert difference(found["weights"], first["weights"]) == 0
+        movements = torch.cat([(record["weights"][n] - w).flatten() for n, w in expected["weights"].items()]).abs()
+        assert float((movements > 0.3 * LR).float().mean()) < 2e-3
+        assert record["scales"] == expected["scales"]
+    reference, *others = recorded[f"{name} skipping"]
+    assert reference["scales"][0] < TOO_LARGE  # the first step was skipped
+    assert any(before == after for before, after in pairwise(reference["scales"]))  # and another was not
+    for record in others:
+        assert record["scales"] == reference["scales"]
+        assert difference(record["weights"], reference["weights"]) == 0
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_is_measured_is_what_one_process_measures(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
     """Five slices to validate and five to test over four devices: none twice, none missing, in order."""
     (expected,) = recorded["one measured"]
-    for found in recorded[f"{name} measured"]:
+    for record in recorded[f"{name} measured"]:
         for key, value in expected["validation"].items():
             if not key.startswith("val/cosine"):  # of the first batch, which is smaller on each of four
-                assert found["validation"][key] == pytest.approx(value, rel=1e-5)
-        assert [row[:3] for row in found["test"]] == [row[:3] for row in expected["test"]]
-        for row, wanted in zip(found["test"], expected["test"], strict=True):
+                assert record["validation"][key] == pytest.approx(value, rel=1e-5)
+        assert [row[:3] for row in record["test"]] == [row[:3] for row in expected["test"]]
+        for row, expected_row in zip(record["test"], expected["test"], strict=True):
             values, others = row[3], row[4:]
-            assert values == pytest.approx(wanted[3], rel=1e-4, abs=1e-4)
-            assert others == wanted[4:]
-        assert found["rows"] == expected["rows"]
+            assert values == pytest.approx(expected_row[3], rel=1e-4, abs=1e-4)
+            assert others == expected_row[4:]
+        assert record["rows"] == expected["rows"]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_gradients_stay_where_they_are_while_accumulating(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
     """After the first batch of a window each rank has its own; fsdp has them beside the shards."""
-    local = [tuple(found["local"]) for found in recorded[f"{name} 4 keep"]]
-    assert len(local[0]) > 10
+    local_norms = [tuple(record["local"]) for record in recorded[f"{name} 4 keep"]]
+    assert len(local_norms[0]) > 10
     if name == "fsdp":
-        assert {norm for norms in local for norm in norms} == {None}
+        assert {norm for norms in local_norms for norm in norms} == {None}
     else:
-        assert len(set(local)) == 4
+        assert len(set(local_norms)) == 4

@@ -83,48 +83,48 @@ def test_a_checkpoint_names_code_and_variables_in_vain(
     (tmp_path / "evil_of_a_stranger.py").write_text("open('imported', 'w')\n")
     (tmp_path / "ct").mkdir()
     module = tiny_module()
-    plain = module.config.plain()
-    change(plain)
-    found = {CHECKPOINT_KEY: {"format": 1, "config": plain}, "state_dict": module.state_dict(), "global_step": 1}
+    config = module.config.plain()
+    change(config)
+    checkpoint = {CHECKPOINT_KEY: {"format": 1, "config": config}, "state_dict": module.state_dict(), "global_step": 1}
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    torch.save(found, tmp_path / "a.ckpt")
+    torch.save(checkpoint, tmp_path / "a.ckpt")
     shutil.copy(tmp_path / "a.ckpt", tmp_path / "run" / "checkpoints" / "best.ckpt")
 
-    done = command(tmp_path, name.split()[0], *COMMANDS[name], OF_THIS_MACHINE=SECRET)
+    outcome = command(tmp_path, name.split()[0], *COMMANDS[name], OF_THIS_MACHINE=SECRET)
     assert not (tmp_path / "imported").exists()
-    told = done.stdout + done.stderr
-    assert "Traceback" not in told
-    assert SECRET not in told
+    output = outcome.stdout + outcome.stderr
+    assert "Traceback" not in output
+    assert SECRET not in output
     assert not [path for path, data in contents(tmp_path).items() if SECRET.encode() in data]
-    refused = change in (names_code, looks_up_a_word) or (change is names_code_of_slices and "as" in name)
+    refusal = change in (names_code, looks_up_a_word) or (change is names_code_of_slices and "as" in name)
     if not name.startswith("train") and name != "reconstruct":  # these find no fitting network, and no slices
-        assert done.code == refused, done.stderr
-    if refused and not name.startswith("train"):
-        assert ("evil_of_a_stranger" if change is not looks_up_a_word else LOOKUP) in done.stderr
+        assert outcome.code == refusal, outcome.stderr
+    if refusal and not name.startswith("train"):
+        assert ("evil_of_a_stranger" if change is not looks_up_a_word else LOOKUP) in outcome.stderr
 
 
 @pytest.mark.parametrize(
-    ("made", "words"),
+    ("content", "words"),
     [
         ("missing", "give "), ("empty", "has no checkpoints"), ("other program", "another program"),
         ("code", "weights_only"), ("truncated", "damaged"), ("text", "no checkpoint"),
     ],
 )  # fmt: skip
 def test_no_command_takes_a_checkpoint_that_is_none(
-    noise_free: Path, ct: Path, tmp_path: Path, made: str, words: str
+    noise_free: Path, ct: Path, tmp_path: Path, content: str, words: str
 ) -> None:
     folder, out = tmp_path / "bad", tmp_path / "out"
     path = folder / "checkpoints" / "best.ckpt"
-    if made != "missing":
+    if content != "missing":
         path.parent.mkdir(parents=True)
-    if made == "other program":
+    if content == "other program":
         torch.save({"state_dict": {"a": torch.zeros(1)}, "hyper_parameters": {}}, path)
-    elif made == "code":
+    elif content == "code":
         torch.save(Outcome(0, "", ""), path)
-    elif made == "truncated":
+    elif content == "truncated":
         data = (noise_free / "checkpoints" / "best.ckpt").read_bytes()
         path.write_bytes(data[: len(data) // 2])
-    elif made == "text":
+    elif content == "text":
         path.write_text("export A=1\npython -m train\n")
     for outcome in (
         run("evaluate", f"run={folder}", f"hydra.run.dir={out / 'evaluate'}"),

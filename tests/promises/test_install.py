@@ -54,13 +54,13 @@ def add_wheel(index: Path, name: str, version: str, *, needs: tuple[str, ...] = 
     folder = index / name
     folder.mkdir(parents=True, exist_ok=True)
     path, info = folder / f"{stem}-{version}-py3-none-any.whl", f"{stem}-{version}.dist-info"
-    required = "".join(f"Requires-Dist: {need}\n" for need in needs)
+    requirements = "".join(f"Requires-Dist: {need}\n" for need in needs)
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr(file or f"{stem}.py", f"{name} {version}")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{required}")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requirements}")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
-    links = [f'<a href="{found.name}">{found.name}</a>' for found in sorted(folder.glob("*.whl"))]
+    links = [f'<a href="{wheel_path.name}">{wheel_path.name}</a>' for wheel_path in sorted(folder.glob("*.whl"))]
     (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>")
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -99,8 +99,8 @@ class Machine:
         shutil.copytree(template / "project", folder / "project", symlinks=True)
         self.project, self.bin = folder / "project", folder / "bin"
         self.bin.mkdir()
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "CUDA_"))}
-        self.environment = kept | {
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "CUDA_"))}
+        self.environment = variables | {
             "PATH": f"{self.bin}:{PATH}",
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_INDEX_URL": (template / "pypi").as_uri(),
@@ -110,34 +110,36 @@ class Machine:
     def run(self, command: str, *, fails: bool = False) -> str:
         """Run a shell command in the project. Returns what it said."""
         command = command.replace("make install", f"make install PYTHON={sys.executable}")
-        done = subprocess.run(
+        process = subprocess.run(
             ["sh", "-c", command], cwd=self.project, capture_output=True, text=True, env=self.environment, timeout=120
         )
-        assert (done.returncode != 0) == fails, f"{done.stdout}\n{done.stderr}"
-        assert "Traceback" not in done.stderr
-        return done.stdout + done.stderr
+        assert (process.returncode != 0) == fails, f"{process.stdout}\n{process.stderr}"
+        assert "Traceback" not in process.stderr
+        return process.stdout + process.stderr
 
     def packages(self) -> dict[str, str]:
         (site,) = self.project.glob(".venv/lib/python*/site-packages")
         names = [folder.name.removesuffix(".dist-info").split("-") for folder in site.glob("*.dist-info")]
-        found = {name: version for name, version in names if name not in ("pip", "setuptools")}
-        return found | {"cudnn": (site / "nvidia" / "cudnn.txt").read_text()} if "nvidia" in os.listdir(site) else found
+        versions = {name: version for name, version in names if name not in ("pip", "setuptools")}
+        if "nvidia" in os.listdir(site):
+            versions["cudnn"] = (site / "nvidia" / "cudnn.txt").read_text()
+        return versions
 
     def change_pyproject(self) -> None:
         """As a pull does: what is installed is now older."""
-        later = (self.project / ".venv" / ".installed").stat().st_mtime + 10
-        os.utime(self.project / "pyproject.toml", (later, later))
+        mtime = (self.project / ".venv" / ".installed").stat().st_mtime + 10
+        os.utime(self.project / "pyproject.toml", (mtime, mtime))
 
 
 @pytest.fixture
 def machine(template: Path, tmp_path: Path) -> Callable[..., Machine]:
     def make(*gpus: str) -> Machine:
-        made = Machine(template, tmp_path)
+        host = Machine(template, tmp_path)
         if gpus:
-            fake_nvidia_smi(made.bin, *gpus)
+            fake_nvidia_smi(host.bin, *gpus)
         elif shutil.which("nvidia-smi", path=PATH):  # that of the machine that runs this test
-            fake_nvidia_smi(made.bin, "No devices were found", code=6)
-        return made
+            fake_nvidia_smi(host.bin, "No devices were found", code=6)
+        return host
 
     return make
 
@@ -150,7 +152,7 @@ CU130 = COMMON | {"torch": TORCH, "nvidia_cudnn_cu13": "9.20", "cudnn": "nvidia-
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS has one build")
 @pytest.mark.parametrize(
-    ("gpus", "build", "said"),
+    ("gpus", "build", "reason"),
     [
         ([V100] * 4, "cu126", "compute capability 7.0, driver 580.65.06"),
         pytest.param([A100], "cu130", "compute capability 8.0, driver 580.65.06", marks=pytest.mark.long),
@@ -158,58 +160,58 @@ CU130 = COMMON | {"torch": TORCH, "nvidia_cudnn_cu13": "9.20", "cudnn": "nvidia-
     ],
     ids=["V100", "A100", "none"],
 )
-def test_each_machine_gets_its_build(gpus: list[str], build: str, said: str, machine: Callable[..., Machine]) -> None:
+def test_each_machine_gets_its_build(gpus: list[str], build: str, reason: str, machine: Callable[..., Machine]) -> None:
     """More machines: tests/test_torch_builds.py."""
-    here = machine(*gpus)
-    assert f"torch {TORCH}, build {build}: {said}\n" in here.run("make install")
-    assert here.packages() == {"cpu": CPU, "cu126": CU126, "cu130": CU130}[build]
-    assert "Nothing to be done" in here.run("make install")
+    host = machine(*gpus)
+    assert f"torch {TORCH}, build {build}: {reason}\n" in host.run("make install")
+    assert host.packages() == {"cpu": CPU, "cu126": CU126, "cu130": CU130}[build]
+    assert "Nothing to be done" in host.run("make install")
 
 
 def test_a_machine_without_a_build_is_refused_in_a_line(machine: Callable[..., Machine]) -> None:
-    here = machine(V100, RTX_5090)
-    (line,) = [line for line in here.run("make install", fails=True).splitlines() if line.startswith("error: ")]
+    host = machine(V100, RTX_5090)
+    (line,) = [line for line in host.run("make install", fails=True).splitlines() if line.startswith("error: ")]
     assert "no build of torch" in line
     assert line.endswith("To choose by hand: make install TORCH=cu130|cu126|cpu")
-    assert here.packages() == {}
-    here.run("make install", fails=True)  # it is not taken for done
-    assert "build cpu: TORCH=cpu asks for it" in here.run("make install TORCH=cpu")
-    assert here.packages() == CPU
+    assert host.packages() == {}
+    host.run("make install", fails=True)  # it is not taken for done
+    assert "build cpu: TORCH=cpu asks for it" in host.run("make install TORCH=cpu")
+    assert host.packages() == CPU
 
 
 @pytest.mark.long
 def test_the_fix_installs_a_build_that_the_next_install_keeps(machine: Callable[..., Machine]) -> None:
     """Both of its commands; and nothing stays of the build before."""
-    here = machine(V100)
-    index = here.environment["TORCH_INDEX"]
+    host = machine(V100)
+    index = host.environment["TORCH_INDEX"]
     make, _, pip = fix([GPU((7, 0), "535.104.05")]).partition(", or ")
     pip = pip.replace("https://download.pytorch.org/whl", index).replace("pip", ".venv/bin/python -m pip", 1)
-    here.run("make install TORCH=cpu")
-    here.run(make)
-    assert here.packages() == CU126
-    here.run(f".venv/bin/python -m pip install -q torch=={TORCH}+cpu --index-url {index}/cpu")
-    here.run(pip)
-    assert here.packages() == CU126
-    fake_nvidia_smi(here.bin, A100)  # as on another node, with the same files
-    here.change_pyproject()
-    assert "build cu126: kept" in here.run("make install")
-    assert here.packages() == CU126
-    here.run("make install TORCH=auto")
-    assert here.packages() == CU130
+    host.run("make install TORCH=cpu")
+    host.run(make)
+    assert host.packages() == CU126
+    host.run(f".venv/bin/python -m pip install -q torch=={TORCH}+cpu --index-url {index}/cpu")
+    host.run(pip)
+    assert host.packages() == CU126
+    fake_nvidia_smi(host.bin, A100)  # as on another node, with the same files
+    host.change_pyproject()
+    assert "build cu126: kept" in host.run("make install")
+    assert host.packages() == CU126
+    host.run("make install TORCH=auto")
+    assert host.packages() == CU130
 
 
 def test_a_package_that_is_not_the_locked_one_is_refused(machine: Callable[..., Machine]) -> None:
-    here = machine()
-    lock = here.project / "requirements.lock"
+    host = machine()
+    lock = host.project / "requirements.lock"
     name = "filelock==3.13 \\\n    --hash=sha256:"
     lock.write_text(lock.read_text().replace(name, f"{name}0")[:-1])
-    assert "error: " in here.run("make install", fails=True)
-    assert "filelock" not in here.packages()
+    assert "error: " in host.run("make install", fails=True)
+    assert "filelock" not in host.packages()
 
 
 def test_the_steps_of_the_dockerfile_install(machine: Callable[..., Machine]) -> None:
-    here = machine()
+    host = machine()
     (step,) = re.findall(r"^RUN (.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     (default,) = re.findall(r"^ARG TORCH=(.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    here.run(f"TORCH={default}; {step}")
-    assert here.packages() == CU130
+    host.run(f"TORCH={default}; {step}")
+    assert host.packages() == CU130

@@ -31,22 +31,22 @@ Build = Callable[..., ReconstructionModule]
 
 
 def test_the_command_prints_one_object(command: Command, tmp_path: Path) -> None:
-    done = command(tmp_path, "plan", *SMALL, "model.n_iterations=2", "format=json")
-    assert (done.code, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
-    assert {"parameters", "gradients", "optimizer", "activations"} <= set(told["parts"])
-    assert sum(told["parts"].values()) == pytest.approx(told["peak_mib"], abs=0.01)
-    assert 0 < told["per_iteration_mib"] < told["peak_mib"]
-    assert (told["strategy"], told["devices"]) == ("single", [told["peak_mib"]])
-    assert "idle_share" not in told
+    outcome = command(tmp_path, "plan", *SMALL, "model.n_iterations=2", "format=json")
+    assert (outcome.code, outcome.stderr) == (0, "")
+    plan = json.loads(outcome.stdout)
+    assert {"parameters", "gradients", "optimizer", "activations"} <= set(plan["parts"])
+    assert sum(plan["parts"].values()) == pytest.approx(plan["peak_mib"], abs=0.01)
+    assert 0 < plan["per_iteration_mib"] < plan["peak_mib"]
+    assert (plan["strategy"], plan["devices"]) == ("single", [plan["peak_mib"]])
+    assert "idle_share" not in plan
 
 
 def test_the_command_prints_tables_and_leaves_nothing(command: Command, tmp_path: Path) -> None:
-    done = command(tmp_path, "plan", *SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2")
-    assert (done.code, done.stderr) == (0, "")
-    of_a_pipeline = ["on 4 devices, assumed", "in flight", "sequential", "idle"]
-    for word in ["recompute", "16-mixed, bf16-mixed", "batch 8", "adamw", "1.2", *of_a_pipeline]:
-        assert word in done.stdout
+    outcome = command(tmp_path, "plan", *SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2")
+    assert (outcome.code, outcome.stderr) == (0, "")
+    pipeline_words = ["on 4 devices, assumed", "in flight", "sequential", "idle"]
+    for word in ["recompute", "16-mixed, bf16-mixed", "batch 8", "adamw", "1.2", *pipeline_words]:
+        assert word in outcome.stdout
     assert not list(tmp_path.iterdir())
 
 
@@ -54,17 +54,17 @@ def test_the_command_prints_tables_and_leaves_nothing(command: Command, tmp_path
 def test_a_run_that_does_not_fit_ends_with_one_line(warm: Warm, tmp_path: Path) -> None:
     """A real allocation that the system refuses."""
     limit = 3 * 2**30
-    limited = f"""
+    program = f"""
 import resource, runpy
 resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))
 runpy.run_module("qnmixer.train", run_name="__main__", alter_sys=True)
 """
-    command = ["-c", limited, *TINY, "data.image_size=128", "data.batch_size=96", "logger=csv"]
+    command = ["-c", program, *TINY, "data.image_size=128", "data.batch_size=96", "logger=csv"]
     command += ["model.channels=64", "data.num_workers=0", "trainer.max_steps=2", "trainer.accelerator=cpu"]
     command += ["data.n_train=96", "data.n_val=1", "data.n_test=1", f"hydra.run.dir={tmp_path}"]
-    done = warm.run(*command, cwd=tmp_path)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    process = warm.run(*command, cwd=tmp_path)
+    assert process.returncode == 1
+    (line,) = process.stderr.splitlines()
     assert line.startswith("error: out of memory: a step of this run needs")
     assert float(re.search(r"but ([\d,]+) MiB", line)[1].replace(",", "")) < limit / MIB  # type: ignore[index]
     assert "try memory=recompute (" in line
@@ -94,18 +94,20 @@ def test_a_batch_that_does_not_fit_is_halved(tiny_module: Build, tmp_path: Path)
     save(tiny_module("data.image_size=128", "model.n_iterations=1", "model.channels=32"), tmp_path / "a.ckpt")
     np.save(tmp_path / "a.npy", np.stack([phantom(32, seed=0, part="test", index=k) for k in range(64)]))
     # Freed memory goes back to the system. Else it depends on chance how much of the address space is left.
-    steady = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    variables = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     words = ["run=a.ckpt", "input=a.npy", "output=out", "accelerator=cpu", "formats=[npy]", "batch_size=64"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _LIMITED, "150", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        env=environment(**steady),
+        env=environment(**variables),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
-    found = [re.fullmatch(r"warning: out of memory with (\d+) slices at once: .* batch_size=(\d+)", s) for s in lines]
-    assert found
-    assert found[0][1] == "64"  # type: ignore[index]
-    assert all(match and int(match[2]) == int(match[1]) // 2 for match in found)
+    assert process.returncode == 0, process.stderr
+    lines = process.stderr.splitlines()
+    matches = [
+        re.fullmatch(r"warning: out of memory with (\d+) slices at once: .* batch_size=(\d+)", line) for line in lines
+    ]
+    assert matches
+    assert matches[0][1] == "64"  # type: ignore[index]
+    assert all(match and int(match[2]) == int(match[1]) // 2 for match in matches)
     assert len(list((tmp_path / "out").glob("*.npy"))) == 64
 
 
@@ -130,8 +132,8 @@ def test_a_long_series_needs_the_memory_of_a_short_one(tiny_module: Build, tmp_p
             np.save(folder / f"{k}.npy", hu)
         words = ["run=a.ckpt", f"input={n}", f"output=out{n}", "accelerator=cpu", "formats=[npy]"]
         command = [sys.executable, "-c", _PEAK, *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment())
-        assert done.returncode == 0, done.stderr
-        peaks.append(int(done.stdout.splitlines()[-1]))
+        process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment())
+        assert process.returncode == 0, process.stderr
+        peaks.append(int(process.stdout.splitlines()[-1]))
     assert len(list((tmp_path / "out400").iterdir())) == 400
     assert peaks[1] == pytest.approx(peaks[0], rel=0.1)

@@ -139,7 +139,7 @@ def test_every_mutated_line_runs_or_is_refused_in_one_line(
     (tmp_path / "conf" / "loss").mkdir(parents=True)
     (tmp_path / "conf" / "loss" / "mine.yaml").write_text("_target_: qnmixer.losses.l1\n")
     monkeypatch.chdir(tmp_path)
-    files, refused, wrong = files_in(tmp_path), 0, []
+    files, refusals, failures = files_in(tmp_path), 0, []
     for name, words in command_lines(n):
         monkeypatch.setattr(sys, "argv", [name, *words])
         capsys.readouterr()
@@ -152,17 +152,17 @@ def test_every_mutated_line_runs_or_is_refused_in_one_line(
         except SystemExit as end:
             code = end.code or 0
         except Exception as error:
-            wrong.append((name, words, repr(error)[:300]))
+            failures.append((name, words, repr(error)[:300]))
             continue
         lines = capsys.readouterr().err.splitlines()
-        refused += code != 0
+        refusals += code != 0
         if code != 0 and not (
             code == 1 and len(lines) == 1 and lines[0].startswith("error: ") and len(lines[0]) < 4000
         ):
-            wrong.append((name, words, code, lines))
+            failures.append((name, words, code, lines))
         if files_in(tmp_path) != files:
-            wrong.append((name, words, os.listdir()))
+            failures.append((name, words, os.listdir()))
             files = files_in(tmp_path)
-    print(f"{refused} of {n} lines refused")
-    assert not wrong, "\n".join(map(str, wrong))
-    assert refused > n / 2  # it tests errors
+    print(f"{refusals} of {n} lines refused")
+    assert not failures, "\n".join(map(str, failures))
+    assert refusals > n / 2  # it tests errors

@@ -81,11 +81,11 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
 def test_a_project_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     folder = tmp_path / "a folder" / "mine"
     run(monkeypatch, str(folder))
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     package = {f"src/mine/{name}.py" for name in ("__init__", "data", "fit", "losses", "module", "network", "train")}
     options = {f"{group}/mine" for group in (*GROUPS, "experiment", "loss", "model", "module")}
     options |= {"data/bodies", "loss/edges"}
-    assert found == package | {f"conf/{name}.yaml" for name in options} | {
+    assert files == package | {f"conf/{name}.yaml" for name in options} | {
         ".github/workflows/ci.yml", ".gitignore", "Makefile", "README.md", "notebooks/look.ipynb", "pyproject.toml",
         "tests/test_mine.py",
     }  # fmt: skip
@@ -139,16 +139,16 @@ def test_a_project_names_the_library_as_it_was_installed(
     """By a Python that finds a copy of the package, and what pip would write about it."""
     site = tmp_path / "site"
     shutil.copytree(new.PACKAGE, site / "qnmixer", ignore=shutil.ignore_patterns("weights", "__pycache__"))
-    about = site / "qnmixer-9.9.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: qnmixer\nVersion: 9.9\n")
+    dist_info = site / "qnmixer-9.9.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: qnmixer\nVersion: 9.9\n")
     if origin is not None:
-        (about / "direct_url.json").write_text(json.dumps(origin))
+        (dist_info / "direct_url.json").write_text(json.dumps(origin))
     code = f"import sys; sys.path.insert(0, {str(site)!r}); from qnmixer.new import dependency; print(dependency())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.strip() == (f"qnmixer[train,dicom] @ {expected}" if expected else "qnmixer[train,dicom]==9.9"), (
-        done.stderr
-    )
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert process.stdout.strip() == (
+        f"qnmixer[train,dicom] @ {expected}" if expected else "qnmixer[train,dicom]==9.9"
+    ), process.stderr
 
 
 @pytest.mark.parametrize(
@@ -168,18 +168,20 @@ def test_a_project_has_this_build_of_torch_and_is_linked_to_this_clone(
     monkeypatch.setattr("qnmixer.torch_builds.version", lambda _: version)
     monkeypatch.delenv("TORCH_INDEX", raising=False)
     new.new(tmp_path / "mine")
-    done = subprocess.run(["make", "-n", "install"], cwd=tmp_path / "mine", capture_output=True, text=True, check=True)
-    installed = re.findall(r"pip install --quiet --disable-pip-version-check (.*)", done.stdout)
+    process = subprocess.run(
+        ["make", "-n", "install"], cwd=tmp_path / "mine", capture_output=True, text=True, check=True
+    )
+    arguments = re.findall(r"pip install --quiet --disable-pip-version-check (.*)", process.stdout)
     clone = new.PACKAGE.parents[1].as_uri()
-    assert installed == [*filter(None, [expected]), '-e ".[dev]"', f"--no-deps -e {clone}"]
+    assert arguments == [*filter(None, [expected]), '-e ".[dev]"', f"--no-deps -e {clone}"]
 
 
 def with_training_of_before(fit: Path) -> None:
     """Write a `fit` as projects of before 2026-11-28 have it."""
-    today = re.compile(r"with steps\.training.*?weights_only=True\)", re.DOTALL)
-    written, n = today.subn("steps.train(config, run, trainer, module, data, checkpoint)", fit.read_text())
+    pattern = re.compile(r"with steps\.training.*?weights_only=True\)", re.DOTALL)
+    code, n = pattern.subn("steps.train(config, run, trainer, module, data, checkpoint)", fit.read_text())
     assert n == 1
-    fit.write_text(written)
+    fit.write_text(code)
 
 
 @pytest.mark.slow
@@ -188,10 +190,10 @@ def test_its_training_step_is_the_users_and_goes_on(tmp_path: Path, command: Com
     new.new(folder)
     path = {"PYTHONPATH": str(folder / "src")}
     assert command(folder, "train", *MINE, "hydra.run.dir=before", **path).code == 0
-    step = folder / "src" / "mine" / "module.py"
-    plain = 'return (batch["weight"] * self.loss(image, batch["image"])).mean()'
-    assert plain in step.read_text()
-    step.write_text(step.read_text().replace(plain, plain.replace("return", "return 10 *")))
+    source = folder / "src" / "mine" / "module.py"
+    loss_line = 'return (batch["weight"] * self.loss(image, batch["image"])).mean()'
+    assert loss_line in source.read_text()
+    source.write_text(source.read_text().replace(loss_line, loss_line.replace("return", "return 10 *")))
     with_training_of_before(folder / "src" / "mine" / "fit.py")
     assert command(folder, "train", *MINE, "hydra.run.dir=run", **path).code == 0
     before, after = (metrics(folder / run) for run in ("before", "run"))
@@ -217,26 +219,26 @@ def test_its_slices_and_its_module_come_back(tmp_path: Path, command: Command, w
     words = [*TINY, "datamodule._target_=mine.slices.Slices", "optimizer=sgd", "schedule=constant", "callbacks=none"]
     words += ["trainer.max_steps=2", "trainer.val_every_n_steps=2"]
 
-    def done(name: str, *words: str) -> None:
+    def run_command(name: str, *words: str) -> None:
         outcome = command(folder, name, *words, **path)
         assert (outcome.code, outcome.stderr) == (0, "")
 
-    done("train", *words, "data.batch_size=4", "test_after_training=true", "hydra.run.dir=one")
-    two = ["data.batch_size=2", "strategy=ddp", "trainer.devices=2", "hydra.run.dir=two"]
-    done("train", *words, *two)
-    one, both = weights(folder / "one"), weights(folder / "two")
-    for name, tensor in one.items():
-        torch.testing.assert_close(both[name], tensor, rtol=1e-5, atol=1e-7)
+    run_command("train", *words, "data.batch_size=4", "test_after_training=true", "hydra.run.dir=one")
+    two_devices = ["data.batch_size=2", "strategy=ddp", "trainer.devices=2", "hydra.run.dir=two"]
+    run_command("train", *words, *two_devices)
+    single_weights, ddp_weights = weights(folder / "one"), weights(folder / "two")
+    for name, tensor in single_weights.items():
+        torch.testing.assert_close(ddp_weights[name], tensor, rtol=1e-5, atol=1e-7)
 
-    after = record(folder / "one")
-    done("evaluate", "run=one", "hydra.run.dir=again")
-    again = record(folder / "again")
-    assert (again["test"], again["evaluated"]["data"]) == (after["test"], "mine.slices.Slices")
-    done("robustness", "run=one", "photons=[1e5]", *FEW_CONDITIONS, "hydra.run.dir=robust")
+    results = record(folder / "one")
+    run_command("evaluate", "run=one", "hydra.run.dir=again")
+    evaluation = record(folder / "again")
+    assert (evaluation["test"], evaluation["evaluated"]["data"]) == (results["test"], "mine.slices.Slices")
+    run_command("robustness", "run=one", "photons=[1e5]", *FEW_CONDITIONS, "hydra.run.dir=robust")
     assert "| Mine |" in (folder / "robust" / "table.md").read_text()
 
-    loaded = warm.run("-c", LOADS, cwd=folder, env=environment(**path))
-    assert loaded.returncode == 0, loaded.stderr
-    *parts, psnr = json.loads(loaded.stdout)
+    process = warm.run("-c", LOADS, cwd=folder, env=environment(**path))
+    assert process.returncode == 0, process.stderr
+    *parts, psnr = json.loads(process.stdout)
     assert parts == ["MyModule", 0.9, [3]]
-    assert psnr == pytest.approx(after["test"]["Mine"]["psnr"], rel=1e-5)
+    assert psnr == pytest.approx(results["test"]["Mine"]["psnr"], rel=1e-5)

@@ -40,8 +40,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(REPOSITORY / name, checkout / name, symlinks=True, ignore=ignored)
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
-        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", *who, *words], cwd=checkout, check=True, env=environment(), capture_output=True)
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *author, *words], cwd=checkout, check=True, env=environment(), capture_output=True)
     (checkout / "conf" / ".env").write_text(f"WANDB_API_KEY={SECRET}\n")
     (checkout / "src" / "qnmixer" / "local_settings.py").write_text(f"PASSWORD = '{SECRET}'\n")
     (checkout / "src" / "qnmixer" / "notes.txt").write_text(f"{SECRET}\n")
@@ -59,26 +59,26 @@ def shared(home: Path, command: Command) -> list[Path]:
     run, sweep = home / "sweep" / "0", home / "sweep"
     data = [f"data.root={home / 'ct'}", f"data.cache_dir={home / 'cache'}"]
     train = [sys.executable, "-m", "qnmixer.train", *TINY, *data, f"hydra.run.dir={run}"]
-    of_checkout = environment(**variables, PYTHONPATH=str(home / "qnmixer" / "src"))
-    done = subprocess.run(train, cwd=home, env=of_checkout, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    evaluated, exported = home / "evaluated", home / "given" / "weights.safetensors"
-    told = {"overrides": data, "varying": [], "git_commit": None, "jobs": {"0": [*TINY, *data]}}
-    (sweep / "sweep.json").write_text(json.dumps(told))
+    checkout_variables = environment(**variables, PYTHONPATH=str(home / "qnmixer" / "src"))
+    process = subprocess.run(train, cwd=home, env=checkout_variables, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    evaluation, weights_file = home / "evaluated", home / "given" / "weights.safetensors"
+    description = {"overrides": data, "varying": [], "git_commit": None, "jobs": {"0": [*TINY, *data]}}
+    (sweep / "sweep.json").write_text(json.dumps(description))
     cpu = "accelerator=cpu"
     for words in (
-        ["evaluate", f"run={run}", f"hydra.run.dir={evaluated}", cpu],
+        ["evaluate", f"run={run}", f"hydra.run.dir={evaluation}", cpu],
         ["compare", f"sweep={sweep}", cpu],
-        ["export", f"run={run}", f"output={exported}"],
+        ["export", f"run={run}", f"output={weights_file}"],
     ):
-        made = command(home, *words, **variables)
-        assert made.code == 0, made.stderr
+        outcome = command(home, *words, **variables)
+        assert outcome.code == 0, outcome.stderr
     tables = ["page.html", "picture.png", "table.csv", "table.md"]
-    paths = [folder / name for folder in (run / "evaluation", evaluated) for name in tables]
+    paths = [folder / name for folder in (run / "evaluation", evaluation) for name in tables]
     paths += [sweep / "comparison" / f"comparison.{kind}" for kind in ("html", "md", "csv", "png")]
-    paths += [*exported.parent.iterdir(), *(run / "pictures").iterdir(), run / "code.diff"]
-    (offline,) = (run / "wandb").glob("offline-run-*")
-    paths += [path for path in [*offline.glob("*.wandb"), *offline.glob("files/**/*")] if path.is_file()]
+    paths += [*weights_file.parent.iterdir(), *(run / "pictures").iterdir(), run / "code.diff"]
+    (offline_run,) = (run / "wandb").glob("offline-run-*")
+    paths += [path for path in [*offline_run.glob("*.wandb"), *offline_run.glob("files/**/*")] if path.is_file()]
     paths += [*run.rglob("hparams.yaml")]
     return paths
 
@@ -91,8 +91,8 @@ def test_nothing_that_is_shared_names_anybody(home: Path, shared: list[Path]) ->
     host = os.uname().nodename
     words = [str(home), str(home.parent), str(REPOSITORY), sys.prefix, USER, HOST, PATIENT, KEY, SECRET]
     words += [host] * (len(host) > 4)  # a shorter one may stand in any picture
-    found = [(path.name, word) for path in shared for word in words if word.encode() in path.read_bytes()]
-    assert not found
+    leaks = [(path.name, word) for path in shared for word in words if word.encode() in path.read_bytes()]
+    assert not leaks
 
 
 @pytest.mark.extras

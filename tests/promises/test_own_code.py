@@ -66,9 +66,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
     words = [sys.executable, "-m", "qnmixer.train", *MINE, "hydra.run.dir=run"]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment(), timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "mine: data=" in done.stdout
+    process = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment(), timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert "mine: data=" in process.stdout
     return folder
 
 
@@ -94,20 +94,20 @@ def rows_of(run: Path) -> list[dict[str, float]]:
 
 def trained(command: Command, here: Path, name: str, *words: str) -> list[dict[str, float]]:
     """The rows of metrics.csv of a run in which only the module is the user's."""
-    done = command(here, "train", *MODULE, *words, f"hydra.run.dir={name}")
-    assert (done.code, done.stderr) == (0, "")
+    outcome = command(here, "train", *MODULE, *words, f"hydra.run.dir={name}")
+    assert (outcome.code, outcome.stderr) == (0, "")
     return rows_of(here / name)
 
 
 def test_every_part_of_the_run_is_the_users(here: Path) -> None:
-    found = checkpoint(here / "run")
-    config = found[CHECKPOINT_KEY]["config"]
+    last_checkpoint = checkpoint(here / "run")
+    config = last_checkpoint[CHECKPOINT_KEY]["config"]
     assert config["loss"] == {"_target_": "own.huber", "delta": 0.1}
     assert (config["data"]["year"], config["data"]["hu_max"]) == (2016, 2000.0)
     assert config["module"] == {"_target_": "own.MyModule", "smooth": 0.5}
     assert parse_file(config).plain() == config
-    assert found["state_dict"]["network.denoiser.1.weight"].shape[0] == 12
-    (optimizer,) = found["optimizer_states"]
+    assert last_checkpoint["state_dict"]["network.denoiser.1.weight"].shape[0] == 12
+    (optimizer,) = last_checkpoint["optimizer_states"]
     assert [(group["beta"], group["weight_decay"]) for group in optimizer["param_groups"]] == [(0.95, 0.0)] * 2
     assert "mean" in optimizer["state"][0]
     assert metrics(here / "run")["train/lr"] == pytest.approx([0.0, 1e-3 * 0.5 / 0.7])
@@ -146,10 +146,12 @@ def test_a_file_of_it_is_used_where_its_code_is_trusted(
 
 def test_a_sweep_of_its_arguments(sweep: Path) -> None:
     with (sweep / "sweep.csv").open(newline="") as stream:
-        found = [(row["module.smooth"], row["status"]) for row in csv.DictReader(stream)]
-    assert found == [("0", "done"), ("100", "done")]
-    without, much = (rows_of(sweep / name)[0] for name in "01")
-    assert much["train/loss"] - without["train/loss"] == pytest.approx(100 * without["train/roughness"], rel=1e-4)
+        statuses = [(row["module.smooth"], row["status"]) for row in csv.DictReader(stream)]
+    assert statuses == [("0", "done"), ("100", "done")]
+    plain_row, smooth_row = (rows_of(sweep / name)[0] for name in "01")
+    assert smooth_row["train/loss"] - plain_row["train/loss"] == pytest.approx(
+        100 * plain_row["train/roughness"], rel=1e-4
+    )
 
 
 @pytest.mark.extras
@@ -168,13 +170,13 @@ def test_a_sweep_is_compared_where_its_code_is_trusted(sweep: Path, command: Com
 def test_words_alone_name_it_too_over_two_processes(here: Path, command: Command, strategy: str) -> None:
     callback = ["+callbacks.mine._target_=own.Counting", f"+callbacks.mine.path={strategy}.txt"]
     # Its iterations share weights that it does not name: ddp needs all uses of them in one graph.
-    over = [f"strategy={strategy}", "memory=recompute", "trainer.devices=2", f"hydra.run.dir={strategy}"]
-    assert command(here, "train", *TINY, *WORDS, *over, *callback).code == 0
+    options = [f"strategy={strategy}", "memory=recompute", "trainer.devices=2", f"hydra.run.dir={strategy}"]
+    assert command(here, "train", *TINY, *WORDS, *options, *callback).code == 0
     assert [(here / f"{strategy}.txt.{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
-    found, alone = checkpoint(here / strategy), checkpoint(here / "run")
-    assert found["state_dict"].keys() == alone["state_dict"].keys()
+    parallel_checkpoint, single_checkpoint = checkpoint(here / strategy), checkpoint(here / "run")
+    assert parallel_checkpoint["state_dict"].keys() == single_checkpoint["state_dict"].keys()
     for part in ("loss", "model", "noise"):
-        assert found[CHECKPOINT_KEY]["config"][part] == alone[CHECKPOINT_KEY]["config"][part]
+        assert parallel_checkpoint[CHECKPOINT_KEY]["config"][part] == single_checkpoint[CHECKPOINT_KEY]["config"][part]
 
 
 @pytest.mark.parametrize(
@@ -197,30 +199,32 @@ def test_a_loss_on_the_iterates_is_that_of_every_memory_mode(here: Path, command
         (memory, weight): trained(command, here, f"{memory}{weight}", f"memory={memory}", f"+module.iterates={weight}")
         for memory, weight in (("keep", 1), ("offload", 1), ("recompute", 1), ("recompute", 0))
     }
-    kept, offloaded, recomputed, without = (rows[0] for rows in runs.values())
-    for other in (offloaded, recomputed):
-        assert other["train/loss"] == pytest.approx(kept["train/loss"], rel=1e-6)
-        assert other["train/grad_norm"] == pytest.approx(kept["train/grad_norm"], rel=1e-4)
-    assert recomputed["train/loss"] > 2 * without["train/loss"]
-    assert abs(recomputed["train/grad_norm"] / without["train/grad_norm"] - 1) > 0.1
+    keep_row, offload_row, recompute_row, plain_row = (rows[0] for rows in runs.values())
+    for row in (offload_row, recompute_row):
+        assert row["train/loss"] == pytest.approx(keep_row["train/loss"], rel=1e-6)
+        assert row["train/grad_norm"] == pytest.approx(keep_row["train/grad_norm"], rel=1e-4)
+    assert recompute_row["train/loss"] > 2 * plain_row["train/loss"]
+    assert abs(recompute_row["train/grad_norm"] / plain_row["train/grad_norm"] - 1) > 0.1
 
 
 def test_a_pipeline_trains_and_logs_what_one_process_does(here: Path, command: Command) -> None:
     """A term on x_T and the values that the training step logs: means over the micro-batches, on every rank."""
     weights = {}
     for smooth in (0, 100):
-        alone, together = (
+        single_rows, pipeline_rows = (
             trained(command, here, f"{name}{smooth}", *words, f"+module.smooth={smooth}")
             for name, words in (("single", ALONE), ("pipeline", PIPELINE))
         )
-        assert len(alone) == len(together) == 3
-        for one, other in zip(alone, together, strict=True):
-            assert other.keys() == one.keys()
-            same = one.keys() - {"train/range"}  # which is no mean over images
-            assert [other[name] for name in same] == pytest.approx([one[name] for name in same], rel=1e-4, abs=1e-5)
+        assert len(single_rows) == len(pipeline_rows) == 3
+        for single_row, pipeline_row in zip(single_rows, pipeline_rows, strict=True):
+            assert pipeline_row.keys() == single_row.keys()
+            names = single_row.keys() - {"train/range"}  # which is no mean over images
+            assert [pipeline_row[name] for name in names] == pytest.approx(
+                [single_row[name] for name in names], rel=1e-4, abs=1e-5
+            )
         weights[smooth], expected = (weights_of(here / f"{name}{smooth}") for name in ("pipeline", "single"))
         assert (weights[smooth] - expected).abs().max() < 1e-5
-    assert 100 * together[0]["train/roughness"] > 0.9 * together[0]["train/loss"]  # so the term is honoured
+    assert 100 * pipeline_rows[0]["train/roughness"] > 0.9 * pipeline_rows[0]["train/loss"]  # so the term is honoured
     assert (weights[100] - weights[0]).abs().max() > 1e-4
 
 
@@ -237,12 +241,12 @@ def test_a_pipeline_trains_and_logs_what_one_process_does(here: Path, command: C
 def test_what_a_pipeline_cannot_do_is_refused_in_one_line(
     here: Path, command: Command, word: str, message: str
 ) -> None:
-    refused = command(here, "train", *MODULE, *PIPELINE, word, "hydra.run.dir=refused")
-    assert refused.error.startswith(f"rank 1: strategy=pipeline: {message}")
+    outcome = command(here, "train", *MODULE, *PIPELINE, word, "hydra.run.dir=refused")
+    assert outcome.error.startswith(f"rank 1: strategy=pipeline: {message}")
 
 
 @pytest.mark.parametrize("words", [[*TINY, *WORDS], [*MODULE, *PIPELINE]], ids=["network", "module over stages"])
 def test_it_is_planned(here: Path, command: Command, words: list[str]) -> None:
-    planned = command(here, "plan", *words, "format=json", "device=24")
-    assert (planned.code, planned.stderr) == (0, "")
-    assert json.loads(planned.stdout)["peak_mib"] > 0
+    outcome = command(here, "plan", *words, "format=json", "device=24")
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert json.loads(outcome.stdout)["peak_mib"] > 0

@@ -42,7 +42,7 @@ def here(tmp_path: Path) -> Path:
             for name in ("ddp", "fsdp", "pipeline")
         ),
     ],
-    ids=lambda it: it[0].removeprefix("strategy=") if isinstance(it, list) else str(it),
+    ids=lambda value: value[0].removeprefix("strategy=") if isinstance(value, list) else str(value),
 )
 def test_it_trains_in_every_process(here: Path, command: Command, strategy: list[str], ranks: int) -> None:
     words = [*TINY, *PHANTOMS, *strategy, "fit=my_ct.fit.fit"]
@@ -67,5 +67,5 @@ def test_it_trains_in_every_process(here: Path, command: Command, strategy: list
     ],
 )
 def test_a_slip_is_one_line(here: Path, command: Command, target: str, message: str) -> None:
-    refused = command(here, "train", *TINY, *PHANTOMS, f"fit={target}", "hydra.run.dir=run")
-    assert refused.error.startswith(message)
+    outcome = command(here, "train", *TINY, *PHANTOMS, f"fit={target}", "hydra.run.dir=run")
+    assert outcome.error.startswith(message)

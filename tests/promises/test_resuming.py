@@ -83,15 +83,15 @@ class Runs:
 
     def run(self, *overrides: str) -> None:
         variables = self.environment | FORK_RANKS
-        done = self.warm.run("-m", "qnmixer.train", *overrides, cwd=self.folder, env=variables, timeout=500)
-        assert done.returncode == 0, done.stderr
+        process = self.warm.run("-m", "qnmixer.train", *overrides, cwd=self.folder, env=variables, timeout=500)
+        assert process.returncode == 0, process.stderr
 
 
 def kill(process: subprocess.Popen[str], run: Path, moment: str, seconds: float) -> None:
     """SIGKILL so long after the start, or after the first new checkpoint, or then while the next one is written."""
-    folder, begun, deadline = run / "checkpoints", time.time(), time.monotonic() + 200
+    folder, start_time, deadline = run / "checkpoints", time.time(), time.monotonic() + 200
     if moment != "start":
-        while not any(path.stat().st_mtime > begun for path in folder.glob("last.ckpt")):
+        while not any(path.stat().st_mtime > start_time for path in folder.glob("last.ckpt")):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -113,34 +113,34 @@ def rows(run: Path) -> list[dict[str, str]]:
         ]
 
 
-def assert_same(one: Path, other: Path) -> None:
+def assert_same(resumed_run: Path, whole_run: Path) -> None:
     """Two runs have come to the same: weights, optimizer, schedule, random states, best value, every row."""
-    kept = []
-    for run in (one, other):
+    checkpoints = []
+    for run in (resumed_run, whole_run):
         for name in ("last", "best"):
             checkpoint = torch.load(run / "checkpoints" / f"{name}.ckpt", weights_only=True)
-            for volatile in ("loops", "callbacks"):  # counts of Lightning's, which `resume` does without
-                del checkpoint[volatile]
+            for key in ("loops", "callbacks"):  # counts of Lightning's, which `resume` does without
+                del checkpoint[key]
             del checkpoint["qnmixer_run"]["seconds"], checkpoint["qnmixer"]["config"]["resume"]
-            kept.append(checkpoint)
-    for ours, theirs in zip(kept[:2], kept[2:], strict=True):
-        assert_equal(ours, theirs)
-    assert rows(one) == rows(other)
+            checkpoints.append(checkpoint)
+    for restored, undisturbed in zip(checkpoints[:2], checkpoints[2:], strict=True):
+        assert_equal(restored, undisturbed)
+    assert rows(resumed_run) == rows(whole_run)
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            assert_equal(value, other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
+def assert_equal(content: Any, expected: Any) -> None:
+    if isinstance(content, torch.Tensor):
+        assert torch.equal(content, expected)
+    elif isinstance(content, dict):
+        assert content.keys() == expected.keys()
+        for key, value in content.items():
+            assert_equal(value, expected[key])
+    elif isinstance(content, list | tuple):
+        assert len(content) == len(expected)
+        for a, b in zip(content, expected, strict=True):
             assert_equal(a, b)
     else:
-        assert one == other
+        assert content == expected
 
 
 def kill_and_go_on(
@@ -150,17 +150,17 @@ def kill_and_go_on(
 
     By the same command, and in the end by resume=latest.
     """
-    whole, killed = runs.folder / "whole", runs.folder / "runs" / "killed"
-    runs.run(*RUN, *slices, *overrides, f"hydra.run.dir={whole}")
+    whole_run, killed_run = runs.folder / "whole", runs.folder / "runs" / "killed"
+    runs.run(*RUN, *slices, *overrides, f"hydra.run.dir={whole_run}")
     command = [*RUN, *slices, *overrides, "hydra.run.dir=runs/killed"]
     for moment, seconds in moments:
         process = runs.start(*command)
-        kill(process, killed, moment, seconds)
-        if (killed / "checkpoints" / "last.ckpt").exists():  # whole, at any moment
-            torch.load(killed / "checkpoints" / "last.ckpt", weights_only=True)
+        kill(process, killed_run, moment, seconds)
+        if (killed_run / "checkpoints" / "last.ckpt").exists():  # whole, at any moment
+            torch.load(killed_run / "checkpoints" / "last.ckpt", weights_only=True)
     runs.run("resume=latest")
-    assert_same(killed, whole)
-    assert not list(killed.rglob("*.tmp"))
+    assert_same(killed_run, whole_run)
+    assert not list(killed_run.rglob("*.tmp"))
 
 
 @pytest.fixture
@@ -201,11 +201,11 @@ def test_numbers_that_were_drawn_before_change_nothing(trained: Path, tmp_path: 
 def moments(seed: int, start: int, training: int, writing: int, pace: float = 1) -> list[tuple[str, float]]:
     """So many random moments of the start, of training and validation, and of the writing of checkpoints."""
     rng = random.Random(seed)
-    drawn = [("start", pace * rng.uniform(0, 8)) for _ in range(start)]
-    drawn += [("training", pace * rng.uniform(0, 1.5)) for _ in range(training)]
-    drawn += [("writing", pace * rng.uniform(0, 1)) for _ in range(writing)]
-    rng.shuffle(drawn)
-    return drawn
+    draws = [("start", pace * rng.uniform(0, 8)) for _ in range(start)]
+    draws += [("training", pace * rng.uniform(0, 1.5)) for _ in range(training)]
+    draws += [("writing", pace * rng.uniform(0, 1)) for _ in range(writing)]
+    rng.shuffle(draws)
+    return draws
 
 
 def test_a_run_that_is_killed_again_and_again_comes_to_the_same(warm: Warm, tmp_path: Path) -> None:

@@ -28,12 +28,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 def test_reconstructions_never_take_the_place_of_files(
     noise_free: Path, tmp_path: Path, source: str, output: str, words: str
 ) -> None:
-    folder, other = tmp_path / "in", tmp_path / "other"
-    for path in (folder, other):
+    folder, other_folder = tmp_path / "in", tmp_path / "other"
+    for path in (folder, other_folder):
         path.mkdir()
     np.save(folder / "s.npy", slice_hu(0))
     (tmp_path / "link").symlink_to(folder)
-    (other / "scan.png").write_text("mine")
+    (other_folder / "scan.png").write_text("mine")
     before = contents(tmp_path)
     place = tmp_path / output if output.startswith("link") else folder / output
     assert words in reconstruction(noise_free, folder / source, place).error
@@ -43,10 +43,10 @@ def test_reconstructions_never_take_the_place_of_files(
 def test_what_a_command_writes_is_for_its_user_alone(trained: Path, ct: Path, tmp_path: Path) -> None:
     """Pictures, slices and records may show patients."""
     assert reconstruction(trained, ct, tmp_path / "out").code == 0
-    written = [trained, *trained.rglob("*"), tmp_path / "out", *(tmp_path / "out").rglob("*")]
-    assert {".png", ".dcm", ".ckpt", ".json"} <= {path.suffix for path in written}
-    open_to_others = [path.name for path in written if path.stat().st_mode & 0o077]
-    assert open_to_others == ["stdout.txt"]  # of this test
+    paths = [trained, *trained.rglob("*"), tmp_path / "out", *(tmp_path / "out").rglob("*")]
+    assert {".png", ".dcm", ".ckpt", ".json"} <= {path.suffix for path in paths}
+    open_names = [path.name for path in paths if path.stat().st_mode & 0o077]
+    assert open_names == ["stdout.txt"]  # of this test
 
 
 def test_an_evaluation_takes_a_folder_of_its_own(trained: Path, tmp_path: Path) -> None:
@@ -60,13 +60,13 @@ def test_an_evaluation_takes_a_folder_of_its_own(trained: Path, tmp_path: Path) 
     assert "give a new folder" in run(*command, "noise=none", f"hydra.run.dir={tmp_path}/old").error
     assert contents(tmp_path) == before
 
-    new = tmp_path / "new"
-    hold = "import sys; from pathlib import Path; from qnmixer.runs.run import run_lock\n"
-    hold += "with run_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    folder = tmp_path / "new"
+    code = "import sys; from pathlib import Path; from qnmixer.runs.run import run_lock\n"
+    code += "with run_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
-        [sys.executable, "-c", hold, str(new)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as another:
-        assert another.stdout is not None
-        another.stdout.readline()
-        assert f"writes to {new}" in run(*command, f"hydra.run.dir={new}").error
-        another.terminate()
+        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert f"writes to {folder}" in run(*command, f"hydra.run.dir={folder}").error
+        process.terminate()

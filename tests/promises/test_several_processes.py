@@ -88,10 +88,10 @@ def test_a_run_can_be_stopped(start: Start, number: signal.Signals, code: int) -
     """By its launcher, which passes it on; every rank stops after the same step, and nothing is lost."""
     command = in_training(start, "strategy=ddp", "trainer.devices=2")
     os.kill(command.process.pid, number)
-    ended, stderr, seconds = command.end()
+    exit_code, stderr, seconds = command.end()
     step = steps_kept(command)
     line = f"interrupted after step {step}, to resume: python -m qnmixer.train resume=run\n"
-    assert (ended, stderr) == (code, line)
+    assert (exit_code, stderr) == (code, line)
     assert seconds < 20
     assert command.record()["status"] == "interrupted"
     assert (command.record()["steps"], command.record()["processes"]) == (step, 2)
@@ -148,17 +148,17 @@ def srun(process: int, port: str) -> dict[str, str]:
 @pytest.mark.parametrize("trainer", ["slurm", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_two_nodes_train_as_one_process_does(start: Start, warm: Warm, tmp_path: Path, trainer: str) -> None:
     """Under torchrun, or in the environment of srun: one folder, and the losses of one process on the same samples."""
-    single = start("data.n_train=7", folder=tmp_path / "single", under=warm.under)
-    assert single.end()[:2] == (0, "")
+    reference = start("data.n_train=7", folder=tmp_path / "single", under=warm.under)
+    assert reference.end()[:2] == (0, "")
     port, nodes = free_port(), []
     for node in (0, 1):
-        srun_of = {"under": warm.under, "env": srun(node, port)}
-        by: dict[str, Any] = {"under": torchrun(node, port)} if trainer == "torchrun" else srun_of
+        srun_options = {"under": warm.under, "env": srun(node, port)}
+        options: dict[str, Any] = {"under": torchrun(node, port)} if trainer == "torchrun" else srun_options
         words = ["data.n_train=7", "data.batch_size=1", "strategy=ddp", f"trainer={trainer}", "trainer.devices=1"]
-        nodes.append(start(*words, folder=tmp_path / trainer, **by))
+        nodes.append(start(*words, folder=tmp_path / trainer, **options))
     assert [node.end()[:2] for node in nodes] == [(0, ""), (0, "")]
-    assert nodes[0].losses() == pytest.approx(single.losses(), rel=1e-5)
-    assert len(single.losses()) == 4
+    assert nodes[0].losses() == pytest.approx(reference.losses(), rel=1e-5)
+    assert len(reference.losses()) == 4
     files = [{path.name for path in (tmp_path / run).rglob("*")} for run in ("single", trainer)]
     assert files[0] == files[1]
     assert nodes[0].record()["status"] == "done"
@@ -180,7 +180,9 @@ AT_ODDS = {
 def test_processes_at_odds_with_the_config_are_refused(start: Start, cold: Warm, tmp_path: Path, case: str) -> None:
     overrides, environment, message = AT_ODDS[case]
     environment = {name: value for name, value in (srun(1, "1") | environment).items() if value}
-    command = start(*(o.format(tmp_path / "run") for o in overrides), env=environment, folder=None, under=cold.under)
+    command = start(
+        *(override.format(tmp_path / "run") for override in overrides), env=environment, folder=None, under=cold.under
+    )
     code, stderr, _ = command.end()
     (line,) = stderr.splitlines()
     assert code == 1

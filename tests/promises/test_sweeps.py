@@ -52,9 +52,9 @@ def test_jobs_of_several_processes_follow_each_other(
     assert [job["status"] for job in jobs(folder)] == ["done"] * len(devices)
     assert [line["trainer.devices"] for line in table(folder)] == [*devices]
     assert "on cpu × 1 devices" in stdout
-    first, second, *third = (float(line["val/psnr"]) for line in table(folder))
-    assert first != second  # twice the batch
-    assert third == [first] * (len(devices) - 2)
+    first_psnr, second_psnr, *third_psnr = (float(line["val/psnr"]) for line in table(folder))
+    assert first_psnr != second_psnr  # twice the batch
+    assert third_psnr == [first_psnr] * (len(devices) - 2)
 
     runs = offline_runs(folder)
     assert sorted(run.name for run in runs) == sorted(f"trainer.devices={n}" for n in devices)
@@ -76,17 +76,17 @@ def test_a_search_over_jobs_of_two_processes(start: Start, warm: Warm, tmp_path:
     search += ["hydra.sweeper.n_trials=2", "optimizer.lr=tag(log, interval(1e-4, 1e-2))"]
     code, _, stderr = start(*search, folder=None, under=warm.under, env=FORK_RANKS).outcome()
     assert (code, stderr) == (0, "")
-    done, rates = jobs(tmp_path / "search"), []
-    for number, job in enumerate(done):
-        (rate,) = (o.partition("=")[2] for o in job["overrides"] if o.startswith("optimizer.lr="))
+    records, rates = jobs(tmp_path / "search"), []
+    for number, job in enumerate(records):
+        (rate,) = (override.partition("=")[2] for override in job["overrides"] if override.startswith("optimizer.lr="))
         rates.append(rate)
         assert job["status"] == "done"
-        trained = (tmp_path / "search" / str(number) / ".hydra" / "config.yaml").read_text()
-        assert f"lr: {rate}" in trained
+        config = (tmp_path / "search" / str(number) / ".hydra" / "config.yaml").read_text()
+        assert f"lr: {rate}" in config
     assert len(set(rates)) == 2
-    best = max(done, key=lambda job: job["best"]["val/psnr"])
-    found = (tmp_path / "search" / "optimization_results.yaml").read_text()
-    assert f"best_value: {best['best']['val/psnr']}" in found
+    best_job = max(records, key=lambda job: job["best"]["val/psnr"])
+    results = (tmp_path / "search" / "optimization_results.yaml").read_text()
+    assert f"best_value: {best_job['best']['val/psnr']}" in results
     assert (tmp_path / "search" / "sweep.png").stat().st_size > 1000
 
 
@@ -98,17 +98,17 @@ def test_a_bad_and_a_crashing_job_leave_the_others_alone(
     assert code == 1
     assert stderr.startswith("error: 2 of 3 jobs failed: 0, 1 (see sweep/sweep.md)")
     assert len(stderr.splitlines()) == 1
-    bad, crashed, done = jobs(tmp_path / "sweep")
-    assert [bad["status"], crashed["status"], done["status"]] == ["failed", "failed", "done"]
-    assert "optimizer.lr" in bad["error"]
-    assert crashed["error"].startswith("FloatingPointError: the loss became nan")
+    bad_job, crashed_job, good_job = jobs(tmp_path / "sweep")
+    assert [bad_job["status"], crashed_job["status"], good_job["status"]] == ["failed", "failed", "done"]
+    assert "optimizer.lr" in bad_job["error"]
+    assert crashed_job["error"].startswith("FloatingPointError: the loss became nan")
     assert "error: the loss became nan" in (tmp_path / "sweep" / "1" / "output.log").read_text()
     assert "job 1 (optimizer.lr=1e+09): failed: FloatingPointError" in stdout
     assert {(run.name, run.exit_code) for run in offline_runs(tmp_path / "sweep")} == {
         ("optimizer.lr=1e+09", 1), ("optimizer.lr=0.001", 0)
     }  # fmt: skip
     markdown = (tmp_path / "sweep" / "sweep.md").read_text()
-    assert f"- job 1: {crashed['error']}" in markdown
+    assert f"- job 1: {crashed_job['error']}" in markdown
 
 
 UNSAVED = ["trainer.max_steps=100", "trainer.val_every_n_steps=1000", "trainer.save_every_n_steps=null"]
@@ -126,22 +126,22 @@ def test_a_stopped_sweep_leaves_no_process_and_continues(
     command.wait_for(job / ("metrics.csv" if number == signal.SIGINT else "checkpoints/last.ckpt"))
     os.kill(command.process.pid, number)
     code, stdout, stderr = command.outcome()
-    stopped = json.loads((job / "results.json").read_text())
+    record = json.loads((job / "results.json").read_text())
     if number == signal.SIGINT:
         assert (code, stderr) == (130, "interrupted; the same command runs the jobs that are not done\n")
         assert "job 0 (seed=1): interrupted" in stdout
         assert [line["status"] for line in table(tmp_path / "sweep")] == ["interrupted", "not begun"]
     else:
-        assert (code, stopped["status"]) == (-number, "running")
+        assert (code, record["status"]) == (-number, "running")
 
     code, stdout, stderr = start(*sweep, folder=None, under=warm.under).outcome()
     assert (code, stderr) == (0, "")
-    first, second = jobs(tmp_path / "sweep")
-    assert [first["status"], second["status"]] == ["done", "done"]
+    first_job, second_job = jobs(tmp_path / "sweep")
+    assert [first_job["status"], second_job["status"]] == ["done", "done"]
     if number == signal.SIGINT:  # it left a checkpoint when it was told to stop
-        assert [it["step"] for it in first["resumed"]] == [stopped["steps"]]
-    assert first["resumed"][0]["step"] > 0
-    assert "resumed" not in second
+        assert [resumption["step"] for resumption in first_job["resumed"]] == [record["steps"]]
+    assert first_job["resumed"][0]["step"] > 0
+    assert "resumed" not in second_job
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_jobs_that_an_experiment_is_fitted_to_are_done_once(command: Command, tm
     """`experiment=demo model=fbp` deletes keys of demo's, in the job's record too."""
     tiny = [*(word for word in TINY if not word.startswith("model.")), *PHANTOMS]
     for _ in range(2):
-        done = command(tmp_path, "train", "-m", "experiment=demo", "model=fbp,tv", *tiny, "hydra.sweep.dir=sweep")
-        assert done.code == 0, done.stderr
-    assert done.stdout.count("already done") == 2
+        outcome = command(tmp_path, "train", "-m", "experiment=demo", "model=fbp,tv", *tiny, "hydra.sweep.dir=sweep")
+        assert outcome.code == 0, outcome.stderr
+    assert outcome.stdout.count("already done") == 2
     assert sorted(path.name for path in (tmp_path / "sweep").glob("[0-9]*")) == ["0", "1"]

@@ -42,41 +42,45 @@ def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
         "logger=wandb", "trainer.max_steps=5000", "trainer.val_every_n_steps=10",
         "+callbacks.noisy._target_=noisy.Noisy", "hydra.run.dir=run",
     ]  # fmt: skip
-    alone = [sys.executable, *train, *words]
-    seen = in_terminal(alone, cwd=tmp_path, env=environment, interrupt_at=r"step 2[1-9]/5000 .*loss")
-    assert seen.code == 130
-    bars = [line for screen in seen.screens for line in screen.splitlines() if "━" in line]
+    command = [sys.executable, *train, *words]
+    session = in_terminal(command, cwd=tmp_path, env=environment, interrupt_at=r"step 2[1-9]/5000 .*loss")
+    assert session.code == 130
+    bars = [line for screen in session.screens for line in screen.splitlines() if "━" in line]
     assert all(re.match(r"step \d+/5000 ", line) for line in bars)
     assert any(re.search(r"━ loss 0\.\S+ · val/psnr \d\d\.\d\d · \S+ samples/s · [\d:]+ left$", line) for line in bars)
     assert any(re.search(r"━ validating [1-9]\d*/40 · ", line) for line in bars)
-    assert {sum("━" in line for line in screen.splitlines()) for screen in seen.screens} == {0, 1}
+    assert {sum("━" in line for line in screen.splitlines()) for screen in session.screens} == {0, 1}
 
-    lines = [line for line in seen.text.splitlines() if line]
+    lines = [line for line in session.text.splitlines() if line]
     assert lines[0].startswith("starting a run in ")
     assert not [line for line in lines if "━" in line or "Epoch" in line or "v_num" in line]
     assert {"printed by a callback", "printed by the module"} <= set(lines)
     assert any(line.endswith("warning: warned by a callback") for line in lines)
     assert any(re.fullmatch(r"memory: \d+ MiB in tensors at the peak of a step", line) for line in lines)
     assert [line.split(" · ")[:1] for line in lines if "val PSNR" in line][:2] == [["step 10/5000"], ["step 20/5000"]]
-    go_on = r"interrupted after step (\d+), to resume: python -m qnmixer.train resume=run"
-    (end,) = re.findall(go_on, lines[-1])
-    stopped = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert (stopped["status"], "error" in stopped) == ("interrupted", False)
+    pattern = r"interrupted after step (\d+), to resume: python -m qnmixer.train resume=run"
+    (last_step,) = re.findall(pattern, lines[-1])
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (results["status"], "error" in results) == ("interrupted", False)
 
-    more = ["resume=run", f"trainer.max_steps={int(end) + 5}"]
-    again = in_terminal([*warm.under, *train, *more], cwd=tmp_path, env=environment)
-    assert again.code == 0, again.text
-    lines = again.text.splitlines()
+    arguments = ["resume=run", f"trainer.max_steps={int(last_step) + 5}"]
+    resumed_session = in_terminal([*warm.under, *train, *arguments], cwd=tmp_path, env=environment)
+    assert resumed_session.code == 0, resumed_session.text
+    lines = resumed_session.text.splitlines()
     assert lines[0].startswith("resuming the run in ")
-    assert f"resumed at step {end} of {int(end) + 5}" in lines
-    steps = [int(m[1]) for screen in again.screens for m in re.finditer(r"^step (\d+)/.*━", screen, re.MULTILINE)]
-    assert steps[0] == int(end)
+    assert f"resumed at step {last_step} of {int(last_step) + 5}" in lines
+    steps = [
+        int(match[1])
+        for screen in resumed_session.screens
+        for match in re.finditer(r"^step (\d+)/.*━", screen, re.MULTILINE)
+    ]
+    assert steps[0] == int(last_step)
     assert steps == sorted(steps)
 
-    first, second = offline_runs(tmp_path)
-    assert (first.exit_code, second.exit_code) == (255, 0)  # what wandb calls interrupted, and done
-    for part in (first, second):  # W&B gets no word of the terminal
-        assert not [it for it in part.records if it["type"] in ("output_raw", "output_logger")]
+    first_run, second_run = offline_runs(tmp_path)
+    assert (first_run.exit_code, second_run.exit_code) == (255, 0)  # what wandb calls interrupted, and done
+    for run in (first_run, second_run):  # W&B gets no word of the terminal
+        assert not [record for record in run.records if record["type"] in ("output_raw", "output_logger")]
 
 
 @pytest.mark.slow

@@ -47,15 +47,15 @@ def runs(
     command: Command, tmp_path_factory: pytest.TempPathFactory, offline_runs: Callable[[Path], list[Any]]
 ) -> dict[str, Any]:
     """One run of each method, in the setting of one experiment, without key, home and network."""
-    place, found = tmp_path_factory.mktemp("methods"), {}
+    place, method_runs = tmp_path_factory.mktemp("methods"), {}
     (place / "home").mkdir()
-    nowhere = {"HOME": str(place / "home"), **dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")}
+    variables = {"HOME": str(place / "home"), **dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")}
     for method, model in METHODS.items():
-        done = command(place, "train", *SETTING, *model, f"hydra.run.dir=runs/day/{method}", **nowhere)
-        assert (done.code, done.stderr) == (0, "")
-        (found[method],) = offline_runs(place / "runs" / "day" / method)
+        outcome = command(place, "train", *SETTING, *model, f"hydra.run.dir=runs/day/{method}", **variables)
+        assert (outcome.code, outcome.stderr) == (0, "")
+        (method_runs[method],) = offline_runs(place / "runs" / "day" / method)
     assert not list(place.glob("wandb"))
-    return found
+    return method_runs
 
 
 def folder(run: Any) -> Path:
@@ -69,27 +69,27 @@ def columns(run: Any) -> set[str]:
 
 def test_every_step_of_a_run_is_kept_without_a_server(runs: dict[str, Any]) -> None:
     run = runs["QN-Mixer"]
-    assert [it.exit_code for it in runs.values()] == [0] * 3
+    assert [method_run.exit_code for method_run in runs.values()] == [0] * 3
     assert [(row["_step"], row["samples"]) for row in run.history] == [(k, 2 * k) for k in range(1, STEPS + 1)]
-    of_every_row = {"train/loss", "train/grad_norm", "train/lr", "train/lambda_0", "memory/allocated_mib"}
-    assert all(of_every_row <= row.keys() for row in run.history)
+    names = {"train/loss", "train/grad_norm", "train/lr", "train/lambda_0", "memory/allocated_mib"}
+    assert all(names <= row.keys() for row in run.history)
     assert len(list((run.folder / "files" / "media").glob("images/val/*.png"))) == 2
 
 
 def test_two_networks_have_the_same_columns_and_what_is_not_trained_those_of_its_test(runs: dict[str, Any]) -> None:
-    first, second = runs["QN-Mixer"], runs["FBPConvNet"]
-    assert columns(first) == columns(second)
-    assert {"train/loss", "val/psnr", "val/psnr_best", "test/psnr", "test/ssim", "test/fbp/psnr"} <= columns(first)
-    assert first.config.keys() == second.config.keys()
-    assert "train/lambda_0" in first.metrics  # a curve of its own, and no column
-    assert columns(runs["TV"]) == {it for it in columns(first) if not it.startswith(("train/", "memory/"))}
+    first_run, second_run = runs["QN-Mixer"], runs["FBPConvNet"]
+    assert columns(first_run) == columns(second_run)
+    assert {"train/loss", "val/psnr", "val/psnr_best", "test/psnr", "test/ssim", "test/fbp/psnr"} <= columns(first_run)
+    assert first_run.config.keys() == second_run.config.keys()
+    assert "train/lambda_0" in first_run.metrics  # a curve of its own, and no column
+    assert columns(runs["TV"]) == {name for name in columns(first_run) if not name.startswith(("train/", "memory/"))}
 
 
 def test_the_names_of_the_manual_are_logged(runs: dict[str, Any]) -> None:
     names = set(re.findall(r"[`\":]((?:train|val|test)/\w+(?:/\w+)?)[`\"]", MANUAL.read_text()))
     assert len(names) > 10
-    logged = {name.partition(".")[0] for name in runs["QN-Mixer"].metrics}
-    assert names - logged == {"test/tv/psnr", "val/NAME", "test/NAME"}  # TV: nobody asked for it; NAME: of any metric
+    curves = {name.partition(".")[0] for name in runs["QN-Mixer"].metrics}
+    assert names - curves == {"test/tv/psnr", "val/NAME", "test/NAME"}  # TV: nobody asked for it; NAME: of any metric
 
 
 def test_config_tags_and_name_distinguish_runs(runs: dict[str, Any]) -> None:
@@ -155,10 +155,10 @@ def command_line(command: list[str], python: Path, program: str, values: dict[st
 
     words = create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
     words |= {"env": ["/usr/bin/env"], "interpreter": [str(python)], "program": [program]}
-    built = []
+    arguments = []
     for word in create_sweep_command([*command]):
-        built += words[word[2:-1]] if word.startswith("${") and word.endswith("}") else [word]
-    return built
+        arguments += words[word[2:-1]] if word.startswith("${") and word.endswith("}") else [word]
+    return arguments
 
 
 def test_an_agent_runs_two_jobs_of_the_ready_sweep(warm: Warm, tmp_path: Path, wandb_server: Any) -> None:
@@ -166,25 +166,25 @@ def test_an_agent_runs_two_jobs_of_the_ready_sweep(warm: Warm, tmp_path: Path, w
     from wandb.sdk.launch.sweeps.utils import DEFAULT_SWEEP_COMMAND
 
     tiny = [*SMALLEST, "data.n_train=4", "data.n_val=2", "trainer.max_steps=2", "trainer.val_every_n_steps=1"]
-    at = SWEEP["command"].index("${args_no_hyphens}")
-    ours = [*SWEEP["command"][:at], *tiny, *SWEEP["command"][at:]]
-    wandbs_own = [*DEFAULT_SWEEP_COMMAND, *tiny, "logger.wandb.mode=online", "hydra.run.dir=second"]
+    position = SWEEP["command"].index("${args_no_hyphens}")
+    our_command = [*SWEEP["command"][:position], *tiny, *SWEEP["command"][position:]]
+    wandb_command = [*DEFAULT_SWEEP_COMMAND, *tiny, "logger.wandb.mode=online", "hydra.run.dir=second"]
     jobs: dict[str, tuple[list[str], dict[str, Any], Path]] = {
-        "first111": (ours, {"optimizer.lr": 0.002, "loss": "l1"}, Path("runs/wandb_sweeps/s1/first111")),
-        "second22": (wandbs_own, {"optimizer.lr": 0.003, "trainer.gradient_clip_val": None}, Path("second")),
+        "first111": (our_command, {"optimizer.lr": 0.002, "loss": "l1"}, Path("runs/wandb_sweeps/s1/first111")),
+        "second22": (wandb_command, {"optimizer.lr": 0.003, "trainer.gradient_clip_val": None}, Path("second")),
     }
     for run_id, (words, values, run_folder) in jobs.items():
         assert values.keys() & SWEEP["parameters"].keys()
-        program = SWEEP["program"] if words is ours else str(CONF.parent / "src" / "qnmixer" / "train.py")
-        server = {name: value for name, value in os.environ.items() if name.startswith("WANDB")}
-        of_agent = server | {"WANDB_SWEEP_ID": "s1", "WANDB_RUN_ID": run_id, "WANDB_DIR": str(tmp_path)}
-        done = subprocess.run(
-            command_line(words, warm.python, program, values), cwd=tmp_path, env=environment(**of_agent),
+        program = SWEEP["program"] if words is our_command else str(CONF.parent / "src" / "qnmixer" / "train.py")
+        server_variables = {name: value for name, value in os.environ.items() if name.startswith("WANDB")}
+        variables = server_variables | {"WANDB_SWEEP_ID": "s1", "WANDB_RUN_ID": run_id, "WANDB_DIR": str(tmp_path)}
+        process = subprocess.run(
+            command_line(words, warm.python, program, values), cwd=tmp_path, env=environment(**variables),
             capture_output=True, text=True, timeout=300,
         )  # fmt: skip
-        assert (done.returncode, done.stderr) == (0, "")
-        given = [f"{key}={'null' if value is None else value}" for key, value in values.items()]
-        assert {*given} <= {*read_results(tmp_path / run_folder)["overrides"]}
+        assert (process.returncode, process.stderr) == (0, "")
+        overrides = [f"{key}={'null' if value is None else value}" for key, value in values.items()]
+        assert {*overrides} <= {*read_results(tmp_path / run_folder)["overrides"]}
         assert (tmp_path / run_folder / "wandb" / "run_id").read_text() == run_id
     assert [*wandb_server.runs] == [*jobs]
     for run in wandb_server.runs.values():

@@ -33,11 +33,11 @@ Run = Callable[..., str]
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from what git would commit, so that nothing left in build/ gets into it."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(
+    listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
-    for name in filter(None, listed.split("\0")):
+    for name in filter(None, listing.split("\0")):
         if (ROOT / name).is_symlink() or (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
@@ -50,8 +50,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert process.returncode == 0, process.stderr
 
 
 def environment() -> dict[str, str]:
@@ -70,9 +70,9 @@ def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     def run(command: str, *arguments: str, cwd: Path) -> str:
         words = [str(venv / "bin" / command), *arguments]
-        done = subprocess.run(words, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        process = subprocess.run(words, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
 
     return run
 
@@ -80,8 +80,8 @@ def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_the_wheel_has_all_configs_but_this_machines(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.startswith("qnmixer/conf/")]
-    ours = [path.relative_to(CONF) for path in CONF.rglob("*.yaml") if path.parent.name != "local"]
-    assert sorted(names) == sorted(f"qnmixer/conf/{path}" for path in ours)
+    paths = [path.relative_to(CONF) for path in CONF.rglob("*.yaml") if path.parent.name != "local"]
+    assert sorted(names) == sorted(f"qnmixer/conf/{path}" for path in paths)
 
 
 @pytest.mark.long  # in CI make dist does so
@@ -99,9 +99,9 @@ def test_a_project_of_ones_own_trains(run: Run, tmp_path: Path) -> None:
     assert re.search(r'"qnmixer\[train,dicom\] @ file://\S+\.whl"', (tmp_path / "mine" / "pyproject.toml").read_text())
     python = run("python", "-c", "import sys; print(sys.executable)", cwd=tmp_path).strip()
     pip("--python", python, "install", "--no-deps", "--no-build-isolation", "-e", str(tmp_path / "mine"))
-    ours = [word for word in TINY if not word.startswith(("data.n_val", "data.n_test"))]
-    tiny = ["trainer.max_steps=2", *ours, "test_after_training=false", "hydra.run.dir=run"]
-    run("python", "-m", "mine.train", *tiny, cwd=tmp_path / "mine")
+    sizes = [word for word in TINY if not word.startswith(("data.n_val", "data.n_test"))]
+    overrides = ["trainer.max_steps=2", *sizes, "test_after_training=false", "hydra.run.dir=run"]
+    run("python", "-m", "mine.train", *overrides, cwd=tmp_path / "mine")
     assert (tmp_path / "mine" / "run" / "checkpoints" / "best.ckpt").is_file()
     assert "7 passed" in run("python", "-m", "pytest", "-v", cwd=tmp_path / "mine")
 
@@ -118,15 +118,15 @@ print(qnmixer.__file__, {'lightning', 'hydra'} & {*sys.modules})
 def test_ten_lines_of_plain_pytorch(run: Run, tmp_path: Path) -> None:
     ten_lines, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
     assert len([line for line in ten_lines.splitlines() if line]) <= 10  # fewer do as much
-    last = run("python", "-c", ten_lines + MORE, cwd=tmp_path).splitlines()[-1]
-    assert re.fullmatch(r"\S+/site-packages/qnmixer/__init__.py set\(\)", last)
+    last_line = run("python", "-c", ten_lines + MORE, cwd=tmp_path).splitlines()[-1]
+    assert re.fullmatch(r"\S+/site-packages/qnmixer/__init__.py set\(\)", last_line)
 
 
 @pytest.mark.long
 def test_the_core_needs_no_extras(tmp_path: Path) -> None:
     """It trains, evaluates and reconstructs with `extras/` taken away."""
-    without = shutil.ignore_patterns("extras", "__pycache__", "*.egg-info")
-    shutil.copytree(Path(qnmixer.__file__).parents[1], tmp_path / "src", ignore=without)
+    ignore = shutil.ignore_patterns("extras", "__pycache__", "*.egg-info")
+    shutil.copytree(Path(qnmixer.__file__).parents[1], tmp_path / "src", ignore=ignore)
     assert not (tmp_path / "src" / "qnmixer" / "extras").exists()
     np.save(tmp_path / "slice.npy", np.pad(np.zeros((8, 8)), 4, constant_values=-1000))
     for words in (

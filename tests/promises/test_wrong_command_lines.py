@@ -93,9 +93,9 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path_without(tmp_path_factory.mktemp("light"))
 
 
-def check(case: str, done: Done, folder: Path) -> None:
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
+def check(case: str, process: Done, folder: Path) -> None:
+    assert (process.returncode, process.stdout) == (1, "")
+    (line,) = process.stderr.splitlines()
     assert line.startswith("error: ")
     assert CASES[case] in line
     assert os.listdir(folder) == ["a_file"]
@@ -111,8 +111,8 @@ def command_of(case: str, folder: Path, light: str) -> tuple[list[str], dict[str
 @pytest.mark.parametrize("case", CASES)
 def test_one_line_at_once(case: str, cold: Warm, light: str, tmp_path: Path) -> None:
     arguments, variables = command_of(case, tmp_path, light)
-    done = cold.run(*arguments, cwd=tmp_path, env=variables, timeout=60)
-    check(case, done, tmp_path)
+    process = cold.run(*arguments, cwd=tmp_path, env=variables, timeout=60)
+    check(case, process, tmp_path)
 
 
 @pytest.mark.parametrize("case", {case.split()[0]: case for case in CASES}.values())
@@ -120,8 +120,8 @@ def test_a_command_of_its_own_says_the_same(case: str, light: str, tmp_path: Pat
     """One of each, from the start of Python on."""
     arguments, variables = command_of(case, tmp_path, light)
     words = [sys.executable, *arguments]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=variables)
-    check(case, Done(done.returncode, done.stdout, done.stderr), tmp_path)
+    process = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=variables)
+    check(case, Done(process.returncode, process.stdout, process.stderr), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_nifti_is_refused(case: str, cold: Warm, light: str, tmp_path: Path) -> 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"any")
     arguments, variables = command_of(case, tmp_path, light)
-    done = cold.run(*arguments, cwd=tmp_path, env=variables, timeout=60)
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
+    process = cold.run(*arguments, cwd=tmp_path, env=variables, timeout=60)
+    assert (process.returncode, process.stdout) == (1, "")
+    (line,) = process.stderr.splitlines()
     assert re.search(r"^error: .*(input|root)=ct.* is NIfTI, which qnmixer cannot read: .* convert it to \.npy", line)
     assert {*os.listdir(tmp_path)} == {"a_file", "ct"}
