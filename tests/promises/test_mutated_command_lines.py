@@ -1,6 +1,7 @@
 """Promise 1: any command line reaches its task, or ends in one line and a non-zero exit code, and writes nothing."""
 
 import importlib
+import logging
 import os
 import random
 import sys
@@ -130,6 +131,17 @@ def files_in(folder: Path) -> list[tuple[str, int]]:
     return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
 
 
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """A line may let Hydra configure logging. A handler that stays would write to what this test had as its output."""
+    handlers = [*logging.root.handlers]
+    yield
+    for handler in [*logging.root.handlers]:
+        if handler not in handlers and "pytest" not in type(handler).__module__:
+            logging.root.removeHandler(handler)
+
+
+@pytest.mark.usefixtures("logging_as_before")
 @pytest.mark.parametrize("n", [60, pytest.param(1500, marks=pytest.mark.long)])
 def test_every_mutated_line_runs_or_is_refused_in_one_line(
     n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_wandb: None
