@@ -123,10 +123,17 @@ def draw_slices(path: Path, slices: Sequence[SliceImages]) -> None:
             corner = left + columns.start - 0.5, rows.start - 0.5
             sides = columns.stop - columns.start, rows.stop - rows.start
             axes.add_patch(Rectangle(corner, *sides, fill=False, edgecolor=_FRAME, linewidth=1))
-    # Not pyplot: it keeps each figure until it is closed, and may choose a backend that needs a screen.
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
+    """Write a figure as PNG, completely or not at all.
+
+    Not by pyplot: it keeps each figure until it is closed, and may choose a backend that needs a screen.
+    """
     FigureCanvasAgg(figure)
     with atomic_file(path) as stream:
-        figure.savefig(stream, dpi=150, format="png")
+        figure.savefig(stream, dpi=dpi, format="png")
 
 
 def _magnified(image: Tensor, rows: slice, columns: slice) -> Tensor:

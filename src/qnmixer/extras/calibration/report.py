@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from qnmixer.evaluation.pictures import save_figure
 from qnmixer.extras.calibration.config import CalibrateConfig
 from qnmixer.extras.calibration.dose import Dose, Interval, Variances, fit_dose
 from qnmixer.extras.calibration.variances import of_repeats, of_series
@@ -69,6 +69,4 @@ def _draw(path: Path, variances: Variances, dose: Dose) -> None:
     axes.semilogy(np.log(curve), expected(curve), label=label)
     axes.set(xlabel="attenuation −log(N/I₀)", ylabel="variance of a ray")
     axes.legend()
-    FigureCanvasAgg(figure)
-    with atomic_file(path) as stream:
-        figure.savefig(stream, dpi=130, format="png")
+    save_figure(figure, path, dpi=130)

@@ -8,7 +8,6 @@ from statistics import mean
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from qnmixer.data.datamodule import SliceDataModule
@@ -17,12 +16,13 @@ from qnmixer.errors import ConfigError, UserError, first_line, say
 from qnmixer.evaluation.command import on_test
 from qnmixer.evaluation.evaluate import RunData, evaluate, evaluated_name
 from qnmixer.evaluation.logs import log_scores, name_in_logs
+from qnmixer.evaluation.pictures import save_figure
 from qnmixer.evaluation.scores import Evaluation, by_patient, log_prefix
 from qnmixer.evaluation.statistics import difference, half_width
 from qnmixer.extras.robustness.cliff import DEPTH_DB, search
 from qnmixer.extras.robustness.conditions import VIEWS, Condition, Scene, conditions
 from qnmixer.extras.robustness.config import RobustnessConfig
-from qnmixer.files import atomic_file, write_text
+from qnmixer.files import write_text
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation
 from qnmixer.parallel.devices import choose_device
@@ -128,9 +128,7 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
         parts = [markdown_table(headings, rows), caption, *found, *refusals]
         write_text(folder / "table.md", "\n\n".join(parts) + "\n")
         figure = robustness_figure(results, nominal(module))
-        FigureCanvasAgg(figure)
-        with atomic_file(folder / PLOT) as stream:
-            figure.savefig(stream, dpi=150, format="png")
+        save_figure(figure, folder / PLOT)
         log(loggers, results, folder)
         record["evaluated"] = {"weights": digest_of_weights(module.state_dict())}
     console.print(terminal_table(headings, rows, caption=caption))

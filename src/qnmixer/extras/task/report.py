@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
 from qnmixer.evaluation.evaluate import PICTURE
 from qnmixer.evaluation.logs import name_in_logs
+from qnmixer.evaluation.pictures import save_figure
 from qnmixer.evaluation.scores import log_prefix
-from qnmixer.files import atomic_file, write_text
+from qnmixer.files import write_text
 from qnmixer.runs.terminal import Console, csv_table, in_digits, markdown_table, terminal_table
 
 _FIRST = "photons a ray", "method"
@@ -93,9 +93,7 @@ def write_task(folder: Path, title: str, scores: Sequence[DoseScores], console: 
     columns = [part for name in names for part in (name, f"± of {name}")]
     write_text(folder / "table.csv", csv_table([[*_FIRST, *columns], *numbers]))
     figure = task_figure(scores)
-    FigureCanvasAgg(figure)
-    with atomic_file(folder / PICTURE) as stream:
-        figure.savefig(stream, dpi=150, format="png")
+    save_figure(figure, folder / PICTURE)
     console.print(terminal_table([*_FIRST, *names], rows, words=2, title=title, caption=_NOTE))
     return folder / PICTURE
 
