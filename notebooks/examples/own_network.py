@@ -125,11 +125,11 @@ def main(folder: Path) -> None:
     trainer.fit(Reconstruction(), datamodule=data)
 
     module = Reconstruction.load_from_checkpoint(folder / "best.ckpt", weights_only=True)
-    (found,) = trainer.test(module, datamodule=data, verbose=False)
+    (scores,) = trainer.test(module, datamodule=data, verbose=False)
     write_picture(folder / "picture.png", module.cpu().eval(), next(iter(data.test_dataloader())))
     n_weights = sum(weight.numel() for weight in module.network.parameters())
     print(f"{n_weights:,} weights, {STEPS} steps of {BATCH} slices; mean PSNR of {N_TEST} test slices:")
-    print(f"FBP {found['FBP']:.2f} dB, network {found['network']:.2f} dB; {folder / 'picture.png'} shows one")
+    print(f"FBP {scores['FBP']:.2f} dB, network {scores['network']:.2f} dB; {folder / 'picture.png'} shows one")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def images_of(network: QNMixer, part: str, index: int) -> Images:
 
 def of_all(slices: list[Images]) -> tuple[Tensor, Tensor]:
     """The spreads and the errors of all pixels of the bodies, in HU."""
-    return torch.cat([it.spread[it.body] for it in slices]), torch.cat([it.errors for it in slices])
+    return torch.cat([images.spread[images.body] for images in slices]), torch.cat([images.errors for images in slices])
 
 
 def rms(values: Tensor) -> float:
@@ -101,7 +101,7 @@ def main(folder: Path) -> None:
     factor = float((error / spread).quantile(COVERAGE))
     spread, error = of_all(tests)
     covered = float((error <= factor * spread).double().mean())
-    single = torch.cat([(it.single - it.truth)[it.body] for it in tests])
+    single = torch.cat([(images.single - images.truth)[images.body] for images in tests])
     print(f"RMSE in the body: {rms(single):.2f} HU for one image, {rms(error):.2f} HU for the mean of {SYMMETRIES}")
     print(f"rank correlation of spread and error: {rank_correlation(spread, error):.2f}")
     print(f"interval ± {factor:.1f} × spread: {COVERAGE:.0%} of the pixels it comes from, {covered:.1%} of the others")

@@ -129,9 +129,9 @@ class NoiseConfig(Target):
 
     def checked(self) -> Self:
         """With the values of a profile's file: checkpoints have these, and so need no file."""
-        path = self.keywords().get("profile")
-        values = {"profile": numbers_in("noise.profile", path)} if isinstance(path, str) else {}
-        return super(NoiseConfig, self.changed(**values)).checked()
+        if isinstance(path := self.keywords().get("profile"), str):
+            return self.changed(profile=numbers_in("noise.profile", path)).checked()
+        return super().checked()
 
 
 class OptimizerConfig(Target):
