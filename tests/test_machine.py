@@ -2,6 +2,8 @@
 
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,22 @@ from qnmixer.parallel.device_memory import MIB, memory_of
 from qnmixer.parallel.devices import choose_device
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
+# In a process of its own, as a command is.
+GARBAGE = """
+import gc
+from qnmixer.machine import collect_garbage_as_before, collect_garbage_rarely
+usual = gc.get_threshold()
+collect_garbage_as_before()  # in a program, which no command has started
+assert gc.get_freeze_count() == 0
+collect_garbage_rarely()
+assert gc.get_threshold()[0] > 50 * usual[0]
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import parse
+from qnmixer.training.worker import function_that_trains
+function_that_trains(parse(compose("train", ["experiment=demo"])))
+assert gc.get_threshold() == usual
+assert gc.get_freeze_count() > 300_000
+"""
 SLURM = "0::/slurm/job_7/step_0\n"
 V1 = "4:memory:/docker/ab\n"
 
@@ -24,6 +42,11 @@ def test_cores_of_others_on_a_cluster_are_not_shared_out(monkeypatch: pytest.Mon
     assert [threads_each(n) for n in (1, 2, 3, 4)] == [3, 1, 1, 1]
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     assert threads_each(4) == 16
+
+
+@pytest.mark.slow
+def test_a_command_looks_for_garbage_rarely_until_it_trains() -> None:
+    subprocess.run([sys.executable, "-c", GARBAGE], check=True)
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GOMP_CPU_AFFINITY"])

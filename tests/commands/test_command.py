@@ -102,7 +102,7 @@ BROKEN_FILES = {
     "a: !!python/object/apply:os.system [ls]\n": ("could not determine a constructor for the tag", "line 1"),
     "a:\n\tb: 1\n": ("found character '\\t' that cannot start any token", "line 2"),
     "a: 1\nb: [1,\n": ("expected the node content", "line 3"),
-    "a: 1\na: 2\n": ("found duplicate key a", "line 2"),
+    "a: 1\na: 2\n": ("found duplicate key a", "odd.yaml", "line 2"),
     "a: 1\nb: \0\n": ("special characters are not allowed", "odd.yaml"),
     b"a: 1\nb: \xe9\n": ("invalid continuation byte", "odd.yaml"),
     "3\n": ("Invalid loaded object type: int", "odd.yaml"),
@@ -121,12 +121,14 @@ def test_a_group_file_of_ones_own_that_cannot_be_read_is_named(
     monkeypatch.setattr(yaml, "SafeLoader", PYTHONS_LOADER)
     for folder in ("conf/noise", "conf/experiment"):
         (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "conf/noise/an_odd_one.yaml").write_text("a: 1\nb: 2\na: 3\n")  # not asked for, and read before
     (tmp_path / "conf/noise/odd.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     mine = "# @package _global_\ndefaults: [{override /noise: odd}]\n"
     (tmp_path / "conf/experiment/mine.yaml").write_text(mine, encoding="utf-8")
     for words in ("train experiment=demo noise=odd", "evaluate run=a noise=odd", "train experiment=mine"):
         line = typed(*words.split(), "--config-dir=conf").line
         assert all(part in line for part in parts), line
+        assert "an_odd_one" not in line
     if len(parts) > 1:  # a config is shown, not checked
         for flags in (["--cfg", "job"], ["--help"]):
             assert parts[0] in typed("train", "noise=odd", "--config-dir=conf", *flags).line

@@ -208,4 +208,4 @@ def test_what_a_stranger_has_set_is_the_users_to_repeat(make: Make, override: st
 
 def test_the_line_for_who_stops_is_one_for_a_shell(make: Make) -> None:
     folder = make("a", "seed=1", steps=7).rename("a b")
-    assert resume_hint(folder) == """interrupted after step 7, to resume: python -m qnmixer.train 'resume="a b"'"""
+    assert resume_hint(folder) == """interrupted after step 7, to resume: python -m qnmixer.train 'resume=a b'"""

@@ -18,10 +18,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from qnmixer.commands.hydra_private import flag_parser, run_job, run_jobs
+from qnmixer.commands.hydra_private import flag_parser, hydra_object
 from qnmixer.errors import ConfigError, Stopped, first_line, say
 from qnmixer.files import make_free_folder, path_in_errors, private_files
-from qnmixer.machine import wait_briefly
+from qnmixer.machine import collect_garbage_rarely, wait_briefly
 from qnmixer.runs.processes.output import lasting_output, warnings_in_one_line
 from qnmixer.runs.processes.process import rank, world_size
 from qnmixer.settings.compose import (
@@ -72,6 +72,7 @@ def run(
         job: the task of each job of a sweep. None: as for one run.
     """
     wait_briefly()
+    collect_garbage_rarely()
     lasting_output()
     words, config_name = sys.argv[1:], schema.command
     try:
@@ -118,7 +119,8 @@ def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -
         overrides = [*overrides, f"hydra.run.dir={quoted(folder)}"]
     failures: list[Exception] = []
     with hydra_of(config_name):
-        job_return = run_job(config_name, _storing_errors(lambda _: task(config), failures), overrides)
+        job = _storing_errors(lambda _: task(config), failures)
+        job_return = hydra_object().run(config_name, job, overrides, with_log_configuration=False)
     if failures:
         raise failures[0]
     return job_return.return_value
@@ -129,8 +131,8 @@ def _run_jobs(job: Task, config_name: str, overrides: list[str], sweep: Sweep) -
     failures: list[Exception] = []
     first_config = compose_sweep(config_name, overrides)
     with sweep(overrides, first_config) as one_more, hydra_of(config_name):
-        words = dict.fromkeys([*overrides, SWEEP_MODE, one_more])
-        run_jobs(config_name, _storing_errors(job, failures), [*words])
+        words = [*dict.fromkeys([*overrides, SWEEP_MODE, one_more])]
+        hydra_object().multirun(config_name, _storing_errors(job, failures), words, with_log_configuration=False)
     if failures:
         raise failures[0]
 

@@ -20,17 +20,22 @@ SEARCH_PATH = "hydra.searchpath"
 SWEEP_MODE = "hydra.mode=MULTIRUN"
 FLAGS = ("--config-dir", "-cd")
 _FILE, _PACKAGE = "file://", "pkg://"
+_NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:e[+-]?\d[\d_]*)?|[+-]?inf|nan|true|false", re.IGNORECASE)
+"""What Hydra reads as a number or a truth value."""
+_PLAIN = re.compile(r"[\w/+.$%*@?|:\s-]*", re.ASCII)
+"""What Hydra takes as a text."""
 _MOST_BYTES, _MOST_ALIASES = 2**17, 12
 """Of a config file. One of ours has 2 kB, and none."""
 
 
-def quoted(path: Path | str) -> str:
-    """A path or address, quoted for Hydra's command line, whose grammar knows ASCII letters only."""
-    return str(path) if re.fullmatch(r"[\w/.:-]*", str(path), re.ASCII) else in_quotes(str(path))
+def quoted(value: Path | str) -> str:
+    """A text as Hydra's command line takes it: in quotes if it looks like a number, or has what Hydra does not take.
 
-
-def in_quotes(text: str) -> str:
-    """A text in quotes, for Hydra: double ones, since single quotes are for the shell around it."""
+    The quotes are double ones, since single quotes are for the shell around it.
+    """
+    text = str(value)
+    if _PLAIN.fullmatch(text) and not _NUMBER.fullmatch(text):
+        return text
     escaped = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + match[2].replace('"', '\\"'), text)
     return f'"{escaped}"'
 
@@ -217,7 +222,7 @@ def _fault_of_file(error: Exception, overrides: list[str]) -> str | None:
         try:
             OmegaConf.load(path)
         except Exception as fault:
-            if type(fault) is type(cause):
+            if isinstance(fault, RecursionError) or str(fault) == str(cause):
                 return f"{path} cannot be read ({' '.join(str(fault).split())}): mend the file"
     return None
 

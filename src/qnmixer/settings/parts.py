@@ -24,8 +24,6 @@ _WANDB = "qnmixer.lightning.WandbRun"
 _MEAN_WEIGHTS = "qnmixer.lightning.EMA"
 _CUSTOM = "custom"
 """The name of a logger that the group itself describes."""
-
-
 _UNROLLED = subclass_of("qnmixer.models.UnrolledNetwork")
 
 
@@ -291,14 +289,11 @@ def _group(group: str, section: Any, named: Any = None) -> Any:
     ]
 
 
-def _kind_of_logger(section: Any) -> str:
-    return "of wandb" if isinstance(section, Mapping) and section.get(TARGET) == _WANDB else "of Lightning"
-
-
-_Logger = Annotated[WandbConfig, Tag("of wandb")] | Annotated[LoggerConfig, Tag("of Lightning")]
+_Logger = Annotated[WandbConfig, Tag(_WANDB)] | Annotated[LoggerConfig, Tag("of Lightning")]
+_KIND = Discriminator(lambda section: _WANDB if _WANDB in getattr(section, "values", tuple)() else "of Lightning")
 Callbacks = _group("callbacks", CallbackConfig)
 Metrics = _group("metrics", MetricConfig)
-Loggers = _group("logger", Annotated[_Logger, Discriminator(_kind_of_logger)], _chosen_loggers)
+Loggers = _group("logger", Annotated[_Logger, _KIND], _chosen_loggers)
 
 
 def averages_weights(callbacks: Mapping[str, CallbackConfig]) -> bool:

@@ -6,13 +6,7 @@ from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Len
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, StringConstraints, model_validator
 
 from qnmixer.settings.validation import Section
 
@@ -222,10 +216,10 @@ class TrainerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _taken(cls, values: Any) -> Any:
-        """Text for devices is a number or a list. Older files have arguments under `extra`."""
+        """Text for devices is a number or a list."""
         if not isinstance(values, dict):
             return values
-        values = {key: value for key, value in values.items() if key != "extra"} | (values.get("extra") or {})
+        values = dict(values)
         if isinstance(text := values.get("devices"), str) and re.fullmatch(r"-?\d+(,\d*)*", text):
             values["devices"] = [int(n) for n in text.split(",") if n] if "," in text else int(text)
         if refused := next((name for name in values if f"trainer.{name}" in REFUSED), None):
@@ -272,7 +266,8 @@ class WandbConfig(Section):
     offline: bool | None = None  # as in WandbLogger; None: `mode` says it
     project: str
     entity: str | None
-    name: Name | None  # None: in a sweep the overrides of this job only, else setting and run folder
+    # None: in a sweep the overrides of this job only, else setting and run folder. Older files have run_name.
+    name: Name | None = Field(validation_alias=AliasChoices("name", "run_name"))
     group: Name | None  # None: the sweep
     job_type: Name | None = None
     notes: str | None = None
@@ -283,14 +278,6 @@ class WandbConfig(Section):
     save_dir: File | None = None  # None: the run folder
     dir: File | None = None  # as save_dir
     log_model: Literal[False] = False  # checkpoints stay in the run folder
-
-    @model_validator(mode="before")
-    @classmethod
-    def _taken(cls, values: Any) -> Any:
-        """Files of before have `run_name`."""
-        if isinstance(values, dict) and "run_name" in values:
-            values = {key: value for key, value in values.items() if key != "run_name"} | {"name": values["run_name"]}
-        return values
 
     @model_validator(mode="after")
     def _taken_by_wandb(self) -> Self:

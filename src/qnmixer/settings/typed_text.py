@@ -7,17 +7,13 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from qnmixer.settings.compose import in_quotes, is_sweep, key_of
+from qnmixer.settings.compose import is_sweep, key_of, quoted
 
 _QUOTED = r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'"""
 _ITEM = re.compile(
     rf"{_QUOTED}|(?:^|(?<=[\[,]))\s*([^\s\[\](){{}},'\"\\](?:[^\[\](){{}},'\"\\]*[^\s\[\](){{}},'\"\\])?)\s*(?=[\],]|$)"
 )
 """An item of a list or a sweep: with quotes, or a text without quotes, brackets and blanks around it."""
-_NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:e[+-]?\d[\d_]*)?|[+-]?inf|nan|true|false", re.IGNORECASE)
-"""What Hydra reads as a number or a truth value."""
-_PLAIN = re.compile(r"[\w/+.$%*@?|:\s-]*", re.ASCII)
-"""What Hydra takes as a text."""
 _FOLDERS = {"hydra.run.dir": False, "hydra.sweep.dir": False}
 
 
@@ -33,15 +29,11 @@ def with_texts(words: list[str], schema: type[BaseModel]) -> list[str]:
         key, equal, value = word.partition("=")
         is_list = keys.get(re.sub(r"^(?:(data)\.sources|(metrics))\.\w+\.", r"\1\2.", key_of(key)))
         if equal and (is_list or (is_list is not None and is_sweep(words))):
-            value = _ITEM.sub(lambda item: _quoted(item[1]) if item[1] else item[0], value)
+            value = _ITEM.sub(lambda item: quoted(item[1]) if item[1] else item[0], value)
         elif equal and is_list is not None and "\\" not in value and value[:1] not in ("'", '"'):
-            value = _quoted(value)
+            value = quoted(value)
         words_for_hydra.append(f"{key}{equal}{value}")
     return words_for_hydra
-
-
-def _quoted(text: str) -> str:
-    return in_quotes(text) if _NUMBER.fullmatch(text) or not _PLAIN.fullmatch(text) else text
 
 
 @cache

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from qnmixer.errors import ConfigError, RankFailed, Stopped
 from qnmixer.files import path_in_errors, write_text
-from qnmixer.machine import THREADS, threads_each
+from qnmixer.machine import THREADS, collect_garbage_as_before, collect_garbage_rarely, threads_each
 from qnmixer.runs.processes.folders import temporary_folder
 from qnmixer.runs.processes.output import lasting_output, warnings_in_one_line
 from qnmixer.runs.processes.process import (
@@ -127,6 +127,7 @@ def main(path: Path) -> None:
     # Before torch is loaded. Its warnings in C++ are not for users: ddp has one for each pass that uses all weights.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     lasting_output()
+    collect_garbage_rarely()
     try:
         config = parse(job["config"])
         with warnings_in_one_line(), path_in_errors(job["folder"]):
@@ -141,6 +142,7 @@ def function_that_trains(config: Config) -> Callable[[Config, Run], float]:
     Raises PluginError if there is none.
     """
     function: Callable[[Config, Run], float] = load_plugin("fit", config.fit, _FIT)
+    collect_garbage_as_before()
     return function
 
 
