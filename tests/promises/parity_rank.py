@@ -33,8 +33,8 @@ class Record(Callback):
     `local`: norms of this rank's gradients after the first batch of a window of several.
     """
 
-    def __init__(self, scale: float | None) -> None:
-        self.scale = scale
+    def __init__(self, scale: float | None, gradients: bool) -> None:
+        self.scale, self._records_gradients = scale, gradients
         self.gradients: dict[str, Tensor] = {}
         self.losses: list[float] = []
         self.scales: list[float] = []
@@ -48,13 +48,13 @@ class Record(Callback):
             _precision(trainer).scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, growth_interval=2)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        if not self.gradients:
+        if self._records_gradients and not self.gradients:
             self.gradients = {n: gather(p.grad).clone() for n, p in pl_module.named_parameters() if p.grad is not None}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step == self._step:
             if not self.local:  # in the middle of the first window
-                self.local = [None if p.grad is None else float(gather(p.grad).norm()) for p in pl_module.parameters()]
+                self.local = [None if p.grad is None else float(p.grad.norm()) for p in pl_module.parameters()]
             return
         self._step = trainer.global_step
         self.losses.append(float(trainer.callback_metrics["train/loss"]))
@@ -111,7 +111,7 @@ def train(
     apply_memory_mode(module.network, config.memory)
     if config.compile:
         compile_blocks(module.network)
-    record = Record(scale)
+    record = Record(scale, gradients=not (measure or resume or save))  # to gather shards takes as long as a step
     callbacks = [record, *([Checkpointing(folder, config.monitor, None, "max")] if measure else [])]
     trainer = build_trainer(
         config, folder, [*callbacks, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])

@@ -216,10 +216,10 @@ class TrainerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _taken(cls, values: Any) -> Any:
-        """Text for devices is a number or a list."""
+        """Text for devices is a number or a list. The shipped weights have arguments under `extra`."""
         if not isinstance(values, dict):
             return values
-        values = dict(values)
+        values = {key: value for key, value in values.items() if key != "extra"} | (values.get("extra") or {})
         if isinstance(text := values.get("devices"), str) and re.fullmatch(r"-?\d+(,\d*)*", text):
             values["devices"] = [int(n) for n in text.split(",") if n] if "," in text else int(text)
         if refused := next((name for name in values if f"trainer.{name}" in REFUSED), None):

@@ -26,6 +26,8 @@ from qnmixer.settings.compose import compose
 from ...conftest import TINY
 from .test_compare import lines, write_sweep
 
+pytestmark = pytest.mark.xdist_group("equal tests")  # their jobs are evaluated once
+
 Change = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 SIZE = 128
 JOB = [*TINY, "data=numpy", "noise=field", "data.seed=7"]
