@@ -55,7 +55,7 @@ TINY = [
     "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
     "model.n_iterations=2", "model.channels=4", "model.n_mixer_layers=1", "data.num_workers=0", "data.batch_size=2",
     "trainer.max_steps=4", "trainer.val_every_n_steps=2", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu",
-    "logger=csv", "evaluation.n_pictures=1", "test_after_training=false",
+    "logger=csv", "callbacks=none", "evaluation.n_pictures=1", "test_after_training=false",
 ]  # fmt: skip
 PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
 # For a module in this process, which is evaluated too.

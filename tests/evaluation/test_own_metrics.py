@@ -131,7 +131,8 @@ def test_what_a_run_logs_itself_is_in_the_list_of_names_that_a_metric_may_not_ha
 ) -> None:
     """Every column beside the metrics themselves."""
     folder = tmp_path / "run"
-    fit(tiny_config("+metrics.type._target_=metrics_of_mine.likeness", "test_after_training=true"), Run(folder))
+    words = ["callbacks=default", "+metrics.type._target_=metrics_of_mine.likeness", "test_after_training=true"]
+    fit(tiny_config(*words), Run(folder))
     metrics = {"psnr", "ssim", "type"}  # a ModuleDict has a method `type`
     columns = [name.partition("/") for name in read_metrics(folder / "metrics.csv")[-1]]
     ours = {name.removeprefix("fbp/") for part, _, name in columns if part in ("val", "test")} - metrics
@@ -145,4 +146,4 @@ def test_what_a_network_tells_of_itself_is_written_over_no_metric(
 ) -> None:
     monkeypatch.setattr(QNMixer, "diagnostics", lambda self, state: {"psnr": torch.tensor(99.0)})
     with pytest.raises(PluginError, match=r"QNMixer.diagnostics gives psnr, which a run logs itself: give it another"):
-        fit(tiny_config(), Run(tmp_path / "run"))
+        fit(tiny_config("callbacks=default"), Run(tmp_path / "run"))

@@ -94,7 +94,8 @@ def test_the_first_slices_are_drawn_in_order_at_every_validation(
         draw_slices(path, slices)
 
     monkeypatch.setattr(callbacks, "draw_slices", draw)
-    config = tiny_config("data.n_val=5", "data.batch_size=2", "evaluation.n_pictures=9", "trainer.max_steps=4")
+    sizes = ["data.n_val=5", "data.batch_size=2", "evaluation.n_pictures=9", "trainer.max_steps=4"]
+    config = tiny_config("callbacks=default", *sizes)
     L.seed_everything(0, verbose=False)
     data = SliceDataModule(config.data)
     trainer = build_trainer(config, tmp_path, build_callbacks(config.callbacks), build_loggers(config, tmp_path, []))

@@ -173,7 +173,7 @@ def mix(tmp_path: Path) -> list[str]:
     return [
         "data=mixed", "data.sources.slices.name=numpy", f"data.sources.slices.root={tmp_path / 'ct'}",
         "data.sources.slices.share=0.9", "data.sources.phantoms.share=0.1", "data.augment=true",
-        "data.simulation_factor=2",
+        "data.simulation_factor=2", "callbacks=default",
     ]  # fmt: skip
 
 

@@ -148,14 +148,14 @@ def srun(process: int, port: str) -> dict[str, str]:
 @pytest.mark.parametrize("trainer", ["slurm", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_two_nodes_train_as_one_process_does(start: Start, warm: Warm, tmp_path: Path, trainer: str) -> None:
     """Under torchrun, or in the environment of srun: one folder, and the losses of one process on the same samples."""
-    reference = start("data.n_train=7", folder=tmp_path / "single", under=warm.under)
+    reference = start("data.n_train=7", "callbacks=default", folder=tmp_path / "single", under=warm.under)
     assert reference.end()[:2] == (0, "")
     port, nodes = free_port(), []
     for node in (0, 1):
         srun_options = {"under": warm.under, "env": srun(node, port)}
         options: dict[str, Any] = {"under": torchrun(node, port)} if trainer == "torchrun" else srun_options
         words = ["data.n_train=7", "data.batch_size=1", "strategy=ddp", f"trainer={trainer}", "trainer.devices=1"]
-        nodes.append(start(*words, folder=tmp_path / trainer, **options))
+        nodes.append(start(*words, "callbacks=default", folder=tmp_path / trainer, **options))
     assert [node.end()[:2] for node in nodes] == [(0, ""), (0, "")]
     assert nodes[0].losses() == pytest.approx(reference.losses(), rel=1e-5)
     assert len(reference.losses()) == 4

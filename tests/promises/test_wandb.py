@@ -31,7 +31,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wandb")]  # else each w
 MANUAL = CONF.parent / "docs" / "wandb.md"
 SWEEP = yaml.safe_load((CONF / "wandb_sweep.yaml").read_text())
 SETTING = [
-    "experiment=demo", *(word for word in TINY if not word.startswith(("model.", "logger", "geometry.n_views"))),
+    "experiment=demo",
+    *(word for word in TINY if not word.startswith(("model.", "logger", "geometry.n_views", "callbacks"))),
     *PHANTOMS, "tags=[tried]",
 ]  # fmt: skip
 METHODS = {
@@ -39,7 +40,7 @@ METHODS = {
     "FBPConvNet": ["model=fbpconvnet", "model.channels=4", "model.depth=2"],
     "TV": ["model=tv", "model.n_iterations=5"],
 }
-SMALLEST = [word for word in COMMON if not word.startswith(("logger", "trainer.max", "trainer.val"))]
+SMALLEST = [word for word in COMMON if not word.startswith(("logger", "callbacks", "trainer.max", "trainer.val"))]
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_callback_in_a_file_of_this_folder_is_not_read_from_a_checkpoint(here: Path, tiny_config: TinyConfig) -> None:
     """Not even that its module is there is asked."""
     mine = ["+callbacks.mine._target_=my_callbacks.Every", "+callbacks.mine.every=2"]
-    fit(tiny_config(*mine, "~callbacks.pictures", "test_after_training=false"), Run(here / "run"))
+    fit(tiny_config("callbacks=default", *mine, "~callbacks.pictures", "test_after_training=false"), Run(here / "run"))
     assert (here / "steps.txt").read_text() == "2 4 "
     assert not (here / "run" / "pictures").exists()
     (here / "my_callbacks.py").unlink()

@@ -89,7 +89,7 @@ def lines(
     monkeypatch.setattr(terminal, "SECONDS_TO_LINE", 0.0)
 
     def train(*overrides: str, resume: Path | None = None, plain: bool = True) -> list[str]:
-        words = [*overrides, "~callbacks.pictures", "test_after_training=false"]
+        words = [*overrides, "test_after_training=false"]
         folder = tmp_path / str(len(list(tmp_path.iterdir()))) if resume is None else resume
         if resume is not None:
             words.append(f"resume={resume}")
