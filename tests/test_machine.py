@@ -17,8 +17,8 @@ from qnmixer.parallel.devices import choose_device
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 # In a process of its own, as a command is.
-GARBAGE = """
-import gc
+LOADS = """
+import gc, sys
 from qnmixer.machine import collect_garbage_as_before, collect_garbage_rarely
 usual = gc.get_threshold()
 collect_garbage_as_before()  # in a program, which no command has started
@@ -31,6 +31,7 @@ from qnmixer.training.worker import function_that_trains
 function_that_trains(parse(compose("train", ["experiment=demo"])))
 assert gc.get_threshold() == usual
 assert gc.get_freeze_count() > 300_000
+assert "pydicom" not in sys.modules
 """
 SLURM = "0::/slurm/job_7/step_0\n"
 V1 = "4:memory:/docker/ab\n"
@@ -45,8 +46,8 @@ def test_cores_of_others_on_a_cluster_are_not_shared_out(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_a_command_looks_for_garbage_rarely_until_it_trains() -> None:
-    subprocess.run([sys.executable, "-c", GARBAGE], check=True)
+def test_a_command_looks_for_garbage_rarely_until_it_trains_and_training_needs_no_dicom() -> None:
+    subprocess.run([sys.executable, "-c", LOADS], check=True)
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GOMP_CPU_AFFINITY"])
