@@ -10,10 +10,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -23,6 +24,7 @@ from qnmixer.settings.options import CONF
 
 from ..conftest import PHANTOMS, environment
 from ..conftest import TINY as COMMON
+from ..wandb_server import WandbServer
 from ..warm import Warm
 from .commands import STEPS, TINY, Command
 
@@ -41,6 +43,37 @@ METHODS = {
     "TV": ["model=tv", "model.n_iterations=5"],
 }
 SMALLEST = [word for word in COMMON if not word.startswith(("logger", "callbacks", "trainer.max", "trainer.val"))]
+
+
+class LeftAlone(NamedTuple):
+    """A real run, whose server goes after the first validation."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    server: WandbServer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeftAlone]:
+    """It begins with the first test, since in the end it waits 20 s for its server."""
+    folder, server = tmp_path_factory.mktemp("left_alone"), WandbServer()
+    words = [*SMALLEST, *PHANTOMS, "trainer.max_steps=100", "trainer.val_every_n_steps=20", "logger.wandb.mode=online"]
+    variables = environment(WANDB_BASE_URL=server.url, WANDB_API_KEY="k" * 40, HOME=str(folder / "home"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qnmixer.train", *words, f"hydra.run.dir={folder / 'run'}"], cwd=folder, env=variables,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def leave_after_the_first_validation() -> None:
+        while process.poll() is None and not list(folder.glob("run/pictures/*.png")):
+            time.sleep(0.02)
+        server.leave()
+
+    threading.Thread(target=leave_after_the_first_validation, daemon=True).start()
+    yield LeftAlone(folder / "run", process, server)
+    process.kill()
+    process.communicate()
+    server.leave()
 
 
 @pytest.fixture(scope="module")
@@ -127,29 +160,6 @@ def test_page_picture_and_a_table_of_numbers_are_files_of_the_run(runs: dict[str
         assert table["data"][1][1] == run.summary["test/psnr"]
 
 
-@pytest.mark.usefixtures("no_wandb")
-def test_training_continues_without_the_network(tmp_path: Path, wandb_server: Any) -> None:
-    """A real run, whose server goes after the first validation: all its steps, and one warning."""
-    words = [*SMALLEST, *PHANTOMS, "trainer.max_steps=100", "trainer.val_every_n_steps=20", "logger.wandb.mode=online"]
-    train = [sys.executable, "-m", "qnmixer.train", *words, f"hydra.run.dir={tmp_path}"]
-    with subprocess.Popen(train, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("pictures/*.png")):
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.02)
-        wandb_server.leave()
-        stdout, stderr = process.communicate(timeout=200)
-    assert process.returncode == 0, stderr
-    assert "step 100/100" in stdout
-    assert f"W&B: {wandb_server.url}" in stdout
-    assert [line for line in stderr.splitlines() if "W&B" in line and "wandb sync" in line] == [
-        line for line in stderr.splitlines() if not line.startswith(" ")
-    ]
-    assert sorted({int(row["step"]) for row in read_metrics(tmp_path / "metrics.csv")}) == list(range(1, 101))
-    assert list(tmp_path.glob("wandb/run-*/*.wandb"))
-
-
 def command_line(command: list[str], python: Path, program: str, values: dict[str, Any]) -> list[str]:
     """What the agent runs for one choice of the parameters (wandb_agent.py: Agent._command_run)."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args  # takes 2 s
@@ -191,3 +201,18 @@ def test_an_agent_runs_two_jobs_of_the_ready_sweep(warm: Warm, tmp_path: Path, w
     for run in wandb_server.runs.values():
         assert run["exit_code"] == 0
         assert [row["val/psnr"] for row in run["history"] if SWEEP["metric"]["name"] in row]
+
+
+def test_training_continues_without_the_network(left_alone: LeftAlone) -> None:
+    """All its steps, and one warning."""
+    stdout, stderr = left_alone.process.communicate(timeout=200)
+    assert left_alone.process.returncode == 0, stderr
+    assert left_alone.server.gone
+    assert "step 100/100" in stdout
+    assert f"W&B: {left_alone.server.url}" in stdout
+    assert [line for line in stderr.splitlines() if "W&B" in line and "wandb sync" in line] == [
+        line for line in stderr.splitlines() if not line.startswith(" ")
+    ]
+    rows = read_metrics(left_alone.folder / "metrics.csv")
+    assert sorted({int(row["step"]) for row in rows}) == list(range(1, 101))
+    assert list(left_alone.folder.glob("wandb/run-*/*.wandb"))
