@@ -64,6 +64,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
 
 
+def assert_equal_weights(folder: Path, other: Path) -> None:
+    result, expected = weights(folder), weights(other)
+    assert result.keys() == expected.keys()
+    assert all(torch.equal(result[name], value) for name, value in expected.items())
+
+
 def test_fast_dev_run(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two batches of each, though a step has four elsewhere; no checkpoint, no metrics, no table, and a word of it."""
     words = ["trainer.fast_dev_run=2", "trainer.accumulate_grad_batches=4", "logger=[wandb,csv]"]
@@ -113,8 +119,7 @@ def test_a_validation_before_training_changes_nothing(
     assert (len(plain.sanity), len(seen.sanity)) == (0, 1)
     assert capsys.readouterr().out.count("\n") == lines
     assert (plain.train, plain.val) == (seen.train, seen.val)
-    for name, value in weights(tmp_path / "plain").items():
-        assert torch.equal(weights(tmp_path / "sanity")[name], value)
+    assert_equal_weights(tmp_path / "sanity", tmp_path / "plain")
     pictures = [sorted(path.name for path in (tmp_path / name / "pictures").iterdir()) for name in ("plain", "sanity")]
     assert pictures[0] == pictures[1]
 
@@ -136,8 +141,7 @@ def test_a_resumed_run_of_few_batches_has_the_weights_of_one_run(tiny_config: Ti
     fit(tiny_config(*words, "trainer.max_steps=5"), Run(folder))
     fit(tiny_config(*words, f"resume={folder}"), Run(folder, resume=str(folder)))
     assert read_results(folder)["steps"] == 9
-    for name, value in weights(tmp_path / "one").items():
-        assert torch.equal(weights(folder)[name], value)
+    assert_equal_weights(folder, tmp_path / "one")
 
 
 def test_limits_of_validation_and_test(tiny_config: TinyConfig, tmp_path: Path) -> None:
