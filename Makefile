@@ -52,11 +52,12 @@ compare: install ## train all methods, small, then write tables, pictures and pa
 		$(BIN)/python -m qnmixer.compare sweep=$(SWEEP) $(COMPARE) || code=$$?; \
 	fi; exit $$code
 
+# Three at once on two cores: some tests wait for processes that end, or for a network that is not there.
 test: install ## run the tests, but not the long ones; e.g. TESTS=tests/models
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long" $(TESTS)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not long" $(TESTS)
 
 test-all: install ## run all tests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup $(TESTS)
 
 test-gpu: install ## test this machine's GPU in minutes; writes bench/gpu.md
 	QNMIXER_GPU_RESULTS=bench/gpu.md $(BIN)/python -m pytest -m cuda -rs $(TESTS); code=$$?; \
