@@ -38,7 +38,7 @@ TINY = [
     f"data.image_size={SIZE}", f"geometry.n_views={VIEWS}", f"geometry.n_detectors={BINS}",
     "geometry.detector_pitch=20", "model.n_iterations=2", "model.channels=8", "model.n_mixer_layers=1",
     "data.num_workers=0", "data.batch_size=2", f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=2",
-    "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "logger=csv",
+    "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "logger=csv", "evaluation.n_pictures=1",
 ]  # fmt: skip
 PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
 

@@ -36,6 +36,7 @@ from .commands import write_ct
 TINY = [
     "data.image_size=32", "geometry.n_detectors=48", "geometry.detector_pitch=20", "model.channels=8",
     "data.num_workers=0", "trainer.max_steps=2", "trainer.val_every_n_steps=2", "trainer.accelerator=cpu",
+    "evaluation.n_pictures=1",
 ]  # fmt: skip
 
 

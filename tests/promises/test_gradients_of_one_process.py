@@ -71,8 +71,8 @@ WRITERS = {f"from {name}" for name in ("one", *STRATEGIES)}
 """The tasks whose checkpoints others resume from."""
 
 # Not in make test. There each strategy has a partial window with recompute, and windows with keep where it resumes; the
-# checkpoints of one process and of fsdp are read by all. Muon is there with fsdp, which alone gathers what it steps
-# along. test_gradients_in_float64 has each strategy with a memory mode too.
+# checkpoint of fsdp is read by all others, and fsdp reads that of one process. Muon is there with fsdp, which alone
+# gathers what it steps along. test_gradients_in_float64 has each strategy with a memory mode too.
 LONG = {
     *(name for name in VARIANTS if name not in ("sequential", "two pipelines")),
     *(f"{name} {ending}" for name in STRATEGIES for ending in ("1 keep", "1 recompute", "4 keep")),
@@ -82,6 +82,7 @@ LONG = {
         for writer in ("ddp", "pipeline")
         for end in ("", *(f" to {reader}" for reader in READERS))
     ),
+    *("from one to ddp", "from one to pipeline", "from fsdp to fsdp"),
 }
 
 
