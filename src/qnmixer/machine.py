@@ -28,23 +28,23 @@ def wait_briefly() -> None:
 
 
 _RARELY = 50_000
-_thresholds: list[tuple[int, int, int]] = []
+_earlier_thresholds: list[tuple[int, int, int]] = []
 
 
 # The libraries are 700,000 objects. To look for garbage in them, while they load and at the end, took 2 of 4 seconds.
 def collect_garbage_rarely() -> None:
     """Let this process, a command, look for garbage after 50,000 new objects instead of 700, and not at its end."""
-    _thresholds.append(gc.get_threshold())
+    _earlier_thresholds.append(gc.get_threshold())
     gc.set_threshold(_RARELY)
     atexit.register(gc.freeze)
 
 
 def collect_garbage_as_before() -> None:
     """Undo that once all is loaded: garbage of a training may hold memory of the GPU. What is loaded is left out."""
-    if _thresholds:  # else a program trains, which may have garbage of its own
+    if _earlier_thresholds:  # else a program trains, which may have garbage of its own
         gc.freeze()
-        gc.set_threshold(*_thresholds.pop())
-        _thresholds.clear()
+        gc.set_threshold(*_earlier_thresholds[0])
+        _earlier_thresholds.clear()
 
 
 def n_cores() -> int:

@@ -289,8 +289,8 @@ def _group(group: str, section: Any, named: Any = None) -> Any:
     ]
 
 
-_Logger = Annotated[WandbConfig, Tag(_WANDB)] | Annotated[LoggerConfig, Tag("of Lightning")]
-_KIND = Discriminator(lambda section: _WANDB if _WANDB in getattr(section, "values", tuple)() else "of Lightning")
+_Logger = Annotated[WandbConfig, Tag(_WANDB)] | Annotated[LoggerConfig, Tag("other")]
+_KIND = Discriminator(lambda part: _WANDB if isinstance(part, Mapping) and part.get(TARGET) == _WANDB else "other")
 Callbacks = _group("callbacks", CallbackConfig)
 Metrics = _group("metrics", MetricConfig)
 Loggers = _group("logger", Annotated[_Logger, _KIND], _chosen_loggers)
