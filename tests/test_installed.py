@@ -119,7 +119,9 @@ from qnmixer.data import SliceDataModule
 def test_slices_without_train_are_an_import_error(tmp_path: Path) -> None:
     done = python(tmp_path, PACKAGES["train"], "-c", SLICES)
     assert done.returncode == 1
-    lines = [*done.stdout.splitlines(), done.stderr.removeprefix("error: ").rstrip()]
+    (uncaught,) = done.stderr.splitlines()
+    assert uncaught.startswith("error: ")
+    lines = [*done.stdout.splitlines(), uncaught.removeprefix("error: ")]
     for name, line in zip(["DeepLesionReader", "DicomReader", "MixedSource", "SliceDataModule"], lines, strict=True):
         assert line.startswith(f"qnmixer.data.{name} needs ")
         assert line.endswith('which is not installed: pip install "qnmixer[train]"')

@@ -57,7 +57,10 @@ def test_the_setting_stays_and_typed_keys_still_fail() -> None:
         parse(compose("train", ["experiment=demo", "model=tv", "+model.channels=3"]))
 
 
-@pytest.mark.parametrize("text", ["a b", 'a"b', "a\\", 'a\\"', '"', '\\\\"', "it's", 'a="b"', "é~=#"])
+@pytest.mark.parametrize(
+    "text",
+    ["a b", "a  b", " a", "a ", "1.10", "a@b$c*d?|%+", 'a"b', "a\\", 'a\\"', '"', '\\\\"', "it's", 'a="b"', "é~=#"],
+)
 def test_a_path_is_quoted_for_hydra(text: str) -> None:
     word = f"key={quoted(text)}"
     (parsed,) = OverridesParser.create().parse_overrides([word])

@@ -85,9 +85,10 @@ def an_end(trainer: TrainerConfig, debug: DebugConfig | FewBatchesConfig | Profi
     for key in ("limit_train_batches", "overfit_batches", "val_check_interval"):
         if isinstance(batches := getattr(trainer, key), int) and batches % window:
             raise ConfigError(f"trainer.{key}={batches} is no multiple of trainer.accumulate_grad_batches={window}")
-    # For a time, Lightning asks each rank's own clock, after each batch.
     if isinstance(trainer.val_check_interval, str | dict) and (window > 1 or trainer.n_devices > 1):
-        raise ConfigError("trainer.val_check_interval as a time needs one device and accumulate_grad_batches=1")
+        raise ConfigError(  # Lightning asks each rank's own clock, after each batch
+            "trainer.val_check_interval as a time needs one device, and trainer.accumulate_grad_batches=1"
+        )
 
 
 def fitting_strategy(
@@ -99,7 +100,9 @@ def fitting_strategy(
 ) -> None:
     """Several devices need something to share."""
     if strategy.name == "single" and trainer.n_devices > 1:  # all but one would be idle
-        raise ConfigError(f"strategy=single has one device, not {trainer.n_devices}: choose ddp, fsdp or pipeline")
+        raise ConfigError(
+            f"strategy=single has one device, not {trainer.n_devices}: choose strategy=ddp, fsdp or pipeline"
+        )
     if strategy.name != "single" and not model.has_weights:  # there are no gradients to share
         raise ConfigError(f"model={model.name} has no weights to train on several devices: use strategy=single")
     if isinstance(strategy, FSDPConfig) and optimizer.name == "adafactor":  # it takes means over rows and columns
@@ -113,7 +116,9 @@ def plain_network(model: ModelConfig, memory: MemoryConfig, module: ModuleConfig
     if model.has_steps:
         return
     if memory.name == "recompute":
-        raise ConfigError(f"memory=recompute runs steps again, but {model.as_typed} has none: use keep or offload")
+        raise ConfigError(
+            f"memory=recompute runs steps again, but {model.as_typed} has none: use memory=keep or offload"
+        )
     if module.name == "all_iterates":
         raise ConfigError(f"module=all_iterates needs the iterates of steps, but {model.as_typed} has none")
 
