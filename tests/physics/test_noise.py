@@ -1,6 +1,8 @@
 """Noise: its statistics, its keys, and that starved bins stay finite."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import fields
 
 import pytest
 import torch
@@ -137,8 +139,26 @@ def test_a_profile_dims_bins_and_crosstalk_correlates_neighbours(crosstalk: floa
 def test_a_profile_of_other_bins_or_without_a_brightest_bin_is_refused() -> None:
     with pytest.raises(GeometryError, match=r"noise.profile has 2 bins, and the sinogram 256"):
         PhysicalNoise(profile=[0.5, 1])(sinogram(), [(1,)])
-    with pytest.raises(ValueError, match="the largest is 1"):
-        PhysicalNoise(profile=[0.5, 0.7])
+    for profile in ([0.5, 0.7], [float("nan"), 1.0], [1.0, float("nan")], [0.0, 1.0]):
+        with pytest.raises(ValueError, match="the largest is 1"):
+            PhysicalNoise(profile=profile)
+
+
+@pytest.mark.parametrize("noise_class", [FieldNoise, PhysicalNoise, InsertedNoise, MixedNoise])
+def test_every_number_of_a_noise_has_bounds_of_its_own(noise_class: type) -> None:
+    """Below each bound, above it, and what is no number: no class takes it, as no command line does."""
+    numbers = [item.name for item in fields(noise_class) if isinstance(item.default, float)]
+    assert len(numbers) >= 2
+    for name in numbers:
+        for value in (-1e9, math.nan, math.inf):
+            with pytest.raises(ValueError, match=f"^{name}={value} must be .*(above|at least) "):
+                noise_class(**{name: value})
+
+
+@pytest.mark.parametrize("dose", [0.0, -0.5, 2.0])
+def test_a_dose_is_above_0_and_at_most_1(dose: float) -> None:
+    with pytest.raises(ValueError, match=f"^dose={dose} must be above 0 and at most 1$"):
+        InsertedNoise(dose=dose)
 
 
 AXIS = torch.linspace(-1, 1, 32)

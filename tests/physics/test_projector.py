@@ -202,6 +202,11 @@ def test_filtered_adjoint_has_the_gain_of_fbp() -> None:
     assert float(image[inner].mean()) == pytest.approx(1, abs=0.04)
 
 
+def test_an_unknown_filter_is_refused() -> None:
+    with pytest.raises(GeometryError, match=r"fbp_filter='sharp' is not known: choose ramp"):
+        FanBeamProjector(TINY, "sharp")
+
+
 def test_a_scan_that_no_memory_holds_is_refused_before_it_is_built() -> None:
     geometry = replace(FanBeamGeometry.paper(8191, image_size=8192), n_detectors=8192)
     with pytest.raises(GeometryError, match=r"n_views=8191 and n_detectors=8192 need \d+ GiB"):

@@ -43,6 +43,12 @@ STEP = 2 * math.pi / 8
         ({"beam": "parallel", "angle_span": math.pi, "detector_offset": 0.25, "first_angle": 0.0}, ALL[:1]),
         ({"beam": "parallel", "angle_span": math.pi, "n_views": 5, "first_angle": 0.0}, [*ALL[:2], *ALL[4:6]]),
         ({"beam": "parallel"}, ALL),
+        (
+            {"beam": "parallel", "detector_offset": 0.25},
+            ALL,
+        ),  # flips by the opposite views, whose bins keep their order
+        ({"beam": "parallel", "detector_offset": 0.25, "n_views": 6, "first_angle": 0.0}, [*ALL[:2], *ALL[4:6]]),
+        ({"beam": "parallel", "detector_offset": 0.25, "n_views": 7, "first_angle": 0.0}, [(0, False), (2, True)]),
     ],
 )
 def test_a_scan_has_the_symmetries_of_its_angles_and_bins(changes: dict, expected: list) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from qnmixer.errors import GeometryError, PluginError, first_line
+from qnmixer.physics.bounds import require_bounds
 
 Key = Sequence[int]
 """The key of a draw, for instance (seed, epoch, index); whole numbers from 0."""
@@ -36,7 +37,8 @@ _NODES = torch.linspace(-5, 5, 33).tolist()
 class KeyedNoise(ABC):
     """Noise that is drawn for each sample separately, from the generator of its key.
 
-    Derive your own noise from it and define `sample`, in NumPy.
+    Derive your own noise from it and define `sample`, in NumPy. The fields of a dataclass have the bounds of their
+    annotations: a value beyond them raises ValueError.
 
     Attributes:
         needs_one_scale: whether it makes sense only if all slices have the same scale of attenuation.
@@ -45,6 +47,10 @@ class KeyedNoise(ABC):
 
     needs_one_scale: ClassVar[bool] = False
     for_measured: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]  # only a dataclass calls this
+            require_bounds(item.name, getattr(self, item.name), item.type)
 
     @abstractmethod
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -146,7 +152,8 @@ class PhysicalNoise(KeyedNoise):
         profile: w [D], the counts of each bin by a bow-tie filter, as a share of the brightest; None: all are equal.
         crosstalk: the share of its counts that a bin gives to each neighbour by K.
 
-    Raises ValueError for a profile whose largest value is not 1, and GeometryError for sinograms of other bins.
+    Raises ValueError for a value out of bounds and a profile whose largest value is not 1, and GeometryError for
+    sinograms of other bins.
     """
 
     needs_one_scale: ClassVar[bool] = True
@@ -154,15 +161,17 @@ class PhysicalNoise(KeyedNoise):
     photons: Photons = 1e5
     water_attenuation: Annotated[float, Gt(0)] = 0.0192
     electronic_sigma: Deviation = 0.0
-    hu_max: float = 0.0
+    hu_max: Annotated[float, Gt(-1000)] = 0.0
     fewest_counts: Annotated[float, Gt(0)] = _FEWEST_COUNTS
     profile: Sequence[Annotated[float, Gt(0), Le(1)]] | None = None
     crosstalk: Annotated[float, Ge(0), Le(0.25)] = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.profile is not None:
-            object.__setattr__(self, "profile", tuple(map(float, self.profile)))
-            if not self.profile or min(self.profile) <= 0 or abs(max(self.profile) - 1) > 1e-3:
+            profile = tuple(map(float, self.profile))
+            object.__setattr__(self, "profile", profile)
+            if not all(0 < share <= 1.001 for share in profile) or max(profile, default=0) < 0.999:
                 raise ValueError("profile needs values above 0, of which the largest is 1: photons is that of this bin")
 
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:

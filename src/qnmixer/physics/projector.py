@@ -13,7 +13,14 @@ from torch.nn.functional import pad
 
 from qnmixer.errors import GeometryError
 from qnmixer.machine import memory
-from qnmixer.physics.fbp import backprojection_matrix, matched_gain, ramp_response, ray_weights, with_even_sides
+from qnmixer.physics.fbp import (
+    FBP_WINDOWS,
+    backprojection_matrix,
+    matched_gain,
+    ramp_response,
+    ray_weights,
+    with_even_sides,
+)
 from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.scan import Numbering, ScanMatrix
 from qnmixer.physics.sparse import (
@@ -48,7 +55,8 @@ class FanBeamProjector(nn.Module):
         fbp_filter: window on the ramp: ramp, shepp-logan, cosine, hamming or hann.
 
     Raises:
-        GeometryError: if an input's shape does not fit the geometry, or the matrices not into memory.
+        GeometryError: if an input's shape does not fit the geometry, the matrices not into memory, or there is no such
+            filter.
     """
 
     _ray_weights: Tensor  # cosine and redundancy [V, D]
@@ -57,6 +65,8 @@ class FanBeamProjector(nn.Module):
 
     def __init__(self, geometry: FanBeamGeometry, fbp_filter: str = "ramp") -> None:
         super().__init__()
+        if fbp_filter not in FBP_WINDOWS:
+            raise GeometryError(f"fbp_filter={fbp_filter!r} is not known: choose {', '.join(FBP_WINDOWS)}")
         _require_memory(geometry)
         self.geometry = geometry
         self.fbp_filter = fbp_filter

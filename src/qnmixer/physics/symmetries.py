@@ -61,7 +61,8 @@ def symmetries(projector: FanBeamProjector, most: int = 8) -> list[Symmetry]:
     """The symmetries of a scan, the identity first: at most so many of the eight of a square.
 
     A full turn has the quarter turns if its views are a multiple of four. It has the flips if its bins are symmetric
-    and its angles too, as they are if the first is 0 or half a step. An arc has none, unless it lies symmetric.
+    and its angles too, as they are if the first is 0 or half a step. A parallel beam has them with a detector offset
+    too, if each view has an opposite one. An arc has none, unless it lies symmetric.
     They follow from the angles and bins, and each is checked: A g x must equal h A x within 1e-5 of its norm.
     """
     found = [symmetry for g in _ORDER if (symmetry := _symmetry(projector.geometry, *g)) is not None]
@@ -96,12 +97,14 @@ def _symmetry(geometry: FanBeamGeometry, quarters: int, flipped: bool) -> Symmet
     angles, turned_by = geometry.angles(), quarters * FULL_TURN / 4
     needed = turned_by - angles if flipped else angles - turned_by
     views, exists = _views_at(needed, geometry)
-    mirrored = np.full(len(views), flipped)
+    mirrored, centred = np.full(len(views), flipped), geometry.detector_offset == 0
+    exists &= centred or not flipped  # with an offset, mirrored bins see other lines
     if not geometry.is_fan:  # the same lines from the other side
         opposite, has_opposite = _views_at(needed + FULL_TURN / 2, geometry)
         mirrored = np.where(exists, flipped, not flipped)
+        has_opposite &= centred or flipped
         views, exists = np.where(exists, views, opposite), exists | has_opposite
-    if not exists.all() or (mirrored.any() and geometry.detector_offset):
+    if not exists.all():
         return None
     return Symmetry(quarters, flipped, torch.from_numpy(views), torch.from_numpy(mirrored))
 

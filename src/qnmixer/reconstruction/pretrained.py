@@ -24,7 +24,6 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
-from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -33,6 +32,7 @@ from qnmixer.files import digest
 from qnmixer.models.data_term import follow_scan
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.physics.bounds import require_bounds
 from qnmixer.physics.fbp import FBP_WINDOWS
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, SUFFIX
 
@@ -133,25 +133,8 @@ def _builder(section: Mapping[str, Any]) -> Callable[[FanBeamProjector], Unrolle
     if "variance" in parameters:  # of the noise of its run
         return None
     for argument, value in arguments.items():
-        _require_bounds(argument, value, getattr(parameters[argument].annotation, "__metadata__", ()))
+        require_bounds(argument, value, parameters[argument].annotation)
     return partial(network_class, **arguments)
-
-
-def _require_bounds(argument: str, value: Any, bounds: tuple[Any, ...]) -> None:
-    for bound in bounds:
-        match bound:
-            case Ge(ge=least):
-                fits = value >= least
-            case Gt(gt=least):
-                fits = value > least
-            case Le(le=most):
-                fits = value <= most
-            case Lt(lt=most):
-                fits = value < most
-            case _:
-                continue
-        if not fits:
-            raise ValueError(f"{argument}={value} is out of bounds")
 
 
 def scan_of(section: Mapping[str, Any], image_size: int) -> FanBeamGeometry:
