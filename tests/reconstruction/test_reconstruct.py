@@ -16,7 +16,7 @@ from pydicom import dcmread
 from qnmixer.data.batch import to_hu
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.phantoms.phantoms import phantom
-from qnmixer.errors import DataError, OutOfMemory
+from qnmixer.errors import ConfigError, DataError, OutOfMemory
 from qnmixer.module import ReconstructionModule
 from qnmixer.module.build import build_module
 from qnmixer.physics import images_by_symmetry
@@ -105,6 +105,33 @@ def test_the_noise_of_a_slice_is_keyed_by_seed_and_number(tiny_module: Build, tm
     assert torch.equal(first, again[0])
     assert not torch.equal(first, second)
     assert not torch.equal(first, other)
+
+
+def test_another_noise_than_that_of_the_training(
+    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Equal slices of a run with mixed noise have two qualities. With noise=none they are equal, as with field noise
+    their errors are. A measured sinogram takes none."""
+    np.save(tmp_path / "a.npy", np.repeat(phantom(16, seed=0, part="test", index=0)[None], 8, axis=0))
+    module = tiny_module("noise=mixed", "noise.photons=1e3", "noise.electronic_sigma=0", "seed=1", "data.seed=1")
+    words = {"run": save(module, tmp_path / "a.ckpt"), "input": tmp_path / "a.npy", "formats": "[npy]"}
+    errors, lines = {}, {}
+    for noise in ("as_trained", "field", "none"):
+        reconstruct_input(settings(**words, noise=noise, output=tmp_path / noise))
+        hu = np.stack([np.load(tmp_path / noise / f"a_{k}.npy") for k in range(8)])
+        errors[noise] = (hu - hu.mean(0)).std((1, 2))
+        lines[noise] = capsys.readouterr().out
+    assert errors["as_trained"].max() > 3 * errors["as_trained"].min()
+    assert 0 < errors["field"].max() < 2 * errors["field"].min()
+    assert errors["none"].max() < 1e-3
+    assert "noise=mixed, as in training (noise=none: without). Each has one of two noises" in lines["as_trained"]
+    assert "simulated with noise=field\n" in lines["field"]
+    with torch.no_grad():
+        np.save(tmp_path / "y.npy", module.projector(torch.full((1, 1, 16, 16), 0.3))[0, 0].numpy())
+    words |= {"input": tmp_path / "y.npy", "kind": "sinograms", "unit": "value", "output": tmp_path / "y"}
+    with pytest.raises(ConfigError, match="noise=none has no effect on y, which was measured: leave it out"):
+        reconstruct_input(settings(**words, noise="none"))
+    assert not (tmp_path / "y").exists()
 
 
 def test_only_scans_with_missing_views_get_further_passes(tiny_module: Build, tmp_path: Path) -> None:

@@ -4,15 +4,14 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from qnmixer.reconstruction.sections import CheckpointName, ScanOrAsTrained, Symmetries
+from qnmixer.reconstruction.sections import CheckpointName, ScanOrAsTrained, Symmetries, WithNoise
 from qnmixer.settings.sections import Accelerator, Count, File, Length, Texts, check_window
-from qnmixer.settings.validation import Section
 
 OF_DATAMODULE = "predict_dataloader"
 """The input that means the slices of the run's own LightningDataModule. A file of this name needs a path: ./…"""
 
 
-class ReconstructConfig(Section):
+class ReconstructConfig(WithNoise):
     """The config of `qnmixer.reconstruct`."""
 
     command: ClassVar[str] = "reconstruct"

@@ -13,11 +13,11 @@ from pydicom.uid import generate_uid
 from rich.progress import Progress
 from torch import Tensor
 
-from qnmixer.errors import DataError, OutOfMemory, first_line
+from qnmixer.errors import ConfigError, DataError, OutOfMemory, first_line
 from qnmixer.models.fbp import FBP
 from qnmixer.parallel.device_memory import is_out_of_memory
 from qnmixer.parallel.devices import choose_device
-from qnmixer.physics import Symmetry, images_by_symmetry
+from qnmixer.physics import MixedNoise, NoNoise, Symmetry, images_by_symmetry
 from qnmixer.physics.units import FloatArray
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.reconstruction.config import OF_DATAMODULE, ReconstructConfig
@@ -28,6 +28,9 @@ from qnmixer.reconstruction.sections import scan_for
 from qnmixer.reconstruction.sinograms import holds_sinograms, measured_scans, sinogram_files
 from qnmixer.reconstruction.writers import window_of, write_dicom, write_npy, write_png
 from qnmixer.runs.terminal import Console
+from qnmixer.settings.plugins import module_of
+from qnmixer.settings.rules import one_scale
+from qnmixer.settings.run import targets_of
 
 # Default batch sizes: on a CPU more slices do not fit into its cache; a GPU needs more to be busy.
 _ON_CPU, _ON_GPU = 4, 16
@@ -52,8 +55,12 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     DataError after the last slice if some could not be written.
     """
     console = Console()
-    trained = load_run(config.run, config.checkpoint, config.trust)
-    given = trained.config.changed(geometry=scan_for(config.geometry, trained.config.geometry))
+    typed = map(module_of, targets_of(config).values())
+    trained = load_run(config.run, config.checkpoint, [*config.trust, *typed])
+    given = trained.config.changed(
+        geometry=scan_for(config.geometry, trained.config.geometry), noise=config.noise or trained.config.noise
+    )
+    one_scale(given.data, given.noise)
     module = on_scan(trained, given).to(choose_device(config.accelerator)).eval()
     turns = symmetries_of(module.projector, config.symmetries)
     path, geometry, files = Path(config.input), module.projector.geometry, list[Path]()
@@ -72,6 +79,10 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reconstructing", total=total)
         for scan, x, spread in images_of(module, scans, batch_size, turns):
+            if scan.measured and config.noise is not None:
+                raise ConfigError(
+                    f"noise={config.noise.name} has no effect on {scan.name}, which was measured: leave it out"
+                )
             written = writer.write(scan, scan.hu(x), None if spread is None else scan.hu_of_difference(spread))
             if written and scan.measured:
                 distance = misfit(module.projector, x, scan)
@@ -82,6 +93,8 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     if writer.count:
         line = f"reconstructions: {writer.count:,}, as {', '.join(config.formats)}, in {config.output}"
         console.print(line, soft_wrap=True)
+        if not scan.measured:
+            console.print(_line_of_noise(module, as_trained=config.noise is None), soft_wrap=True)
         if writer.measured:
             console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
         if len(turns) > 1:
@@ -90,6 +103,16 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     if writer.failed:
         raise DataError(writer.summary())
     return writer.count
+
+
+def _line_of_noise(module: Reconstructor, as_trained: bool) -> str:
+    """Which noise the simulated scans have."""
+    line = f"scans simulated with noise={module.config.noise.name}"
+    if as_trained and not isinstance(module.measurement.noise, NoNoise):
+        line += ", as in training (noise=none: without)"
+    if isinstance(module.measurement.noise, MixedNoise):
+        line += ". Each has one of two noises: with noise=field or noise=physical all have the same quality"
+    return line
 
 
 def images_of(

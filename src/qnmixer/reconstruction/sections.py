@@ -1,13 +1,16 @@
 """The keys of commands that work with a trained network: its slices and its scan are those of its run, or others."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Le
-from pydantic import Discriminator, Field, Tag, create_model
+from omegaconf import DictConfig
+from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 
 from qnmixer.settings.data import Source
 from qnmixer.settings.options import TARGET
+from qnmixer.settings.parts import NoiseConfig
+from qnmixer.settings.run import check_targets
 from qnmixer.settings.sections import GeometryConfig
 from qnmixer.settings.validation import Section
 
@@ -32,6 +35,25 @@ SourceOrAsTrained = Annotated[
     Annotated[Source, Tag("others")] | Annotated[AsTrained, Tag("as trained")], Discriminator(_kind_of_slices)
 ]
 """Other slices, or those of the run."""
+
+
+def _noise_of_run(section: Any) -> Any:
+    return None if isinstance(section, Mapping) and section.get(TARGET, "") is None else section
+
+
+class WithNoise(Section):
+    """A command that adds noise to simulated sinograms: that of the training, or another."""
+
+    noise: Annotated[NoiseConfig | None, BeforeValidator(_noise_of_run)]  # None: the noise of training
+
+    @classmethod
+    def parse(cls, cfg: DictConfig) -> Self:
+        """With the arguments of its targets checked. Raises ConfigError or PluginError."""
+        config = super().parse(cfg)
+        check_targets(config)
+        if config.noise is not None:
+            config.noise = config.noise.checked()
+        return config
 
 
 def _kind_of_scan(values: Any) -> str:
