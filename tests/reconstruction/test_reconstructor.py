@@ -1,14 +1,18 @@
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import qnmixer
 from qnmixer.models import TotalVariation
 from qnmixer.module.base import RunModule
 from qnmixer.module.build import build_module
-from qnmixer.physics import FanBeamProjector
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.reconstruction.checkpoints import load_weights
+from qnmixer.reconstruction.pretrained import outside_of_training
 from qnmixer.reconstruction.reconstructor import Reconstructor, build_network, build_noise, build_projector, on_scan
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
@@ -54,11 +58,53 @@ def test_step_sizes_follow_the_scan(words: list[str], change: dict, capsys: pyte
     torch.testing.assert_close(step_sizes(scanned) * radii[1], step_sizes(trained) * radii[0], rtol=1e-3, atol=0)
     others = trained.state_dict().keys() - {name for name in trained.state_dict() if "step_sizes" in name}
     assert all(torch.equal(trained.state_dict()[name], scanned.state_dict()[name]) for name in others)
-    (line,) = capsys.readouterr().out.splitlines()
+    line, *outside = capsys.readouterr().out.splitlines()
+    assert len(outside) == ("angle_span" in change)
     key, value = next(iter(change.items()))
     assert f"geometry.{key}=" in line
     assert f"not {value}" in line
     assert f"{radii[0] / radii[1]:.3f}"[:4] in line
+
+
+FULL = FanBeamGeometry.paper(64)
+SHORT, PARALLEL = replace(FULL, angle_span=math.radians(120)), replace(FULL, beam="parallel")
+
+
+@pytest.mark.parametrize(
+    ("scan", "trained", "why"),
+    [
+        (replace(FULL, n_views=29), FULL, ""),
+        (replace(FULL, n_views=28), FULL, "its 28 views are fewer than 0.45 times the 64 of the training"),
+        (replace(FULL, n_views=128), FULL, ""),
+        (replace(FULL, angle_span=math.radians(219)), FULL, ""),
+        (
+            replace(FULL, angle_span=-math.radians(218)),
+            FULL,
+            "its arc of 218° is shorter than 218.9°, 180° plus",
+        ),
+        (replace(PARALLEL, angle_span=math.pi), PARALLEL, ""),
+        (replace(PARALLEL, angle_span=3.0), PARALLEL, "its arc of 171.9° is shorter than 180°, 180° plus the fan"),
+        (SHORT, SHORT, ""),  # it learned to do without the missing lines
+        (replace(SHORT, angle_span=2.0), SHORT, "its arc of 114.6° is shorter than 120°, that of the training"),
+        (FULL, SHORT, ""),
+    ],
+)
+def test_where_a_network_does_not_hold_follows_from_its_two_scans(
+    scan: FanBeamGeometry, trained: FanBeamGeometry, why: str
+) -> None:
+    reason = outside_of_training(scan, trained)
+    assert reason.startswith(why)
+    assert bool(reason) == bool(why)
+
+
+def test_who_loads_a_network_for_such_a_scan_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is computed. Total variation, which has no weights, holds anywhere."""
+    for model in (["model=learn", "model.n_iterations=1", "model.channels=2"], ["model=tv", "model.n_iterations=1"]):
+        run = save(tmp_path / model[0], *SCAN, *model)
+        for views, arc in ((16, 2.0), (7, None), (8, None)):
+            qnmixer.load_pretrained(run, n_views=views, **({} if arc is None else {"angle_span": arc}))
+            outside = "this scan is outside of where the network holds: its " in capsys.readouterr().out
+            assert outside == (model[0] == "model=learn" and views != 8)
 
 
 @pytest.mark.parametrize("words", [["model=learn", "model.data_term=adjoint"], ["model=fbpconvnet"]])

@@ -140,6 +140,11 @@ class FanBeamGeometry:
         return abs(self.angle_span) == FULL_TURN
 
     @property
+    def short_scan(self) -> float:
+        """Radians of the shortest arc that sees each line through the field's circle: 180° plus the fan angle."""
+        return math.pi + (2 * math.asin(self.field_of_view / 2 / self.source_to_axis) if self.is_fan else 0.0)
+
+    @property
     def has_half_turn_symmetry(self) -> bool:
         """Whether a parallel beam over π goes on with its own views, seen from the other side.
 

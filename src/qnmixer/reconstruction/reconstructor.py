@@ -22,7 +22,7 @@ from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoi
 from qnmixer.physics.projector import system_matrix
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.physics.sparse import apply_linear
-from qnmixer.reconstruction.pretrained import line_of_scan, scan_of
+from qnmixer.reconstruction.pretrained import line_of_scan, say_outside, scan_of
 from qnmixer.runs.processes.process import rank
 from qnmixer.settings.plugins import parameters_of
 from qnmixer.settings.run import Config
@@ -125,14 +125,17 @@ class Reconstructor(nn.Module):
 def on_scan(trained: Reconstructor, config: Config) -> Reconstructor:
     """A trained network under another config: other slices, noise or scan.
 
-    If the scan differs, the step sizes follow it, and a line says so. Else the network is the same bit for bit. Raises
-    GeometryError for an impossible scan, and RuntimeError for a network whose weights do not fit the scan.
+    If the scan differs, the step sizes follow it, and a line says so. Another line says that the network does not hold
+    there. Else the network is the same bit for bit. Raises GeometryError for an impossible scan, and RuntimeError
+    for a network whose weights do not fit the scan.
     """
     is_same = same_scan(trained.config, config)
     module = Reconstructor(config, trained.projector if is_same else None)
     module.load_state_dict(trained.state_dict())
     if not is_same:
         say_scan(trained.config, config, follow_scan(module.network, trained.projector))
+        if rank() == 0:
+            say_outside(module.network, trained.projector.geometry)
     return module
 
 

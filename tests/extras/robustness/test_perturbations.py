@@ -19,7 +19,6 @@ from qnmixer.extras.robustness.perturbations import (
     moving,
     polychromatic,
     shifted,
-    short_scan,
     smooth_scatter,
     water_and_bone,
 )
@@ -166,11 +165,3 @@ def test_a_body_beyond_the_field_has_its_own_chord_and_fills_the_image() -> None
     torch.testing.assert_close(image[..., 16, :], torch.ones(1, 1, 32), rtol=1e-4, atol=1e-4)
     ramp = torch.arange(96.0).expand(1, 1, 96, 96)
     torch.testing.assert_close(cut(ramp, 64, 32)[..., 5, 5], torch.tensor([[16 + 2 * 5 + 0.5]]), rtol=1e-4, atol=1e-3)
-
-
-def test_a_short_scan_is_half_a_turn_and_the_fan() -> None:
-    geometry = scan().geometry
-    fan = 2 * math.atan(128 / math.sqrt(500**2 - 128**2))  # a tangent from the source to the circle of the field
-    assert short_scan(geometry) == pytest.approx(math.pi + fan)
-    parallel = FanBeamGeometry(64, 4.0, 16, 96, 4.0, 500.0, 250.0, beam="parallel")
-    assert short_scan(parallel) == math.pi

@@ -104,7 +104,7 @@ def conditions(config: RobustnessConfig, trained: Config, fine_size: int) -> Ite
         noise = section("noise", "physical", photons=photons)
         yield Condition("dose, photons a ray", photons, trained.changed(noise=noise), needs_scale=True)
     for arc in config.arc:
-        span = physics.short_scan(build_geometry(trained)) if arc == "short" else math.radians(arc)
+        span = build_geometry(trained).short_scan if arc == "short" else math.radians(arc)
         if span < abs(geometry.angle_span):
             signed = math.copysign(span, geometry.angle_span)
             yield Condition("arc, degrees", round(math.degrees(span), 1), scan(angle_span=signed))

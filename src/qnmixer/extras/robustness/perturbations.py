@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, interpolate, max_pool2d, pad
 
-from qnmixer.physics import FanBeamGeometry
-
 Project = Callable[[Tensor], Tensor]
 
 REFERENCE_KEV = 70.0
@@ -149,9 +147,3 @@ def cut(x: Tensor, width: int, size: int) -> Tensor:
     edge = (x.shape[-1] - width) // 2
     middle = x[..., edge : edge + width, edge : edge + width]
     return interpolate(middle, size=(size, size), mode="bilinear", antialias=True, align_corners=False)
-
-
-def short_scan(geometry: FanBeamGeometry) -> float:
-    """Radians of the shortest arc that sees each line through the field's circle: 180° plus the fan angle."""
-    fan = 2 * math.asin(geometry.field_of_view / 2 / geometry.source_to_axis) if geometry.is_fan else 0.0
-    return math.pi + fan
