@@ -31,7 +31,7 @@ from qnmixer.reconstruction.scan import Scan
 from qnmixer.reconstruction.sinograms import holds_sinograms, measured_scans, sinogram_files
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse
+from qnmixer.settings.run import parse, section
 
 from ..conftest import TINY
 from ..sets import write_lodopab, write_two_detect
@@ -345,6 +345,22 @@ def test_a_right_scan_is_accepted(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("scale", ["log10", "pixels of 1.6 mm", "pixels of 0.5 mm", "transmission"])
+def test_a_scan_in_another_scale_is_told_once(
+    fbp_module: ReconstructionModule, tmp_path: Path, scale: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its image fits it, but its object is no body: a body's mean, weighted by attenuation, is near 0 HU."""
+    narrow = fbp_module.config.geometry.changed(n_detectors=80)  # as wide as the body: air beside it fits no image
+    module = build_module(fbp_module.config.changed(geometry=narrow)).eval()
+    p = scan(module, 1e5)
+    y = {
+        "log10": p / np.log(10), "pixels of 1.6 mm": p / 1.6, "pixels of 0.5 mm": p / 0.5, "transmission": np.exp(-p),
+    }[scale]  # fmt: skip
+    check(module, tmp_path / "a.npy", np.stack([y, y]))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "HU on average" in line]
+    assert re.search(r"a\.npy#0 would be an object of -?\d+ HU on average, but .*transmission or −log10.*pixels", line)
+
+
 WRONG: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
     "short": ({"angle_span": 4.1}, {}, "fits no image"),
     "too wide": ({}, {"detector_pitch": 50}, "fits no image"),
@@ -381,6 +397,35 @@ def test_a_scan_that_nearly_fits_is_told_and_so_is_the_misfit_of_its_image(
     x = torch.from_numpy((np.load(tmp_path / "out" / "a.npy") + 1000) / 3000)[None, None]
     left = fbp_module.projector(x)[0, 0].numpy() * OF_ONE - y
     assert told == f"{100 * np.sqrt(np.nansum(left**2) / np.nansum(y**2)):.1f}"
+
+
+@pytest.mark.parametrize("kind", ["slices", "sinograms"])
+def test_slices_of_a_series_without_dicom_follow_each_other(
+    fbp_module: ReconstructionModule, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stack is a series, and so are the files of a folder, in the order of the numbers in their names."""
+    module = build_module(fbp_module.config.changed(model=section("model", "learn", n_iterations=1, channels=2)))
+    y = scan(fbp_module).astype(np.float32) if kind == "sinograms" else phantom(64, seed=0, part="test", index=1)
+    (tmp_path / "in" / "many").mkdir(parents=True)
+    np.save(tmp_path / "in" / "stack.npy", np.stack([y] * 3))
+    for k in (2, 10, 9):
+        np.save(tmp_path / "in" / "many" / f"s{k}.npy", y)
+    words = {"run": save(module, tmp_path / "a.ckpt"), "input": tmp_path / "in", "output": tmp_path / "out"}
+    reconstruct_input(settings(**words, kind=kind, formats="[dicom]", slice_spacing=2.5))
+    assert "slices without DICOM follow each other in steps of 2.5 mm (slice_spacing=)" in capsys.readouterr().out
+    uids = set()
+    names = [[f"stack_{k}" for k in range(3)], [f"many/s{k}" for k in (2, 9, 10)]]
+    for end in ("", "_fbp") if kind == "sinograms" else ("",):
+        for series_names in names:
+            files = [dcmread(tmp_path / "out" / f"{name}{end}.dcm") for name in series_names]
+            assert [list(map(float, file.ImagePositionPatient)) for file in files] == [
+                [0, 0, k * 2.5] for k in range(3)
+            ]
+            assert [(file.InstanceNumber, file.SliceThickness, file.SliceLocation) for file in files] == [
+                (k + 1, 2.5, k * 2.5) for k in range(3)
+            ]
+            uids.add(frozenset(file.SeriesInstanceUID for file in files))
+    assert len(uids) == len(frozenset.union(*uids)) == 2 * (1 + (kind == "sinograms"))
 
 
 def test_a_line_feed_in_a_name_is_kept(fbp_module: ReconstructionModule, tmp_path: Path) -> None:

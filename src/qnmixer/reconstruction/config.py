@@ -26,6 +26,7 @@ class ReconstructConfig(WithNoise):
     water_attenuation: Length  # 1/mm
     detector_pitch: Length | None  # mm, of the scan; None: the run's
     angle_span: Length | None  # radians, of the scan; None: the run's
+    slice_spacing: Length  # mm, of series without DICOM
     checkpoint: CheckpointName
     accelerator: Accelerator
     batch_size: Count | None  # None: chosen by the device

@@ -3,6 +3,7 @@ time."""
 
 import errno
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
@@ -95,6 +96,9 @@ def reconstruct_input(config: ReconstructConfig) -> int:
         console.print(line, soft_wrap=True)
         if not scan.measured:
             console.print(_line_of_noise(module, as_trained=config.noise is None), soft_wrap=True)
+        if "dicom" in config.formats and max(writer.in_series.values()) > 1:
+            line = f"slices without DICOM follow each other in steps of {config.slice_spacing:g} mm (slice_spacing=)"
+            console.print(line, soft_wrap=True)
         if writer.measured:
             console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
         if len(turns) > 1:
@@ -175,6 +179,8 @@ class _Writer:
         self.failed: list[str] = []  # name of the scan, and why
         self._call_uid = generate_uid()
         self._written: set[Path] = set()
+        self._places = _places(inputs)
+        self.in_series = Counter[str]()  # scans of each series without DICOM so far
         self._folders = {Path(config.output) / folder for file in inputs for folder in file.parents}
 
     def write(self, scan: Scan, hu: FloatArray, spread: FloatArray | None = None) -> bool:
@@ -208,6 +214,7 @@ class _Writer:
 
     def _write_images(self, scan: Scan, hu: FloatArray, spread: FloatArray | None, files: list[Path]) -> None:
         """Append each file to `files` when it is written. Raises DataError for an image with NaN or infinite values."""
+        scan.place = self._place(scan)
         if not np.isfinite(hu).all():
             raise DataError(f"the reconstruction of {scan.name} has NaN or infinite values: evaluate the run first")
         target = self._new_target(scan)
@@ -222,6 +229,12 @@ class _Writer:
         if spread is not None:
             method = f"{self.module.network.title}, deviation over symmetries"
             self._write(_with_end(target, _SPREAD), scan, spread, method, _SPREADS, files)
+
+    def _place(self, scan: Scan) -> int:
+        """The number of a slice without DICOM in its series, from 0."""
+        (file, frame), series = _file_and_frame(scan.name), _series_of(scan.name)
+        self.in_series[series] += scan.template is None
+        return int(frame) if frame else self._places.get(file, self.in_series[series] - 1)
 
     def _new_target(self, scan: Scan) -> Path:
         """A path without a file. If two inputs have one name, such as a.dcm and a.npy, the second gets a number.
@@ -270,7 +283,8 @@ class _Writer:
             frame=scan.frame,
             pixel_spacing=geometry.pixel_size,
             field_of_view=scan.field_of_view,
-            instance_number=None if scan.template else self.count,
+            place=scan.place,
+            slice_spacing=self.config.slice_spacing,
         )
 
 
@@ -279,15 +293,44 @@ def _with_end(target: Path, end: str) -> Path:
 
 
 def _series_uid(call_uid: str, scan: Scan, method: str) -> str:
-    """One new series for each series of the input and each method. Inputs without a series: one for each folder."""
+    """One new series for each series of the input and each method. Inputs without one: of each stack or folder."""
     source = scan.template
     keys = [str((source and source.get(tag)) or "") for tag in ("PatientID", "StudyInstanceUID", "SeriesInstanceUID")]
-    return generate_uid(entropy_srcs=[call_uid, method, *keys, "" if keys[-1] else str(Path(scan.name).parent)])
+    return generate_uid(entropy_srcs=[call_uid, method, *keys, "" if keys[-1] else _series_of(scan.name)])
+
+
+def _series_of(name: str) -> str:
+    """The stack of a slice, or its folder."""
+    file, frame = _file_and_frame(name)
+    return file if frame else str(Path(file).parent)
+
+
+def _places(files: Sequence[Path]) -> dict[str, int]:
+    """The number of each file among those of its folder with its ending, by its path with and without this ending.
+
+    Numbers in names count as numbers: 10 comes after 9.
+    """
+
+    def words(file: Path) -> list[str | int]:
+        return [int(part) if k % 2 else part for k, part in enumerate(re.split(r"(\d+)", file.name))]
+
+    numbers, places = Counter[tuple[Path, str]](), dict[str, int]()
+    for file in sorted(files, key=words):
+        place = numbers[file.parent, file.suffix]
+        places |= {file.as_posix(): place, file.with_suffix("").as_posix(): place}
+        numbers[file.parent, file.suffix] += 1
+    return places
+
+
+def _file_and_frame(name: str) -> tuple[str, str | None]:
+    """The parts of the name of a slice: a/b.dcm#3 is slice "3" of a/b.dcm. None: the file has no others."""
+    file, frame = re.fullmatch(r"(?s)(.*?)(?:#(\d+))?", name).groups()  # type: ignore[union-attr]  # it matches anything
+    return file, frame
 
 
 def _file_name(name: str) -> Path:
     """The relative path of a slice without its ending: a/b.dcm#3 becomes a/b_3."""
-    file, frame = re.fullmatch(r"(?s)(.*?)(#\d+)?", name).groups()  # type: ignore[union-attr]  # it matches anything
+    file, frame = _file_and_frame(name)
     path = Path(file)
     path = path.with_suffix("") if path.suffix.lower() in (".dcm", ".ima", ".npy", ".png") else path
-    return path.with_name(f"{path.name}_{frame[1:]}") if frame else path
+    return path.with_name(f"{path.name}_{frame}") if frame else path

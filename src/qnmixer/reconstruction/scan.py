@@ -23,6 +23,7 @@ class Scan:
         missing: [V] bool, views of a measured scan that were interpolated; None: no view is missing.
         template: the DICOM file of the slice; None for other formats.
         frame: number of the frame in the template.
+        place: of the slice in its series, from 0, if it has no template.
         field_of_view: mm that the image covers, if its template has true size; None: it covers the whole template.
     """
 
@@ -34,6 +35,7 @@ class Scan:
     missing: Tensor | None = None
     template: FileDataset | None = None
     frame: int = 0
+    place: int = 0
     field_of_view: float | None = None
 
     def hu(self, x: Tensor) -> FloatArray:

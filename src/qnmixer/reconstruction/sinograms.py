@@ -38,6 +38,8 @@ _STEPS, _FAR, _ABSURD, _OF_NOISE = 10, 0.02, 0.15, 0.5
 _LARGEST_ANGLE = 1e4  # radians; beyond it, an angle is no angle
 _DENSITIES = 0.05, 1.0
 """Mean x of an object: above 1, it is denser than all that the network knows. Counts are far beyond."""
+_BODIES = -200, 400
+"""HU: real slices have means from −62 to 230, drawn ones to 490; with −log10 about −550, in pixels of 1.6 mm −350."""
 
 
 def holds_sinograms(path: Path, trained: FanBeamGeometry, config: ReconstructConfig) -> bool:
@@ -139,6 +141,7 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
         attenuation_of_one = attenuation_of_water if data.attenuation_of_one is None else data.attenuation_of_one
     if abs(turned := angles[0] - geometry.angles()[0]) > 1e-6:
         warn(f"{file} starts {np.degrees(turned):.4g}° from the run's first view, so the image is turned by that angle")
+    doubted = "max_attenuation" in module.config.data.arguments  # a set whose objects are no bodies
     for k in range(count):
         end = f"#{k}" if count > 1 else ""
         with usable(file, _FIX):
@@ -150,12 +153,19 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
                 sinogram=torch.from_numpy(regridded / np.float32(attenuation_of_one))[None, None].to(module.device),
                 missing=torch.from_numpy(missing).to(module.device) if missing.any() else None,
             )  # fmt: skip
-            _check_scan(f"{file}{end}", scan, _noise_of(sinogram), module, config.unit)
+            hu = _check_scan(f"{file}{end}", scan, _noise_of(sinogram), module, config.unit)
         except DataError as error:
             if count == 1:
                 raise
             warn(f"skipped: {error}")
             continue
+        if not (doubted or _BODIES[0] < hu < _BODIES[1]):
+            doubted = True  # once for a file
+            warn(
+                f"{file}{end} would be an object of {hu:.0f} HU on average, but a body or water is near 0: is it a "
+                "transmission or −log10 instead of −ln, in units of pixels instead of mm, or of another "
+                "water_attenuation=?"
+            )
         if missing.any():
             warn(f"{file}{end}: {missing.sum()} of {len(missing)} views are missing, and filled in from the others")
         yield scan
@@ -234,8 +244,8 @@ def _noise_of(sinogram: FloatArray) -> float:
     return math.sqrt(roughness / 6 / norm)
 
 
-def _check_scan(place: str, scan: Scan, noise: float, module: Reconstructor, unit: str) -> None:
-    """Refuse counts, transmissions, a wrong unit, and a scan that no image explains.
+def _check_scan(place: str, scan: Scan, noise: float, module: Reconstructor, unit: str) -> float:
+    """Refuse counts, transmissions, a wrong unit, and a scan that no image explains. Returns the mean HU of its object.
 
     Args:
         place: file and number, for errors.
@@ -256,9 +266,10 @@ def _check_scan(place: str, scan: Scan, noise: float, module: Reconstructor, uni
     blocks = avg_pool2d(x, max(1, x.shape[-1] // 64))  # less noise
     # A mean weighted by x itself, so that air around the object counts little.
     density = float(blocks.square().sum() / blocks.sum())
+    hu = scan.offset + scan.scale * density
     if not _DENSITIES[0] < density < _DENSITIES[1]:
         raise DataError(
-            f"{place} would be an object of {scan.offset + scan.scale * density:.0f} HU on average. Either it is no "
+            f"{place} would be an object of {hu:.0f} HU on average. Either it is no "
             f"−log of transmission in unit={unit} (unit=attenuation is −log(counts / unattenuated counts), unit=value "
             "the network's value × mm), or detector_pitch= is not that of its bins"
         )
@@ -267,3 +278,4 @@ def _check_scan(place: str, scan: Scan, noise: float, module: Reconstructor, uni
             f"{place}: the best image differs from it by {distance:.1%}, so its geometry may be a little wrong, or "
             "the object reaches beyond the image"
         )
+    return hu

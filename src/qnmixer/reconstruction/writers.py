@@ -106,7 +106,8 @@ def write_dicom(
     frame: int = 0,
     pixel_spacing: float = 1.0,
     field_of_view: float | None = None,
-    instance_number: int | None = None,
+    place: int = 0,
+    slice_spacing: float = 1.0,
 ) -> None:
     """Write HU [S, S] as a CT image with the tags of the patient and the study. The image is marked as derived.
 
@@ -123,7 +124,8 @@ def write_dicom(
         pixel_spacing: mm, used only without a template.
         field_of_view: mm of a square in the middle of the template, which the image covers (`to_grid`); None: it
             covers the template, padded to a square.
-        instance_number: replaces that of the template or its frame.
+        place: of the slice in its series, from 0, used only without a template.
+        slice_spacing: mm from one place to the next.
 
     Raises:
         OSError: the disk is full. No half-written file stays.
@@ -131,25 +133,25 @@ def write_dicom(
     encoded = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd values in the source
-        source = _anonymous(hu.shape, pixel_spacing) if template is None else template
+        source = _anonymous(hu.shape, pixel_spacing, place, slice_spacing) if template is None else template
         dataset = _kept_tags(source, frame)
         _set_source(dataset, source, frame)
         _set_grid(dataset, (int(source.Rows), int(source.Columns)), hu.shape, field_of_view)
-        if instance_number is not None:
-            dataset.InstanceNumber = instance_number
         _mark_as_derived(dataset, series_uid, description)
         _set_pixels(dataset, hu)
         dcmwrite(encoded, dataset, enforce_file_format=True)
     _save(path, encoded)
 
 
-def _anonymous(shape: tuple[int, ...], pixel_spacing: float) -> Dataset:
-    """A source of an unknown patient, with the grid of the image. Each series is a study of its own."""
+def _anonymous(shape: tuple[int, ...], pixel_spacing: float, place: int, slice_spacing: float) -> Dataset:
+    """A source of an unknown patient, with the grid and the place of the image. Each series is a study of its own."""
     source = Dataset()
     source.PatientName, source.PatientID = "Anonymous", "ANONYMOUS"
-    source.InstanceNumber, (source.Rows, source.Columns) = 1, shape
+    source.InstanceNumber, (source.Rows, source.Columns) = place + 1, shape
     source.PixelSpacing = [format_number_as_ds(pixel_spacing)] * 2
-    source.ImageOrientationPatient, source.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [0, 0, 0]
+    source.SliceThickness = source.SpacingBetweenSlices = format_number_as_ds(slice_spacing)
+    source.SliceLocation = format_number_as_ds(place * slice_spacing)
+    source.ImageOrientationPatient, source.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [0, 0, source.SliceLocation]
     return source
 
 
