@@ -28,7 +28,7 @@ from qnmixer.data.slices import (
 from qnmixer.errors import DataError
 from qnmixer.physics.units import FloatArray
 from qnmixer.reconstruction.reconstructor import STREAMS, Reconstructor
-from qnmixer.reconstruction.scan import Scan, warn
+from qnmixer.reconstruction.scan import Scan, by_numbers, warn
 
 _NPY_MAGIC, _PNG_MAGIC = b"\x93NUMPY", b"\x89PNG\r\n\x1a\n"
 
@@ -54,7 +54,7 @@ class InputSlice:
 
 def slice_files(path: Path) -> list[Path]:
     """The files that may hold slices: a file itself, or all files of a folder. Raises DataError if there is none."""
-    return [path] if path.is_file() else [path / file for file in list_files(path, key="input")]
+    return [path] if path.is_file() else [path / file for file in sorted(list_files(path, key="input"), key=by_numbers)]
 
 
 def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -> Iterator[InputSlice]:

@@ -179,7 +179,6 @@ class _Writer:
         self.failed: list[str] = []  # name of the scan, and why
         self._call_uid = generate_uid()
         self._written: set[Path] = set()
-        self._places = _places(inputs)
         self.in_series = Counter[str]()  # scans of each series without DICOM so far
         self._folders = {Path(config.output) / folder for file in inputs for folder in file.parents}
 
@@ -214,7 +213,9 @@ class _Writer:
 
     def _write_images(self, scan: Scan, hu: FloatArray, spread: FloatArray | None, files: list[Path]) -> None:
         """Append each file to `files` when it is written. Raises DataError for an image with NaN or infinite values."""
-        scan.place = self._place(scan)
+        series, frame = _series_and_frame(scan.name)
+        scan.place = self.in_series[series] if frame is None else frame
+        self.in_series[series] += scan.template is None
         if not np.isfinite(hu).all():
             raise DataError(f"the reconstruction of {scan.name} has NaN or infinite values: evaluate the run first")
         target = self._new_target(scan)
@@ -229,12 +230,6 @@ class _Writer:
         if spread is not None:
             method = f"{self.module.network.title}, deviation over symmetries"
             self._write(_with_end(target, _SPREAD), scan, spread, method, _SPREADS, files)
-
-    def _place(self, scan: Scan) -> int:
-        """The number of a slice without DICOM in its series, from 0."""
-        (file, frame), series = _file_and_frame(scan.name), _series_of(scan.name)
-        self.in_series[series] += scan.template is None
-        return int(frame) if frame else self._places.get(file, self.in_series[series] - 1)
 
     def _new_target(self, scan: Scan) -> Path:
         """A path without a file. If two inputs have one name, such as a.dcm and a.npy, the second gets a number.
@@ -296,41 +291,18 @@ def _series_uid(call_uid: str, scan: Scan, method: str) -> str:
     """One new series for each series of the input and each method. Inputs without one: of each stack or folder."""
     source = scan.template
     keys = [str((source and source.get(tag)) or "") for tag in ("PatientID", "StudyInstanceUID", "SeriesInstanceUID")]
-    return generate_uid(entropy_srcs=[call_uid, method, *keys, "" if keys[-1] else _series_of(scan.name)])
+    return generate_uid(entropy_srcs=[call_uid, method, *keys, "" if keys[-1] else _series_and_frame(scan.name)[0]])
 
 
-def _series_of(name: str) -> str:
-    """The stack of a slice, or its folder."""
-    file, frame = _file_and_frame(name)
-    return file if frame else str(Path(file).parent)
-
-
-def _places(files: Sequence[Path]) -> dict[str, int]:
-    """The number of each file among those of its folder with its ending, by its path with and without this ending.
-
-    Numbers in names count as numbers: 10 comes after 9.
-    """
-
-    def words(file: Path) -> list[str | int]:
-        return [int(part) if k % 2 else part for k, part in enumerate(re.split(r"(\d+)", file.name))]
-
-    numbers, places = Counter[tuple[Path, str]](), dict[str, int]()
-    for file in sorted(files, key=words):
-        place = numbers[file.parent, file.suffix]
-        places |= {file.as_posix(): place, file.with_suffix("").as_posix(): place}
-        numbers[file.parent, file.suffix] += 1
-    return places
-
-
-def _file_and_frame(name: str) -> tuple[str, str | None]:
-    """The parts of the name of a slice: a/b.dcm#3 is slice "3" of a/b.dcm. None: the file has no others."""
-    file, frame = re.fullmatch(r"(?s)(.*?)(?:#(\d+))?", name).groups()  # type: ignore[union-attr]  # it matches anything
-    return file, frame
+def _series_and_frame(name: str) -> tuple[str, int | None]:
+    """The stack of a slice and its number there, or its folder and None."""
+    stack, _, frame = name.rpartition("#")
+    return (stack, int(frame)) if stack and frame.isdecimal() else (str(Path(name).parent), None)
 
 
 def _file_name(name: str) -> Path:
     """The relative path of a slice without its ending: a/b.dcm#3 becomes a/b_3."""
-    file, frame = _file_and_frame(name)
+    file, frame = re.fullmatch(r"(?s)(.*?)(#\d+)?", name).groups()  # type: ignore[union-attr]  # it matches anything
     path = Path(file)
     path = path.with_suffix("") if path.suffix.lower() in (".dcm", ".ima", ".npy", ".png") else path
-    return path.with_name(f"{path.name}_{frame}") if frame else path
+    return path.with_name(f"{path.name}_{frame[1:]}") if frame else path

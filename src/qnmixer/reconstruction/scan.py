@@ -1,6 +1,8 @@
 """A scan, the input of one reconstruction; and how its readers warn."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from pydicom.dataset import FileDataset
@@ -45,6 +47,11 @@ class Scan:
     def hu_of_difference(self, x: Tensor) -> FloatArray:
         """A difference of images, or a deviation [1, 1, S, S], in HU [S, S]."""
         return (self.scale * x[0, 0].cpu().numpy()).astype(np.float32)
+
+
+def by_numbers(path: Path | str) -> list[str | int]:
+    """The key that sorts paths with the numbers in them as numbers: a slice 10 comes after 9, as in its series."""
+    return [int(part) if k % 2 else part for k, part in enumerate(re.split(r"(\d+)", str(path)))]
 
 
 def misfit(projector: FanBeamProjector, x: Tensor, scan: Scan, bins: int = 1) -> float:

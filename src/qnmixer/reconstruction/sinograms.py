@@ -24,7 +24,7 @@ from qnmixer.physics.units import FloatArray
 from qnmixer.reconstruction.config import ReconstructConfig
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.regrid import FloatList, regrid_scan
-from qnmixer.reconstruction.scan import Scan, misfit, warn
+from qnmixer.reconstruction.scan import Scan, by_numbers, misfit, warn
 
 _SCANS = (".npy", ".mat", *TIFF)
 _FIX = "give sinograms as .npy"
@@ -85,7 +85,7 @@ def sinogram_files(path: Path) -> list[Path]:
 def _scan_files(path: Path) -> list[Path]:
     files = path.rglob("*") if path.is_dir() else [path]
     scans = (file for file in files if file.suffix.lower() in _SCANS)
-    return sorted(file for file in scans if file.is_file())  # opening a pipe would not end
+    return sorted((file for file in scans if file.is_file()), key=by_numbers)  # opening a pipe would not end
 
 
 def measured_scans(
