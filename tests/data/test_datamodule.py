@@ -1,10 +1,12 @@
 import os
+import random
 import re
 import shutil
 import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,6 +69,55 @@ def test_few_training_slices_are_the_same_in_every_epoch() -> None:
         loader.sampler.set_epoch(epoch)
         assert {batch["name"][0] for batch in loader} == {"train-phantom-00000", "train-phantom-00003"}
     assert len(module.dataset("val")) == 3
+
+
+class Drawing:
+    """Slices of one value in HU, which is drawn by each global generator."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def __len__(self) -> int:
+        return 4
+
+    def load(self, index: int) -> np.ndarray:
+        return np.full((16, 16), 100 * (np.random.rand() + random.random() + float(torch.rand(()))))  # noqa: NPY002
+
+
+def drawn(part: str = "train", *, rank: int | None = None, start: tuple[int, int] = (0, 0), **keys: Any) -> list[float]:
+    """The values of three epochs, from a start on."""
+    keys = {"image_size": 16, "batch_size": 2, "num_workers": 0, "seed": 1} | keys
+    module = SliceDataModule(section("data", "custom", _target_=f"{__name__}.Drawing", **keys))
+    if rank is not None:
+        share = {"num_replicas": 2, "rank": rank}
+        trainer: Any = SimpleNamespace(strategy=SimpleNamespace(distributed_sampler_kwargs=share))
+        trainer.accumulate_grad_batches = 1
+        module.trainer = trainer
+    module.start_at(*start)
+    loader: Any = module.loader(part)
+    values = []
+    for epoch in range(start[0], 3):
+        loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            assert torch.equal(batch.get("fine", batch["image"])[..., :16, :16], batch["image"])
+            values += batch["image"][:, 0, 0, 0].tolist()
+    return values
+
+
+def test_what_slices_draw_depends_on_seed_and_sample_only() -> None:
+    """With workers it was the same for every seed and process, and after a resume. The fine grid had other numbers."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    values = drawn(simulation_factor=2)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]  # noqa: NPY002
+    assert len({*values}) == 12
+    assert drawn(num_workers=2) == values
+    assert drawn(start=(1, 1), num_workers=1) == values[6:]
+    ranks = [drawn(rank=rank, batch_size=1) for rank in (0, 1)]
+    assert [value for pair in zip(*ranks, strict=True) for value in pair] == values
+    validation = drawn("val")
+    assert validation == validation[:4] * 3
+    assert len({*values, *drawn(seed=2), *validation}) == 12 + 12 + 4
 
 
 def steps(sampler: EpochSampler, accumulate: int = 1) -> list[list[Pick]]:

@@ -1,5 +1,6 @@
 """Any LightningDataModule of a user: the example of docs/other_loops.md, and what of a batch is added."""
 
+import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from lightning import LightningDataModule
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn  # what a Trainer calls
 from lightning.pytorch.utilities import CombinedLoader
 from torch import distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from qnmixer.data.batch import SHAPES
 from qnmixer.data.own_datamodule import OwnDataModule
@@ -203,6 +205,40 @@ def test_the_page_has_the_shapes_that_are_checked() -> None:
     assert {key: shape for keys, shape in rows for key in re.findall(r"`(\w+)`", keys)} == SHAPES
 
 
+class Drawing(Dataset[Any]):
+    """Draws from every global generator, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([np.random.rand(), random.random(), torch.rand(())])  # noqa: NPY002
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_dataset_draws_differs_by_seed_process_and_epoch_and_comes_again_after_a_resume(
+    own: OwnDataModule, workers: int
+) -> None:
+    """With 0 workers, or after a resume, both processes, or all epochs, drew the same."""
+    own.data_module.train_dataloader = own.data_module.val_dataloader = lambda: DataLoader(
+        Drawing(), 2, num_workers=workers
+    )
+    trainer: Any = SimpleNamespace(world_size=2, global_rank=0, strategy=None, training=True)
+    own.trainer, before = trainer, torch.get_rng_state()
+    seen = []
+    # The last is that of a resume at the end of the first epoch, in a process that has drawn something else.
+    for seed, rank, epoch, step in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 2), (0, 0, 1, 2)):
+        own.config = own.config.changed(seed=seed)
+        trainer.current_epoch, trainer.global_step, trainer.global_rank = epoch, step, rank
+        trainer.strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": rank})
+        loader = own.train_dataloader()
+        _auto_add_worker_init_fn(loader, rank)
+        seen.append(torch.cat([*loader, *own.val_dataloader()])[:, :1].flatten().tolist())
+        assert torch.equal(torch.get_rng_state(), before)
+    assert seen[3] == seen[4]
+    assert len({value for values in seen[:4] for value in values}) == 4 * 4 - 2  # validation is the same at each epoch
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter([{"image": torch.zeros(1, 16, 16)}] * 3)
@@ -214,6 +250,7 @@ def test_a_stream_is_refused_if_all_devices_get_the_same_and_is_evaluated_by_one
     assert (numbers, own.count("test")) == ([[0, 1], [2]], None)
     strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 0})
     trainer: Any = SimpleNamespace(world_size=2, global_rank=0, strategy=strategy, training=True, current_epoch=0)
+    trainer.global_step = 0
     own.trainer, trainer.train_dataloader = trainer, None
     with pytest.raises(DataError, match="test_dataloader shares itself, so one process evaluates it"):
         own.loader("test")

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from qnmixer.data.dataset import EpochSampler, Part, Sample, SliceDataset
 from qnmixer.data.multiprocessing_private import call_if_unsent
+from qnmixer.data.shares import number_of
 from qnmixer.data.sources import nothing_for, parts_of
 from qnmixer.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.errors import DataError, first_line, say, visible
@@ -113,7 +115,7 @@ class SliceDataModule(LightningDataModule):
             raise DataError(nothing_for(part, self.config))
         measure = None if self.measure is None else partial(self.measure, part)
         return SliceDataset(
-            self.parts[part], self.config, augment=self.config.augment and part == "train", measure=measure
+            self.parts[part], self.config, part, augment=self.config.augment and part == "train", measure=measure
         )
 
     def train_dataloader(self) -> DataLoader[Sample]:
@@ -152,6 +154,10 @@ class SliceDataModule(LightningDataModule):
         only_with_workers: dict[str, Any] = {}
         if workers:
             only_with_workers = {"prefetch_factor": self.config.prefetch_factor, "persistent_workers": True}
+        # For a dataset of the user's: what slices draw is seeded by their number. Without a generator of its own, each
+        # new iterator would draw a number that dropout would get.
+        place = [self.config.seed, zlib.crc32(part.encode()), sampler.rank, *(self._start if train else ())]
+        generator = torch.Generator().manual_seed(number_of(place))
         pin = torch.cuda.is_available() if self.config.pin_memory is None else self.config.pin_memory
         return _Loader(
             dataset,
@@ -159,7 +165,7 @@ class SliceDataModule(LightningDataModule):
             sampler=sampler,
             num_workers=workers,
             worker_init_fn=_end_with_parent_only,
-            generator=torch.Generator(),  # without it each new iterator draws a number that dropout would get
+            generator=generator,
             pin_memory=pin,
             **only_with_workers,
         )

@@ -4,6 +4,7 @@ Each is square and scaled: HU = offset + scale · x, and a sample has both numbe
 the same in every worker, rank and resumed run.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NotRequired, TypedDict
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
+from qnmixer.data.shares import draws
 from qnmixer.data.slices import SliceSource
 from qnmixer.physics.units import FloatArray
 from qnmixer.settings.data import DataConfig
@@ -236,14 +238,22 @@ class SliceDataset(Dataset[Sample]):
     Args:
         part: the slices.
         config: what is done with them: scaling, augment, disc, seed.
+        stream: train, val or test: each has random numbers of its own.
         augment: flip and turn by (seed, n).
         measure: makes the sinogram of a sample, in place of `fine`. A sample with a measured sinogram has it already.
     """
 
     def __init__(
-        self, part: Part, config: DataConfig, *, augment: bool, measure: Callable[[Sample], Tensor] | None = None
+        self,
+        part: Part,
+        config: DataConfig,
+        stream: str,
+        *,
+        augment: bool,
+        measure: Callable[[Sample], Tensor] | None = None,
     ) -> None:
         self.part, self.config, self.augment, self.measure = part, config, augment, measure
+        self.stream = zlib.crc32(stream.encode())
         self.source: Any = part.source  # has `sinogram` too, if it has measured ones
 
     def __len__(self) -> int:
@@ -252,7 +262,7 @@ class SliceDataset(Dataset[Sample]):
     def __getitem__(self, item: Pick | int) -> Sample:
         n, weight = item if isinstance(item, Pick) else (item, 1.0)
         index = n if self.source.endless else n % len(self.source)
-        hu = self._turned(self.source.load(index), n)
+        hu = self._turned(self._drawn(self.source.load, index, n), n)
         brightest = float(hu.max())
         hu = paste_disc(hu, brightest) if self.config.disc else hu
         scaling = self.part.scaling or scaling_of(self.config, hu)
@@ -265,15 +275,24 @@ class SliceDataset(Dataset[Sample]):
             "name": self.source.name(index),
         }
         if self.part.fine is not None:
-            hu = self._turned(self.part.fine.load(index), n)
+            hu = self._turned(self._drawn(self.part.fine.load, index, n), n)
             hu = paste_disc(hu, brightest) if self.config.disc else hu
             sample["fine"] = _to_tensor(scaling.to_unit(hu))
         if self.part.measured:
-            sample["sinogram"] = _to_tensor(self.source.sinogram(index))
+            sample["sinogram"] = _to_tensor(self._drawn(self.source.sinogram, index, n))
         if self.measure is not None:
             sample["sinogram"] = self.measure(sample)
             sample.pop("fine", None)  # large, and no longer needed: workers would send it to the training process
         return sample
+
+    def _drawn(self, method: Callable[[int], FloatArray], index: int, n: int) -> FloatArray:
+        """What a method of the source returns. The random numbers that it draws depend on (seed, stream, n) only.
+
+        So they are the same with any number of workers and processes, and after a resume. For one sample, `load` of
+        both grids and `sinogram` draw the same ones: all three are of the same slice.
+        """
+        with draws([self.config.seed, self.stream, n]):
+            return method(index)
 
     def _turned(self, hu: FloatArray, n: int) -> FloatArray:
         """The slice of sample number n; with augmentation in one of the eight symmetries of the square."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from qnmixer.data.batch import SHAPES
-from qnmixer.data.shares import drawn_alike, has_distributed_sampler, share_of, shared, shares_itself
+from qnmixer.data.shares import drawn_alike, drawn_by, has_distributed_sampler, share_of, shared, shares_itself
 from qnmixer.data.splits import Overlap
 from qnmixer.errors import DataError
 from qnmixer.physics import FanBeamGeometry
@@ -238,20 +238,20 @@ class OwnDataModule(LightningDataModule):
         return loader
 
     def _shared(self, part: str, num_replicas: int = 1, rank: int = 0) -> Any:
-        """The user's loader, or the share of this process in its batches."""
-        loader = self._own_loader(part)
-        if num_replicas == 1:
-            return loader
-        own = shared(loader, partial(self._seed, part), num_replicas, rank)
-        self._to_compare = self._to_compare or (
-            part == "train" and own is loader and not has_distributed_sampler(loader)
-        )
-        return own
+        """The user's loader, or the share of this process in its batches. Its datasets draw by `_seed` and the rank."""
+        loader = own = self._own_loader(part)
+        if num_replicas > 1:
+            own = shared(loader, partial(self._seed, part), num_replicas, rank)
+            is_alike = own is loader and not has_distributed_sampler(loader)
+            self._to_compare = self._to_compare or (part == "train" and is_alike)
+        # One that shares itself may need the same numbers in all processes.
+        ranks = [] if own is loader else [rank]
+        return drawn_by(own, lambda: [*self._seed(part), *ranks]) if isinstance(own, DataLoader) else own
 
     def _seed(self, part: str) -> list[int]:
-        """Of the order of an epoch: of training it is another one in each epoch, and after a resume."""
+        """Of an epoch's random numbers: of training they are others in each epoch, and after a resume."""
         place = [self.trainer.current_epoch, self.trainer.global_step] if self.trainer and part == "train" else []
-        return [self.config.seed, *place]
+        return [self.config.seed, zlib.crc32(part.encode()), *place]
 
     def _require_other_batches(self, image: Tensor) -> None:
         """Raise DataError if a loader that shares itself gives all devices the same first batch."""

@@ -4,6 +4,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -78,16 +79,45 @@ def share_of(loader: Any) -> Share | None:
     return next((sampler for sampler in samplers if isinstance(sampler, Share)), None)
 
 
+def drawn_by(loader: DataLoader[Any], seed: Callable[[], Sequence[int]]) -> Any:
+    """A loader whose batches are drawn with random numbers of their own, by a seed for each of its iterators.
+
+    Of several workers each has other numbers: torch derives theirs from one that an iterator draws, Lightning adds the
+    rank.
+    """
+    kind: Any = type(loader)
+
+    class Drawn(kind):  # type: ignore[misc]  # of the user's kind: Lightning and callbacks may ask for it
+        def _batches(self) -> Iterator[Any]:
+            yield from kind.__iter__(self)
+
+        def __iter__(self) -> Iterator[Any]:
+            return drawn_alike(self._batches(), seed())
+
+    drawn = copy.copy(loader)
+    drawn.__class__ = Drawn
+    return drawn
+
+
+@contextmanager
+def draws(seed: Sequence[int]) -> Iterator[None]:
+    """Random numbers of its own for a block. Then Python's, NumPy's and torch's generators go on as they were."""
+    outside = _random_states()
+    number = number_of(seed)
+    torch.default_generator.manual_seed(number)  # not torch.manual_seed, which seeds the GPUs too
+    np.random.seed(number)  # noqa: NPY002  # classes and samplers of users draw from it
+    random.seed(number)
+    try:
+        yield
+    finally:
+        _set_random_states(outside)
+
+
 def drawn_alike(items: Iterable[T], seed: Sequence[int]) -> Iterator[T]:
     """The items, drawn with random numbers of their own: alike in all processes, whatever else these draw."""
-    number = int(np.random.SeedSequence([*seed]).generate_state(1)[0])
-    outside = _random_states()
-    torch.default_generator.manual_seed(number)  # not torch.manual_seed, which seeds the GPUs too
-    np.random.seed(number)  # noqa: NPY002  # samplers of users may draw from it
-    random.seed(number)
     iterator: Iterator[T] | None = None
-    own = _random_states()
-    _set_random_states(outside)
+    with draws(seed):
+        own = _random_states()
     while True:
         outside = _random_states()
         _set_random_states(own)
@@ -100,6 +130,11 @@ def drawn_alike(items: Iterable[T], seed: Sequence[int]) -> Iterator[T]:
             own = _random_states()
             _set_random_states(outside)
         yield item
+
+
+def number_of(seed: Sequence[int]) -> int:
+    """A seed of 32 bits from several numbers."""
+    return int(np.random.SeedSequence([*seed]).generate_state(1)[0])
 
 
 def _random_states() -> tuple[Any, Any, Any]:
