@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -96,6 +97,45 @@ def fitted(module: ReconstructionModule, folder: Path, **options: Any) -> L.Trai
     )  # fmt: skip
     trainer.fit(module, datamodule=SliceDataModule(module.config.data))
     return trainer
+
+
+class Clipping(ReconstructionModule):
+    """Clips its gradients itself, and reads them when the step is done. Its second loss overflows."""
+
+    def __init__(self, algorithm: str, bound: float, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.automatic_optimization = False
+        self.algorithm, self.bound = algorithm, bound
+        self.gradients: list[Tensor] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = (batch["weight"] * self.loss(self.network(self.measure(batch, "train")), batch["image"])).mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss if self.global_step != 1 else loss * 1e36)
+        self.clip_gradients(optimizer, self.bound, self.algorithm)
+        optimizer.step()
+        self.gradients.append(torch.cat([p.grad.flatten() for p in self.network.parameters() if p.grad is not None]))
+        return loss.detach()
+
+
+@pytest.mark.parametrize(("algorithm", "bound"), [("norm", 1e-3), ("value", 1e-5)])
+def test_a_module_that_clips_by_itself_clips_without_the_loss_scale(
+    tiny_module: Build, tmp_path: Path, algorithm: str, bound: float
+) -> None:
+    """Gradients of 16-mixed were clipped to 1 / 65,536 of the bound. A step that overflows is skipped all the same."""
+    target = [f"module._target_={__name__}.Clipping", f"+module.algorithm={algorithm}", f"+module.bound={bound}"]
+    module = tiny_module(*target, "optimizer=sgd", "trainer.gradient_clip_val=null")
+    assert isinstance(module, Clipping)
+    precision = MixedPrecision("16-mixed", "cpu")
+    fitted(module, tmp_path, plugins=[precision])
+    for step, gradients in enumerate(module.gradients):
+        size = gradients.norm() if algorithm == "norm" else gradients.abs().max()
+        assert math.isfinite(size) == (step != 1)
+        assert step == 1 or float(size) == pytest.approx(bound, rel=1e-4)
+    assert precision.scaler is not None
+    assert precision.scaler.get_scale() == 32_768
+    assert all(bool(p.isfinite().all()) for p in module.parameters())
 
 
 def test_the_norm_is_that_before_clipping_and_the_schedule_runs_over_optimizer_steps(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
 from qnmixer.data.batch import Batch
@@ -143,6 +144,24 @@ class RunModule(L.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Tell the network the optimizer step, by which it draws random numbers. It is that of all devices."""
         self.network.step_key = (self.config.seed if self.settings else 0, self.global_step)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip gradients, as Lightning does; also those of 16-mixed in a module that optimizes by itself.
+
+        There they are still multiplied by the loss scale when the module clips them. So the bound is multiplied too.
+        """
+        scaler = getattr(getattr(trainer_of(self), "precision_plugin", None), "scaler", None)
+        if scaler is not None and not self.automatic_optimization and gradient_clip_val:
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if not math.isfinite(gather(torch.nn.utils.get_total_norm(gradients))):
+                return  # the scaler skips this step: clipped, the gradients could look finite
+            gradient_clip_val *= scaler.get_scale()
+        super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_model(self) -> None:
         """Shard all networks of the module for fsdp, in the hook that Lightning has for it.
