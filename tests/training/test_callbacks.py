@@ -10,6 +10,7 @@ import torch
 
 from qnmixer.errors import PluginError
 from qnmixer.fit import fit
+from qnmixer.module import ReconstructionModule
 from qnmixer.reconstruction.checkpoints import read_checkpoint
 from qnmixer.runs.records import read_results
 from qnmixer.runs.run import Run
@@ -95,4 +96,30 @@ def test_early_stopping_ends_a_run_in_order(
     results = read_results(tmp_path)
     assert (results["status"], results["steps"], results["best"]) == ("done", 4, {"val/psnr": best})
     assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
-    assert "training ends early, at step 4/100\n" in capsys.readouterr().out
+    line = "early stopping after 4 steps: Monitored metric val/psnr did not improve in the last 1 records. Best score:"
+    assert line in capsys.readouterr().out
+
+
+class Dipping(ReconstructionModule):
+    """Its metric is worse once, after step 2, and best after step 6."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        value = torch.full((len(batch["image"]),), [0.0, 1, 0, 2, 3, 4, 5, 5, 5][self.global_step])
+        self.log_means("val", {"loss": value, "psnr": value, "ssim": value}, counted=batch["weight"] > 0)
+
+
+def test_a_stop_before_min_steps_is_decided_anew(
+    tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended at step 5, though the metric was best there, without a word. A resumed run went on."""
+    words = [f"module._target_={__name__}.Dipping", "test_after_training=false", "trainer.enable_progress_bar=false"]
+    words += ["callbacks=none", "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"]
+    words += ["+callbacks.stop.monitor=val/psnr", "+callbacks.stop.patience=1", "trainer.min_steps=5"]
+    words += ["+callbacks.stop.check_on_train_epoch_end=false", "trainer.val_every_n_steps=1", "schedule=constant"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    fit(tiny_config(*words, "trainer.max_steps=2"), Run(parts))
+    assert "early stopping" not in capsys.readouterr().out
+    for run, resume in ((whole, []), (parts, [f"resume={parts}"])):
+        fit(tiny_config(*words, "trainer.max_steps=8", *resume), Run(run, resume=str(run) if resume else None))
+        assert read_results(run)["steps"] == 7
+        assert "early stopping after 7 steps: " in capsys.readouterr().out

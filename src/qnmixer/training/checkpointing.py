@@ -82,6 +82,7 @@ class Checkpointing(Checkpoint):
         if self._schedules_before is not None:
             for schedule, before in zip(self._schedules, self._schedules_before, strict=True):
                 schedule.resume(before)
+        forget_early_stops(trainer)  # that of the run before a resume
         defer_stop(is_rank() or not pl_module.settings.get("compile"))
         self._first_step = trainer.global_step
         self._restore_random(trainer)
@@ -132,10 +133,15 @@ class Checkpointing(Checkpoint):
         """Write best.ckpt, if it is the best, and last.ckpt."""
         if trainer.sanity_checking:
             return
+        decide_early_stop(trainer)
         self._random = None
         self.validated = trainer.global_step
         if trainer.state.fn == TrainerFn.FITTING:
             self.save_validated(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take back a stop that comes too early. Lightning calls early stopping before it."""
+        decide_early_stop(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write last.ckpt. From now on a signal stops at once: a validation and the evaluation can be repeated."""
@@ -304,6 +310,31 @@ def _of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:
     states: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(states, state)
     return states
+
+
+def decide_early_stop(trainer: L.Trainer) -> None:
+    """Take an early stop back before trainer.min_steps and min_epochs: the next validation decides anew.
+
+    Lightning would keep it, and end training there, whatever the metric does until then. No checkpoint has it, so a
+    resumed run would not end there.
+    """
+    epochs = trainer.current_epoch + trainer.is_last_batch  # completed: the end of this one is still to come
+    too_early = trainer.global_step < (trainer.min_steps or 0) or epochs < (trainer.min_epochs or 0)
+    if too_early and early_stops(trainer):
+        forget_early_stops(trainer)
+        trainer.should_stop = False
+
+
+def early_stops(trainer: L.Trainer) -> list[str]:
+    """Why early stopping stops the training; empty if it goes on."""
+    messages = (callback.stopping_reason_message for callback in trainer.early_stopping_callbacks)
+    return [message.removesuffix(" Signaling Trainer to stop.") for message in messages if message]
+
+
+def forget_early_stops(trainer: L.Trainer) -> None:
+    """Let no callback have stopped the training."""
+    for callback in trainer.early_stopping_callbacks:
+        callback.stopping_reason_message = None
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -54,8 +54,8 @@ from qnmixer.settings.plugins import digests_of_code, untrusted_modules
 from qnmixer.settings.run import Config, effective_batch, targets_of
 from qnmixer.settings.sections import FewBatchesConfig, ProfileConfig
 from qnmixer.training.callbacks import MemoryMonitor, StepMetrics, build_callbacks, callback_of, samples_until
-from qnmixer.training.checkpointing import AtomicCheckpointIO, Checkpointing
-from qnmixer.training.terminal import TrainingProgress, print_start, quieten
+from qnmixer.training.checkpointing import AtomicCheckpointIO, Checkpointing, early_stops
+from qnmixer.training.terminal import TrainingProgress, print_early_end, print_start, quieten
 
 # Around a run
 
@@ -280,6 +280,7 @@ def training(config: Config, run: Run, trainer: L.Trainer, module: RunModule, da
     advising = out_of_memory_advice(config, module, trainer)
     with recording_training(run, trainer), advising, debugging, interrupts_as_raised():
         yield
+    print_early_end(trainer, early_stops(trainer), run.console)
     # The profile is written. torch's profiler refuses a validation alone, which may follow.
     trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]  # Lightning's, untyped
 

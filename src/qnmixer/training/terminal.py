@@ -8,6 +8,7 @@ import math
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -66,6 +67,14 @@ def print_start(
         if (about_buffers := line_on_buffers(config.strategy, t, module.network)) is not None:
             lines.append(about_buffers)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def print_early_end(trainer: L.Trainer, reasons: Sequence[str], console: Console) -> None:
+    """Say if early stopping, for these reasons, another callback or trainer.max_time has ended training too soon."""
+    if trainer.should_stop and trainer.global_step != trainer.max_steps and trainer.current_epoch != trainer.max_epochs:
+        cause = f"early stopping after {trainer.global_step} steps: {' '.join(reasons)}"
+        line = f"training ends early, after {trainer.global_step} steps: trainer.max_time, or a callback"
+        console.print(cause if reasons else line, highlight=False, soft_wrap=True)
 
 
 def print_end(run: Run) -> None:
@@ -140,10 +149,8 @@ class TrainingProgress(Callback):
             self._progress.end()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remove the bar, and say if a callback or trainer.max_time ends training before its last step."""
+        """Remove the bar."""
         self._progress.end()
-        if trainer.should_stop and trainer.global_step < self._total:
-            self._print(f"training ends early, at {self._place()}")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Remove the bar before the error is printed."""
