@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qnmixer.errors import Stopped
+from qnmixer.errors import PluginError, Stopped
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
 from qnmixer.runs.run import Run
 from qnmixer.settings.run import Config
-from qnmixer.training.checkpointing import Checkpointing
+from qnmixer.training.checkpointing import AtomicCheckpointIO, Checkpointing
 
 TinyConfig = Callable[..., Config]
 
@@ -212,3 +212,37 @@ def test_a_first_step_that_compiles_ends_at_once(
         fit(config, Run(tmp_path))
     assert bool(after_signal) == (kept_at is not None)
     assert (kept(tmp_path)["global_step"] if (tmp_path / "checkpoints").exists() else None) == kept_at
+
+
+NESTED: list[Any] = []
+for _ in range(40):  # deeper than a file may be
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            {"callbacks": {"Best": {"best": [1.0, Path("slices")]}}},
+            r"^checkpoint\['callbacks'\]\['Best'\]\['best'\]\[1\] is a ",
+        ),
+        ({"mine": np.zeros(2)}, r"^checkpoint\['mine'\] is a numpy.ndarray that nothing could read back: give plain"),
+        (
+            {"state_dict": {"network._extra_state": {"n": 1}}},
+            r"^checkpoint\['state_dict'\]\['network._extra_state'\] is a",
+        ),
+        ({"history": NESTED}, r"^checkpoint\['history'\] is a builtins.list that nothing could read back"),
+    ],
+)
+def test_what_nothing_could_read_back_is_not_written(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
+    """The whole run trained, and then nothing could read its checkpoint."""
+    path = tmp_path / "last.ckpt"
+    weights = {"state_dict": {"network.w": torch.ones(2)}}
+    AtomicCheckpointIO().save_checkpoint(
+        weights | {"callbacks": {"Best": {"best": np.float64(2), 3: (np.int32(1),)}}}, path
+    )
+    before = path.read_bytes()
+    assert AtomicCheckpointIO().load_checkpoint(path)["callbacks"] == {"Best": {"best": 2.0, 3: (1,)}}
+    with pytest.raises(PluginError, match=message):
+        AtomicCheckpointIO().save_checkpoint(weights | entry, path)
+    assert path.read_bytes() == before

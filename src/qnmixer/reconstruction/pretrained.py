@@ -8,6 +8,7 @@ files with the whole config of their run, by these functions.
 import errno
 import hashlib
 import inspect
+import io
 import json
 import math
 import pickle
@@ -27,8 +28,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from qnmixer.errors import CheckpointError, ConfigError, GeometryError, first_line, say
+from qnmixer.errors import CheckpointError, ConfigError, GeometryError, PluginError, first_line, say
 from qnmixer.files import digest
 from qnmixer.models.data_term import follow_scan
 from qnmixer.models.unrolled import UnrolledNetwork
@@ -257,6 +259,44 @@ def _require_few_values(content: Any) -> None:
         elif isinstance(value, dict | list | tuple | set):
             break
     raise ValueError("it has too many values")
+
+
+def encoded_readably(content: dict[str, Any]) -> io.BytesIO:
+    """The bytes of a checkpoint. Raises PluginError, which names the entry, for content that `read` would refuse."""
+    for key, value in content.items():
+        try:
+            _require_few_values(value)
+        except ValueError:
+            raise _not_readable(value, (key,)) from None
+    encoded = io.BytesIO()
+    torch.save(content, encoded)
+    encoded.seek(0)
+    if get_unsafe_globals_in_checkpoint(encoded):
+        raise _not_readable(*_unsafe(content, ()))
+    for name, value in content.get("state_dict", {}).items():
+        if not isinstance(value, Tensor):  # of `get_extra_state`
+            raise _not_readable(value, ("state_dict", name))
+    return encoded
+
+
+def _not_readable(value: Any, place: tuple[Any, ...]) -> PluginError:
+    entry, kind = "".join(f"[{key!r}]" for key in place), type(value)
+    return PluginError(
+        f"checkpoint{entry} is a {kind.__module__}.{kind.__qualname__} that nothing could read back: give plain "
+        "numbers, texts, tensors, or short lists or dicts of them"
+    )
+
+
+def _unsafe(value: Any, place: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The innermost value that torch does not load with weights_only=True, and its place."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, list | tuple) else [])
+    for key, child in items:
+        encoded = io.BytesIO()
+        torch.save(child, encoded)
+        encoded.seek(0)
+        if get_unsafe_globals_in_checkpoint(encoded):
+            return _unsafe(child, (*place, key))
+    return value, place
 
 
 # Weights

@@ -4,7 +4,6 @@ A checkpoint is written between two optimizer steps, after all rows of the last 
 batch, at the end of a validation, or at the end of training. A stop signal takes effect at the same points.
 """
 
-import io
 import math
 import random
 import time
@@ -27,7 +26,7 @@ from qnmixer.files import atomic_file
 from qnmixer.module.base import RunModule
 from qnmixer.parallel.lightning_private import number_rows
 from qnmixer.parallel.torch_private import schedules_in, step_to
-from qnmixer.reconstruction.pretrained import load
+from qnmixer.reconstruction.pretrained import encoded_readably, load
 from qnmixer.reconstruction.weights import RUN_KEY
 from qnmixer.runs.layout import checkpoint_in
 from qnmixer.runs.processes.process import defer_stop, is_rank, rank, stop_requested
@@ -341,13 +340,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint completely or not at all. On a full disk the previous checkpoint stays."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write to a temporary file beside path, then rename."""
-        encoded = io.BytesIO()
+        """Write to a temporary file beside path, then rename. Numbers of NumPy become Python's.
+
+        Raises PluginError for an entry, such as one of a callback's `state_dict`, that nothing could read back.
+        """
         # Into memory first: on a full disk torch.save raises a RuntimeError that does not name the cause.
-        torch.save(checkpoint, encoded)
+        encoded = encoded_readably(_plain(checkpoint))
         with atomic_file(Path(path)) as stream:
             stream.write(encoded.getbuffer())
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load on the CPU, without unpickling code."""
         return load(Path(path))
+
+
+def _plain(value: Any) -> Any:
+    """A value with Python's numbers in place of NumPy's, at any depth."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {_plain(key): _plain(child) for key, child in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple, set) else value
