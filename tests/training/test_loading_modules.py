@@ -65,6 +65,11 @@ class Smooth(ReconstructionModule):
         self.smooth = smooth
 
 
+class Parent(ReconstructionModule):
+    def __init__(self, **parts):
+        super().__init__(**parts)
+
+
 class Alone(ReconstructionModule):
     def __init__(self, channels=4):
         from qnmixer.models import QNMixer
@@ -140,7 +145,20 @@ def test_an_argument_takes_the_place_of_that_of_the_file(here: Path) -> None:
     path = here / "smooth" / "checkpoints" / "best.ckpt"
     module = my_parts.Smooth.load_from_checkpoint(path, smooth=7, loss=torch.nn.L1Loss())
     assert (module.smooth, type(module.loss)) == (7, torch.nn.L1Loss)
-    assert type(ReconstructionModule.load_from_checkpoint(path)) is ReconstructionModule  # it takes no `smooth`
+    assert dict(module.hparams) == {"smooth": 7}  # they were those of the file, and so in the next checkpoint
+    base = ReconstructionModule.load_from_checkpoint(path, strict=True)
+    assert (type(base), dict(base.hparams)) == (ReconstructionModule, {})  # it takes no `smooth`
+
+
+def test_a_class_that_does_not_fit_is_named_in_one_line(here: Path) -> None:
+    """It was a TypeError of the base class, or a RuntimeError of many lines."""
+    import my_parts
+
+    path, other = (here / name / "checkpoints" / "best.ckpt" for name in ("smooth", "own"))
+    with pytest.raises(CheckpointError, match=r"best.ckpt is of my_parts.Smooth, which has smooth: load it with that "):
+        my_parts.Parent.load_from_checkpoint(path)
+    with pytest.raises(CheckpointError, match=r"is of my_parts.Own, which has weights, critic: .* \(Error.*\)$"):
+        ReconstructionModule.load_from_checkpoint(other)
 
 
 def test_of_a_stranger_only_the_class_that_is_called_is_trusted(

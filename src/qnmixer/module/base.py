@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 
 from qnmixer.data.batch import Batch
 from qnmixer.data.own_datamodule import n_batches
-from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.module.parts import parts_of
 from qnmixer.parallel.lightning_private import ONLY_THE_CLASS, set_hparams, set_position, trainer_of
@@ -22,8 +22,7 @@ from qnmixer.reconstruction.checkpoints import load_run, run_of
 from qnmixer.reconstruction.reconstructor import Measurement
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, SUFFIX, TRAINED_KEY, find_checkpoint
 from qnmixer.runs.records import own_modules
-from qnmixer.settings.parts import ModuleConfig
-from qnmixer.settings.plugins import check_trusted, module_of
+from qnmixer.settings.plugins import check_trusted, module_of, parameters_of, taken
 from qnmixer.settings.run import Config, checked
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 
 _PARTS = "network", "loss", "optimizer", "schedule", "metrics"
 """What a run gives to a module, beside its own arguments."""
+_OF_LIGHTNING = "map_location", "hparams_file", "strict", "weights_only"
+"""Arguments of Lightning's `load_from_checkpoint` that are none of the module."""
 
 
 class RunModule(L.LightningModule):
@@ -60,13 +61,13 @@ class RunModule(L.LightningModule):
     def attach(self, config: Config, settings: dict[str, Any], measurement: Measurement) -> None:
         """Give the module what the run knows. The builder of a run calls it once."""
         self.config, self.settings, self.measurement = config, settings, measurement
-        self._keep_arguments(config.module)
+        self._keep_arguments(config.module.keywords())
 
-    def _keep_arguments(self, section: ModuleConfig) -> None:
+    def _keep_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Set Lightning's hyperparameters to the arguments of the class that are its own, as plain values."""
         # A class may have saved all its arguments, but nobody could read a checkpoint of objects.
-        saved = {name: value for name, value in self.hparams.items() if name not in _PARTS}
-        set_hparams(self, saved | section.keywords())
+        kept = {**self.hparams, **arguments}
+        set_hparams(self, {name: kept[name] for name in kept if name not in _PARTS and not callable(kept[name])})
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]  # a run's checkpoint needs no arguments
@@ -84,9 +85,10 @@ class RunModule(L.LightningModule):
                 checkpoint of a script needs those that are no numbers or texts, such as `network`.
 
         Raises:
-            CheckpointError: the file cannot be read, or its network is not known.
+            CheckpointError: the file cannot be read, its network is not known, or it is of a class that does not fit.
             PluginError: the file names something of a module that is not in `trust`.
         """
+        changes = {name: value for name, value in arguments.items() if name not in _OF_LIGHTNING}
         arguments = {"map_location": "cpu", "weights_only": True} | ONLY_THE_CLASS | arguments
         if "network" in arguments:
             return cls._loaded(checkpoint_path, **arguments)
@@ -108,9 +110,17 @@ class RunModule(L.LightningModule):
         check_trusted(str(path), named, [*trust, *own_modules(run_of(path))])
         parts = parts_of(checked(trained.config, "loss", "optimizer", "schedule")) | {"network": trained.network}
         own = section.built(cls, parts) if is_of_class else {}  # another class gets those that it takes, from Lightning
-        module = cls._loaded(path, **{**parts, **own, **arguments})
+        try:
+            module = cls._loaded(path, **{**parts, **own, **arguments})
+        except (TypeError, RuntimeError) as error:
+            if is_of_class:
+                raise
+            has = f", which has {', '.join(keywords)}" if (keywords := section.keywords()) else ""
+            line = f"{path} is of {section.target}{has}: load it with that class. {cls.__name__} does not fit"
+            raise CheckpointError(f"{line} ({first_line(error)})") from error
         module.measurement = trained.measurement
-        module._keep_arguments(section)
+        takes_all = is_of_class or any(p.kind is p.VAR_KEYWORD for p in parameters_of(cls) or ())
+        module._keep_arguments((section.keywords() if takes_all else taken(cls, section.keywords())) | changes)
         return module
 
     @classmethod
