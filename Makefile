@@ -106,7 +106,7 @@ real: install ## compare run=pretrained with total variation over the patients i
 	rm -rf runs/real
 	$(BIN)/python -m qnmixer.evaluate run=pretrained $(OF_PATIENTS) evaluation.tv_weight=9e-5 symmetries=8 \
 		hydra.run.dir=runs/real $(ARGS)
-	$(BIN)/python -m qnmixer.extras.comparison.patients runs/real > runs/real/patients.md
+	$(BIN)/python notebooks/studies/patients.py runs/real > runs/real/patients.md
 	$(call into_page,README.md,real,runs/real/patients.md)
 
 # The README shows TotalSegmentator's test case (Apache-2.0): CT is a folder with its 20 DICOM files.
@@ -143,7 +143,7 @@ robustness: install ## how far run=pretrained can be trusted, for its card: CT, 
 
 # SWEEPS: those of experiment=data_term, after qnmixer.compare sweep=DIR for each
 second-order: install ## the table of experiment=data_term: make second-order SWEEPS="runs/data_term runs/data_term_4"
-	$(BIN)/python -m qnmixer.extras.comparison.data_term $(SWEEPS) > runs/data_term.md
+	$(BIN)/python notebooks/studies/data_term.py $(SWEEPS) > runs/data_term.md
 	cp runs/data_term.md notebooks/results/data_term.md
 
 results: install ## copy the tables of make compare, bench and test-gpu into notebooks/results

@@ -1,4 +1,4 @@
-"""The table of experiment=data_term: python -m qnmixer.extras.comparison.data_term SWEEP [SWEEP …] > data_term.md
+"""The table of experiment=data_term: python notebooks/studies/data_term.py SWEEP [SWEEP …] > data_term.md
 
 Each sweep has been evaluated by qnmixer.compare, whose images.csv gives PSNR by seed and patient. τ_t, β_t and α_t are
 read from the weights. The eigenvalues of A†A are computed for the scan of the sweep. Jobs that are not done are left

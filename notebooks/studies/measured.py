@@ -1,4 +1,4 @@
-"""Measured scans by FBP, TV and a run of experiment=measured: python -m qnmixer.extras.measured RUN FOLDER
+"""Measured scans by FBP, TV and a run of experiment=measured: python notebooks/studies/measured.py RUN FOLDER
 
 FOLDER has the .mat files of the Helsinki tomography challenge 2022. They have no truth here. So the table says how well
 each image explains its sinogram. Which image is nearer to the object, it does not say: smooth images explain less, and

@@ -1,15 +1,30 @@
-"""The table over patients, from the images.csv of an evaluation."""
+"""The scripts behind tables of the documents: notebooks/studies/*.py."""
 
 import math
+import runpy
 from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
+import torch
 
-from qnmixer.extras.comparison.patients import main, read_images
+from qnmixer.models.data_term import back_projection
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
+from .studies import STUDIES
+
+SCRIPTS = {path.stem: runpy.run_path(str(path)) for path in STUDIES.glob("*.py")}
 SLICES = [("TV", [30.0, 32.0, 36.0, 40.0]), ("QN-Mixer", [33.0, 34.0, 38.0, 43.0])]
 PATIENTS = ["1", "1", "2", ""]  # of the last slice nobody knows
+
+
+@pytest.mark.parametrize("kind", ["fbp", "adjoint"])
+def test_the_eigenvalues_are_those_of_the_dense_matrix(kind: str) -> None:
+    projector = FanBeamProjector(FanBeamGeometry(16, 4.0, 6, 24, 5.0, 200.0, 100.0))
+    images = torch.eye(256).view(256, 1, 16, 16)
+    dense = back_projection(projector, kind, projector(images)).view(256, 256).double()
+    expected = torch.linalg.eigvals(dense).real.sort(descending=True).values[:144].numpy()  # as many as rays
+    assert SCRIPTS["data_term"]["eigenvalues"](projector)[kind] == pytest.approx(expected, abs=1e-4 * expected[0])
 
 
 def test_patients_count_equally(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,9 +34,9 @@ def test_patients_count_equally(tmp_path: Path, capsys: pytest.CaptureFixture[st
         lines += [f"{number},a,{method},{psnr},90,,80,{patient}" for number, (psnr, patient) in enumerate(pairs)]
     (tmp_path / "images.csv").write_text("\n".join(lines) + "\n")
     (tmp_path / "table.md").write_text("**Warning: one**\n\n**three patients**\n")
-    values = read_images(tmp_path / "images.csv")
+    values = SCRIPTS["patients"]["read_images"](tmp_path / "images.csv")
     assert values["TV"]["psnr"] == {"1": 31.0, "2": 36.0, "slice 3": 40.0}
-    main(tmp_path)
+    SCRIPTS["patients"]["main"](tmp_path)
     printed = capsys.readouterr().out
 
     def cell(*of_patients: float) -> str:

@@ -1,4 +1,4 @@
-"""The table of an evaluation over patients: python -m qnmixer.extras.comparison.patients evaluations/DIR
+"""The table of an evaluation over patients: python notebooks/studies/patients.py evaluations/DIR
 
 The unit is the patient, because slices of one look alike: the means over slices in table.md say less about others.
 """
