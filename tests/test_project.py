@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer import new, train
+from qnmixer import new
 
 from .conftest import environment
 from .public import PRIVATE
@@ -43,19 +43,6 @@ def test_it_is_short_and_imports_nothing_private(project: Path) -> None:
     files = [path for path in project.rglob("*") if path.is_file()]
     assert sum(len(path.read_text().splitlines()) for path in files) < 700
     assert [path for path in files if PRIVATE.search(path.read_text())] == []
-
-
-def test_the_command_of_a_project_of_before_finds_the_same_options(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It gives the folder of its configs and its experiment. Today's gives its own folder."""
-    words = []
-    monkeypatch.setattr("qnmixer.commands.command.run", lambda *_: words.append(sys.argv[1:]))
-    for arguments in ((project,), (project / "conf", "mine")):
-        monkeypatch.setattr(sys, "argv", ["train", "seed=1"])
-        train.main(*arguments)
-    assert words[0] == words[1]
-    assert words[0][1:] == ["experiment=mine", "seed=1"]
 
 
 def test_its_notebook_has_no_outputs(project: Path) -> None:

@@ -6,17 +6,12 @@ process of a run calls it. Each step raises UserError for what the user can fix.
 A program that has no run takes the parts alone: `config_of`, then `build_module`, `evaluate` or a `Planner`.
 """
 
-from pathlib import Path
-
 import qnmixer.needs_train  # noqa: F401
 
-import lightning as L
-
-from qnmixer.evaluation.evaluate import RunData, evaluate
+from qnmixer.evaluation.evaluate import evaluate
 from qnmixer.evaluation.scores import by_patient
 from qnmixer.evaluation.statistics import difference, spread
 from qnmixer.memory.plan import Planner
-from qnmixer.module.base import RunModule
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer, learning_rate_factor
 from qnmixer.reconstruction.reconstructor import build_network
@@ -61,7 +56,6 @@ __all__ = [
     "resume_checkpoint",
     "session",
     "spread",
-    "train",
     "training",
     "validate_last_steps",
 ]
@@ -70,20 +64,3 @@ __all__ = [
 def config_of(*overrides: str) -> Config:
     """The checked config of a run with these overrides, as on the command line. Raises ConfigError."""
     return parse(compose("train", [*overrides]))
-
-
-def train(
-    config: Config,
-    run: Run,
-    trainer: L.Trainer,
-    module: RunModule,
-    data: RunData,
-    checkpoint: Path | None,
-) -> None:
-    """`trainer.fit` within `training`, as the `fit` of projects of before 2026-11-28 has it in one step.
-
-    checkpoint: the one to resume from, or None.
-    """
-    with training(config, run, trainer, module, data):
-        if config.model.has_weights:
-            trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)

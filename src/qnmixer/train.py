@@ -133,15 +133,13 @@ def check(cfg: DictConfig) -> Config:
     return config
 
 
-def main(project: Path = Path(), experiment: str | None = None) -> None:
+def main(project: Path = Path()) -> None:
     """Run the command. It is also installed as `qnmixer-train`, so that a shell can complete its keys.
 
-    A project's own command calls it with the folder of its pyproject.toml. Projects of before 2026-11-28 give their
-    folder of configs, beside that file, and the experiment, which the file names too.
+    A project's own command calls it with the folder of its pyproject.toml.
     """
     if project != Path():
-        folder = project.parent if experiment else project
-        sys.argv[1:] = in_project(sys.argv[1:], "train", folder)
+        sys.argv[1:] = in_project(sys.argv[1:], "train", project)
     command.run(run, check, Config, sweep, resume_overrides, job)
 
 

@@ -176,14 +176,6 @@ def test_a_project_has_this_build_of_torch_and_is_linked_to_this_clone(
     assert arguments == [*filter(None, [expected]), '-e ".[dev]"', f"--no-deps -e {clone}"]
 
 
-def with_training_of_before(fit: Path) -> None:
-    """Write a `fit` as projects of before 2026-11-28 have it."""
-    pattern = re.compile(r"with steps\.training.*?weights_only=True\)", re.DOTALL)
-    code, n = pattern.subn("steps.train(config, run, trainer, module, data, checkpoint)", fit.read_text())
-    assert n == 1
-    fit.write_text(code)
-
-
 @pytest.mark.slow
 def test_its_training_step_is_the_users_and_goes_on(tmp_path: Path, command: Command) -> None:
     folder = tmp_path / "mine"
@@ -194,7 +186,6 @@ def test_its_training_step_is_the_users_and_goes_on(tmp_path: Path, command: Com
     loss_line = 'return (batch["weight"] * self.loss(image, batch["image"])).mean()'
     assert loss_line in source.read_text()
     source.write_text(source.read_text().replace(loss_line, loss_line.replace("return", "return 10 *")))
-    with_training_of_before(folder / "src" / "mine" / "fit.py")
     assert command(folder, "train", *MINE, "hydra.run.dir=run", **path).code == 0
     before, after = (metrics(folder / run) for run in ("before", "run"))
     assert after["train/loss"][0] == pytest.approx(10 * before["train/loss"][0], rel=1e-5)

@@ -11,11 +11,13 @@ from qnmixer.errors import CheckpointError, DataError, PluginError
 from qnmixer.module import ReconstructionModule
 from qnmixer.reconstruction import weights
 from qnmixer.reconstruction.checkpoints import encode, load_run, load_weights, read_checkpoint, resumable
-from qnmixer.reconstruction.pretrained import digest_of_weights
+from qnmixer.reconstruction.pretrained import decode, digest_of_weights
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED, check_weights, find_checkpoint
 from qnmixer.settings.compose import compose
 from qnmixer.settings.plugins import module_of
 from qnmixer.settings.run import Config, parse
+
+from ..public import PRIVATE
 
 Build = Callable[..., ReconstructionModule]
 
@@ -130,6 +132,19 @@ def test_pretrained_is_what_the_package_ships(
         load_run(f"./{PRETRAINED}")
     with pytest.raises(DataError, match=r"finetune=elsewhere does not exist: .* the word pretrained"):
         check_weights("finetune", "elsewhere")
+
+
+def test_files_name_what_is_public(module: ReconstructionModule, tiny_module: Build) -> None:
+    """A checkpoint with most kinds of targets in it, a weights file, and the weights that are shipped."""
+    trained = tiny_module("callbacks=ema", "logger=[csv,wandb]", "metrics=rmse_hu")
+    trained.settings["data"] = parse(compose("train", ["data=dicom", "data.root=."])).data.plain()
+    checkpoint = {"state_dict": trained.state_dict(), "epoch": 1}
+    trained.on_save_checkpoint(checkpoint)
+    settings = json.dumps(checkpoint[CHECKPOINT_KEY])
+    assert "qnmixer.lightning.EMA" in settings
+    assert "qnmixer.data.DicomReader" in settings
+    exported, shipped = encode(module.config, {}).decode(errors="replace"), json.dumps(decode(SHIPPED)[CHECKPOINT_KEY])
+    assert [PRIVATE.findall(text) for text in (settings, exported, shipped)] == [[], [], []]
 
 
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="no weights are shipped")

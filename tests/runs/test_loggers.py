@@ -154,12 +154,6 @@ def test_a_variable_that_only_wandb_knows(tmp_path: Path, monkeypatch: pytest.Mo
         run_in(tmp_path / "a", 1)
 
 
-def test_a_file_of_before_has_another_word_for_the_name() -> None:
-    plain = config_of("logger.wandb.name=mine").plain()
-    plain["logger"]["wandb"]["run_name"] = plain["logger"]["wandb"].pop("name")
-    assert parse_file(plain).logger["wandb"].name == "mine"
-
-
 def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Path, offline_runs: OfflineRuns) -> None:
     """Step 4 was done after the checkpoint, and is done again. Another part ends at step 3, with its test."""
     folder = tmp_path / "a"

@@ -24,31 +24,8 @@ from qnmixer.errors import PluginError, first_line
 from qnmixer.files import digest
 from qnmixer.installed import without_extras
 
-_MOVED = {
-    "qnmixer.engine.data.datamodule.SliceDataModule": "qnmixer.data.SliceDataModule",
-    "qnmixer.engine.data.deeplesion.DeepLesionReader": "qnmixer.data.DeepLesionReader",
-    "qnmixer.engine.data.dicom.DicomReader": "qnmixer.data.DicomReader",
-    "qnmixer.engine.data.numpy_files.NumpyReader": "qnmixer.data.NumpyReader",
-    "qnmixer.engine.data.phantoms.PhantomSource": "qnmixer.data.PhantomSource",
-    "qnmixer.engine.data.sources.MixedSource": "qnmixer.data.MixedSource",
-    "qnmixer.engine.metrics.psnr": "qnmixer.lightning.psnr",
-    "qnmixer.engine.metrics.rmse": "qnmixer.lightning.rmse",
-    "qnmixer.engine.metrics.ssim_percent": "qnmixer.lightning.ssim_percent",
-    "qnmixer.engine.tracking.loggers.MetricsFile": "qnmixer.lightning.MetricsFile",
-    "qnmixer.engine.tracking.loggers.WandbRun": "qnmixer.lightning.WandbRun",
-    "qnmixer.engine.training.callbacks.IteratePictures": "qnmixer.lightning.IteratePictures",
-    "qnmixer.engine.training.callbacks.MeanWeights": "qnmixer.lightning.EMA",
-}
-"""Names in files of before 2026-11-28, and the public names of the same classes."""
 _ARGUMENTS = re.compile(r"^    (\w+(?:, \w+)*)(?: \(.*?\))?: (.*(?:\n {5,}.*)*)", re.MULTILINE)
 """Entries in the section "Args:" of a docstring: names, and what is said of them."""
-
-
-def with_public_names(values: Any) -> Any:
-    """Plain values of a file with the targets of today, at any depth."""
-    if isinstance(values, Mapping):
-        return {key: with_public_names(value) for key, value in values.items()}
-    return _MOVED.get(values, values) if isinstance(values, str) else values
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from qnmixer.settings.parts import (
     ScheduleConfig,
     check_monitor,
 )
-from qnmixer.settings.plugins import check_plugin, with_public_names
+from qnmixer.settings.plugins import check_plugin
 from qnmixer.settings.sections import (
     LONGEST_TAG,
     Debug,
@@ -102,7 +102,7 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     So arguments of targets and rules are not checked: `checked` does that, once the targets are trusted. Raises
     ConfigError, which names the key.
     """
-    config: Config = validated(Config, with_public_names(plain_values(cfg)))
+    config: Config = validated(Config, plain_values(cfg))
     return config
 
 

@@ -6,7 +6,7 @@ from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Len
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from qnmixer.settings.validation import Section
 
@@ -216,12 +216,12 @@ class TrainerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _taken(cls, values: Any) -> Any:
-        """Text for devices is a number or a list. The shipped weights have arguments under `extra`."""
+        """Text for devices is a number or a list."""
         if not isinstance(values, dict):
             return values
-        values = {key: value for key, value in values.items() if key != "extra"} | (values.get("extra") or {})
         if isinstance(text := values.get("devices"), str) and re.fullmatch(r"-?\d+(,\d*)*", text):
-            values["devices"] = [int(n) for n in text.split(",") if n] if "," in text else int(text)
+            devices = [int(n) for n in text.split(",") if n] if "," in text else int(text)
+            values = {**values, "devices": devices}
         if refused := next((name for name in values if f"trainer.{name}" in REFUSED), None):
             raise ValueError(f"{refused} {REFUSED[f'trainer.{refused}']}")
         return values
@@ -266,8 +266,8 @@ class WandbConfig(Section):
     offline: bool | None = None  # as in WandbLogger; None: `mode` says it
     project: str
     entity: str | None
-    # None: in a sweep the overrides of this job only, else setting and run folder. Older files have run_name.
-    name: Name | None = Field(validation_alias=AliasChoices("name", "run_name"))
+    # None: in a sweep the overrides of this job only, else setting and run folder
+    name: Name | None
     group: Name | None  # None: the sweep
     job_type: Name | None = None
     notes: str | None = None
