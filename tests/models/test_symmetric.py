@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qnmixer.physics import FanBeamProjector
-from qnmixer.physics.symmetries import random_turn
+from qnmixer.physics.turns import random_turn
 
 from .test_qn_mixer import small
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qnmixer.physics.symmetries import random_turn
+from qnmixer.physics.turns import random_turn
 
 Regularization = Callable[..., Tensor]
 """(network, t, *images) → G_t, images [B, C, H, W]."""

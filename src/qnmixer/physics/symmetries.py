@@ -1,6 +1,5 @@
 """The symmetries of a scan: turns and flips of the image that only put its sinogram into another order."""
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,33 +9,10 @@ from torch import Tensor
 
 from qnmixer.physics.geometry import FULL_TURN, FanBeamGeometry
 from qnmixer.physics.projector import FanBeamProjector
+from qnmixer.physics.turns import ORDER, Turn
 
-_ORDER = [(quarters, flipped) for flipped in (False, True) for quarters in (0, 2, 1, 3)]
-"""The turns of a square. The first two, four and eight are groups, if the scan has them."""
 _ANGLE_TOLERANCE = 1e-6  # radians, by which a view may miss another one
 _TOLERANCE = 1e-5  # of ‖A x‖
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One of the eight symmetries g of a square.
-
-    Attributes:
-        quarters: quarter turns anticlockwise, after the flip.
-        flipped: whether the image is flipped left to right first.
-    """
-
-    quarters: int
-    flipped: bool
-
-    def turn(self, x: Tensor) -> Tensor:
-        """g x of images [B, C, H, W]."""
-        return torch.rot90(x.flip(3) if self.flipped else x, self.quarters, (2, 3))
-
-    def turn_back(self, x: Tensor) -> Tensor:
-        """g⁻¹ x of images [B, C, H, W]."""
-        x = torch.rot90(x, -self.quarters, (2, 3))
-        return x.flip(3) if self.flipped else x
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +41,7 @@ def symmetries(projector: FanBeamProjector, most: int = 8) -> list[Symmetry]:
     too, if each view has an opposite one. An arc has none, unless it lies symmetric.
     They follow from the angles and bins, and each is checked: A g x must equal h A x within 1e-5 of its norm.
     """
-    found = [symmetry for g in _ORDER if (symmetry := _symmetry(projector.geometry, *g)) is not None]
+    found = [symmetry for g in ORDER if (symmetry := _symmetry(projector.geometry, *g)) is not None]
     size = projector.geometry.image_size
     x = torch.rand(1, 1, size, size, generator=torch.Generator().manual_seed(0)).to(next(projector.buffers()))
     y = projector(x)
@@ -81,11 +57,6 @@ def images_by_symmetry(method: Callable[[Tensor], Tensor], y: Tensor, symmetries
     the orientation. That is a part of its error only.
     """
     return torch.stack([g.turn_back(method(g.reorder(y))) for g in symmetries])
-
-
-def random_turn(*key: int) -> Turn:
-    """One of the eight turns of a square, drawn by a key alone: the same on every device, and if it is drawn again."""
-    return Turn(*_ORDER[random.Random(str(key)).randrange(len(_ORDER))])
 
 
 def _symmetry(geometry: FanBeamGeometry, quarters: int, flipped: bool) -> Symmetry | None:
