@@ -30,6 +30,24 @@ def test_what_is_not_needed_is_not_loaded(module: str, unwanted: set[str]) -> No
     assert done.stdout.split() == []
 
 
+def files_read_with(path: Path, files: set[Path]) -> set[Path]:
+    """A file and the files of qnmixer that it imports, directly or not, but for types. `files`: those seen already."""
+    files.add(path)
+    code = re.sub(r"^if TYPE_CHECKING:\n(?:    .*\n)+", "", path.read_text(), flags=re.MULTILINE)
+    for name in re.findall(r"^\s*from (qnmixer[.\w]*)", code, re.MULTILINE):
+        module = SRC.parent / name.replace(".", "/")
+        if (file := module / "__init__.py" if module.is_dir() else module.with_suffix(".py")) not in files:
+            files_read_with(file, files)
+    return files
+
+
+def test_a_network_is_read_with_few_files() -> None:
+    files = files_read_with(SRC / "models" / "qn_mixer.py", set())
+    assert SRC / "models" / "bfgs.py" in files
+    assert len(files) <= 8
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 1500
+
+
 # Of each library: what its private names look like in code, and the one file that may have them. `make lint` forbids
 # every other name with an underscore; it sees neither loops of Lightning, nor attributes of `self`, nor texts.
 PRIVATE = {

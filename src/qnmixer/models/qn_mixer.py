@@ -14,8 +14,15 @@ from qnmixer.models.bfgs import Pair, apply_inverse_hessian, make_pair, split_sc
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 from qnmixer.models.data_term import data_gradient, nonnegative, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptMixer, MixerLayer
-from qnmixer.models.symmetric import turned_at_random
-from qnmixer.models.unrolled import Channels, DataTerm, Iterations, Projector, UnrolledNetwork, check_choices
+from qnmixer.models.unrolled import (
+    Channels,
+    DataTerm,
+    Iterations,
+    Projector,
+    UnrolledNetwork,
+    check_choices,
+    with_random_turns,
+)
 
 
 class QNState(NamedTuple):
@@ -67,7 +74,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         learned_trust: with hessian="bfgs", (1 − τ_t) I + τ_t H_t in place of H_t, with τ_t learned from 0, so that
             training begins at first order (ours); False: H_t itself (figure).
         symmetric: in training, G_t sees x_t under a random turn or flip, new in each iteration, and its image is turned
-            back. See `turned_at_random`.
+            back. See `with_random_turns`.
         regularizer: a module x → G(x) in place of the Incept-Mixer, copied for each iteration that has its own, or a
             function (image_size, channels) → such a module. It needs detail_channels=0.
 
@@ -226,7 +233,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         descent = x - u
         return self.regularization(t, x, descent) + descent
 
-    @turned_at_random
+    @with_random_turns
     def regularization(self, t: int, x: Tensor, descent: Tensor) -> Tensor:
         """G_t(x), [B, 1, H, W]. The details also see the descent along the data term.
 

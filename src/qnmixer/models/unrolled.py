@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar, get_args
 
 from annotated_types import Ge, Le
 from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
+from qnmixer.physics.turns import random_turn
 
 if TYPE_CHECKING:
     from qnmixer.physics import FanBeamProjector
@@ -21,7 +23,9 @@ Channels = Annotated[int, Ge(1), Le(1024)]
 DataTerm = Literal["fbp", "adjoint"]
 """The kinds of A†. fbp: filtered back-projection by the exact transpose (`filtered_adjoint`). adjoint: Aᵀ/‖A‖²."""
 Projector: TypeAlias = "FanBeamProjector"
-"""The type of an argument `projector`. It is a text, so that the file of a network imports none of the physics."""
+"""The type of an argument `projector`. It is a text, so that the file of a network does not import A."""
+Regularization = Callable[..., Tensor]
+"""(network, t, *images) → G_t, images [B, C, H, W]."""
 
 
 class UnrolledNetwork(nn.Module, ABC, Generic[S]):
@@ -160,6 +164,26 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         An image may be max(0, x_t), as QN-Mixer's. x_t itself is in `states`.
         """
         return self.trajectory(y)[1]
+
+
+def with_random_turns(regularization: Regularization) -> Regularization:
+    """A method of a network that gives g⁻¹ G_t(g x) in training, with g one of the eight turns and flips of a square.
+
+    If `network.symmetric`, g is another one in each iteration and optimizer step, after Terris, Moreau, Pustelnik and
+    Tachella, "Equivariant plug-and-play image reconstruction", CVPR 2024, who draw it in reconstruction. Here g is the
+    identity then: the network has learned to do without. All images of a batch have one g, which follows from
+    `network.step_key` and t. So it does not depend on the number of devices, and is drawn again where an iteration is
+    computed again.
+    """
+
+    @wraps(regularization)
+    def under_a_turn(network: Any, t: int, *images: Tensor) -> Tensor:
+        if not (network.symmetric and network.training):
+            return regularization(network, t, *images)
+        g = random_turn(*network.step_key, t)
+        return g.turn_back(regularization(network, t, *map(g.turn, images)))
+
+    return under_a_turn
 
 
 def check_choices(network: type[nn.Module], arguments: Mapping[str, Any]) -> None:
