@@ -40,14 +40,6 @@ def python(core: Path, *words: str) -> subprocess.CompletedProcess[str]:
 WORDS = [*TINY, *PHANTOMS, "test_after_training=true", "hydra.run.dir=run"]
 
 
-@pytest.mark.slow
-@pytest.mark.long  # make lint shows by its contract that the core imports no extras
-def test_it_trains_to_the_table(core: Path) -> None:
-    done = python(core, "-m", "qnmixer.train", *WORDS)
-    assert done.returncode == 0, done.stderr
-    assert "QN-Mixer over FBP" in done.stdout
-
-
 @pytest.mark.long
 def test_the_run_is_resumed_and_evaluated(core: Path) -> None:
     run = "hydra.run.dir=resumed"

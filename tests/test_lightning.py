@@ -139,10 +139,6 @@ def test_a_checkpoint_of_a_run_loads_alone(tmp_path: Path, monkeypatch: pytest.M
     assert all(torch.equal(a, b) for a, b in zip(module.network.parameters(), expected.parameters(), strict=True))
 
 
-def test_every_public_name_exists() -> None:
-    assert all(hasattr(qnmixer.lightning, name) for name in qnmixer.lightning.__all__)
-
-
 OF_TWO = {
     "one": ('"auto"', 1),
     "ddp": ("DDPStrategy()", 2),
