@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     steps = parser.parse_args().steps
     for command in COMMANDS:
-        print(f"--help {command:<12} {digest(python('-m', f'qnmixer.{command}', '--help'))}", flush=True)
+        print(f"--help {command:<12} {digest(python('-m', f'qnmixer.{command}', '--help=all'))}", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         for name, overrides in RUNS.items():
             folder = Path(temporary) / name

@@ -19,7 +19,7 @@ COMMANDS = {
 
 
 def help_of(name: str, *overrides: str) -> list[str]:
-    return usage(compose(name, list(overrides), with_hydra=True), name).splitlines()
+    return usage(compose(name, list(overrides), with_hydra=True), name, every_key=True).splitlines()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -31,6 +31,17 @@ def test_every_key_is_there_and_how_to_begin_comes_first(name: str) -> None:
     sections = {key.rpartition(".")[0] for key in flat_keys(dict(values))}
     leaves = {key for key in flat_keys(dict(values)) if "." in key and not key.endswith((".name", "._target_"))}
     assert leaves - sections <= shown
+
+
+def test_the_help_of_train_is_short_and_names_the_rest() -> None:
+    text = usage(compose("train", ["model=learn", "+data.root=/ct"], with_hydra=True), "train", every_key=False)
+    lines = text.splitlines()
+    assert len(lines) < 24
+    (model,) = [line for line in lines if line.startswith("  model=learn ")]
+    assert " qn_mixer," in model
+    (steps,) = [line for line in lines if line.startswith("  trainer.max_steps=")]
+    assert steps in help_of("train")
+    assert "--help=all" in text
 
 
 def test_what_a_key_means_and_what_an_option_trades_is_said_beside_it() -> None:

@@ -45,7 +45,7 @@ from qnmixer.settings.typed_text import with_texts
 from qnmixer.settings.validation import NAMED, Section
 
 TRACEBACK = "HYDRA_FULL_ERROR"
-_FLAGS_WITH_VALUE = ("--cfg", "--info", "--package")
+_FLAGS_WITH_VALUE = ("--cfg", "--info", "--package", "--help")
 Check = Callable[[DictConfig], Any]
 Task = Callable[[Any], object]
 Complete = Callable[[list[str]], list[str]]
@@ -84,8 +84,9 @@ def run(
             flags = _further_flags(words)
             if "--version" in flags:
                 print(f"qnmixer {version('qnmixer')}")
-            elif flags & {"--help", "-h"}:
-                print(usage(compose(config_name, [*filter(is_override, words)], with_hydra=True), config_name))
+            elif {*words} & {"--help", "-h", "--help=all"}:
+                config = compose(config_name, [*filter(is_override, words)], with_hydra=True)
+                print(usage(config, config_name, every_key="--help=all" in words))
             elif is_sweep(words):
                 if flags:
                     raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(sorted(flags))}")

@@ -12,7 +12,7 @@
 - It is checked by pydantic: `run.parse` for a run, `parse` of the class of another command, and for somebody's file
   `run.parse_file` and then `run.checked`, which reads signatures. A rule inside a section is a validator of its class.
   Rules between sections are in `rules`.
-- It is explained by the comment beside its default, or by the docstring of what has it: --help shows either.
+- It is explained by the comment beside its default, or by the docstring of what has it: --help=all shows either.
   `validation` says in one line what is wrong.
 
 The words of a command line come first: `project` adds those of a project, `typed_text` puts quotes around texts that

@@ -1,5 +1,6 @@
 """`--help` from conf/: every group with what each option trades, and every key with its comment, or with what the
-docstring of the target says of this argument. Hydra's own help lists names only, and takes twice as long.
+docstring of the target says of this argument. Hydra's own help lists names only, and takes twice as long. For train
+`--help` has what most runs need, and `--help=all` the rest.
 """
 
 import re
@@ -16,28 +17,65 @@ from qnmixer.settings.validation import as_typed
 
 _SENTENCE_END = re.compile(r"\.(?:\s+[A-Z]|$)")
 _COMMENTED = re.compile(r"^ *(\w+):.*?\s# (.*)$", re.MULTILINE)
+_OF_MOST_RUNS = (
+    "experiment", "data", "model", "noise", "strategy", "geometry.n_views", "data.batch_size", "optimizer.lr",
+    "trainer.max_steps", "resume",
+)  # fmt: skip
+"""The groups and keys that `--help` of train has."""
 
 
-def usage(cfg: DictConfig, config_name: str) -> str:
-    """Help for a command from its composed config, Hydra's own part included."""
-    choices = {group: str(option) for group, option in cfg.hydra.runtime.choices.items() if "/" not in group}
+def usage(cfg: DictConfig, config_name: str, *, every_key: bool) -> str:
+    """Help for a command from its composed config, Hydra's own part included.
+
+    Args:
+        cfg: composed with Hydra's part.
+        config_name: the command.
+        every_key: False: for train only the keys of most runs.
+    """
+    chosen = cfg.hydra.runtime.choices.items()
+    choices = {group: "null" if option is None else str(option) for group, option in chosen if "/" not in group}
     values = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(values, dict)
     comments = _comments([CONF / "train.yaml", CONF / f"{config_name}.yaml"])
+    keys = [*_key_lines({str(key): value for key, value in values.items() if key != "hydra"}, comments, choices)]
+    folders = folders_of(cfg.hydra.searchpath)
+    if every_key or config_name != "train":
+        options_and_keys = [
+            "GROUPS (* is the current choice)",
+            *_group_lines(choices, config_name, folders),
+            "",
+            "KEYS of the chosen options (for another option: --help=all data=dicom)",
+            *keys,
+        ]
+    else:
+        options_and_keys = [
+            "WHAT MOST RUNS SET, as it is now",
+            *_lines_of_most_runs(choices, config_name, folders, keys),
+            "",
+            f"Other groups: {', '.join(sorted({*choices} - {*_OF_MOST_RUNS, 'local'}))}",
+            "--help=all says what each option trades, and lists every key",
+        ]
     lines = [
         cfg.hydra.help.header.strip(),
         "",
         "Every setting is KEY=VALUE or GROUP=OPTION, in any order; a later one overrides an earlier one.",
         "",
-        "GROUPS (* is the current choice)",
-        *_group_lines(choices, config_name, folders_of(cfg.hydra.searchpath)),
-        "",
-        "KEYS of the chosen options (for another option: --help data=dicom)",
-        *_key_lines({str(key): value for key, value in values.items() if key != "hydra"}, comments, choices),
+        *options_and_keys,
         "",
         "-m KEY=A,B runs every combination · --cfg job prints the config only · --hydra-help lists Hydra's own flags",
     ]
     return "\n".join(lines)
+
+
+def _lines_of_most_runs(
+    choices: dict[str, str], config_name: str, folders: list[Path], keys: list[str]
+) -> Iterator[str]:
+    """A line for each of `_OF_MOST_RUNS`: a group with its other options, a key as in `keys`."""
+    for name in _OF_MOST_RUNS:
+        if name in choices:
+            others = {*option_files(name, config_name, folders)} - {choices[name]}
+            yield f"  {f'{name}={choices[name]}':<44} or {', '.join(sorted(others))}"
+        yield from (line for line in keys if line.startswith(f"  {name}="))
 
 
 def _group_lines(choices: dict[str, str], config_name: str, folders: list[Path]) -> Iterator[str]:
