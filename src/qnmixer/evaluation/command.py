@@ -106,9 +106,9 @@ def on_test(
     else:
         slices = build_own_data(test, config.split)
     if config.noise is not None and slices.measured and not for_measured:
-        named = f"data={data.name}" if test.datamodule.is_of_slices else test.datamodule.as_typed
+        source = f"data={data.name}" if test.datamodule.is_of_slices else test.datamodule.as_typed
         raise ConfigError(
-            f"noise={config.noise.name} has no effect on the sinograms of {named}, which were measured: leave it out"
+            f"noise={config.noise.name} has no effect on the sinograms of {source}, which were measured: leave it out"
         )
     return on_scan(trained, test), slices, split_record
 

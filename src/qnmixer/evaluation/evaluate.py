@@ -127,7 +127,7 @@ def evaluate(
     metrics = build_metrics(with_usual(module.config.metrics), data.config.own_range)
     n_images = count_of(data, split)
     patients = data.parts[split].patients if isinstance(data, SliceDataModule) else ()
-    drawn = pictured(n_images, config.n_pictures)
+    picture_numbers = pictured(n_images, config.n_pictures)
     scores: dict[int, list[ImageScore]] = {}
     slices: dict[int, SliceImages] = {}
     batches: DataLoader[Any] | Numbered = data.loader(split)
@@ -144,8 +144,8 @@ def evaluate(
             iterates = network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
             images[network.title] = iterates
             if len(turns) > 1:  # the first is the identity
-                turned = images_by_symmetry(network, y, turns[1:])
-                images[f"{network.title}, symmetric"] = [torch.cat([iterates[-1][None], turned]).mean(0)]
+                symmetric_images = images_by_symmetry(network, y, turns[1:])
+                images[f"{network.title}, symmetric"] = [torch.cat([iterates[-1][None], symmetric_images]).mean(0)]
         values = {name: _values_of(batch, iterates[-1], config.window, metrics) for name, iterates in images.items()}
         for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight:  # else it only fills the batch
@@ -156,22 +156,24 @@ def evaluate(
                     ImageScore(n, file_name, method, rows[b], patient, content) for method, rows in values.items()
                 ]
                 slices[n] = _slice(n, batch, b, images, scores[n], config.window)
-        slices = worst_of(slices, scores, drawn)
+        slices = worst_of(slices, scores, picture_numbers)
     if dist.is_initialized():
         shares: list[tuple[dict[int, list[ImageScore]], dict[int, SliceImages]]]
         shares = [({}, {})] * dist.get_world_size()
         dist.all_gather_object(shares, (scores, slices))
         scores = {n: slice_scores for share, _ in shares for n, slice_scores in share.items()}
-        slices = worst_of({n: slice_ for _, share in shares for n, slice_ in share.items()}, scores, drawn)
+        slices = worst_of({n: slice_ for _, share in shares for n, slice_ in share.items()}, scores, picture_numbers)
     return Evaluation(
         title=title_of(module.config, module.projector.geometry.n_views, data, split) + mean_over(turns),
         scores=[score for n in sorted(scores) for score in scores[n]],
         slices=slices,
-        pictured=sorted(drawn & scores.keys()),
+        pictured=sorted(picture_numbers & scores.keys()),
         baselines=[*baselines],
         own_range=data.config.own_range,
         titles=titles_of(module.config.metrics),
-        note="" if first_order is None else "".join(f". {name}: {it}" for name, it in second_order(network).items()),
+        note=""
+        if first_order is None
+        else "".join(f". {name}: {scalar}" for name, scalar in second_order(network).items()),
         test=conditions_of(module, data, [scores[n][0].content for n in sorted(scores)]),
     )
 
@@ -198,13 +200,13 @@ def pictured(n_images: int | None, n_pictures: int) -> set[int]:
 
 
 def worst_of(
-    slices: Mapping[int, SliceImages], scores: Mapping[int, list[ImageScore]], drawn: Collection[int]
+    slices: Mapping[int, SliceImages], scores: Mapping[int, list[ImageScore]], picture_numbers: Collection[int]
 ) -> dict[int, SliceImages]:
     """Those of the picture, and of the others the worst by PSNR of the last method. The worst come first."""
     psnrs = {n: scores[n][-1].values["psnr"] for n in slices}
     numbers = sorted(slices, key=lambda n: (-inf if isnan(psnrs[n]) else psnrs[n], n))
-    worst = [n for n in numbers if n not in drawn][:_N_WORST]
-    return {n: slices[n] for n in numbers if n in drawn or n in worst}
+    worst = [n for n in numbers if n not in picture_numbers][:_N_WORST]
+    return {n: slices[n] for n in numbers if n in picture_numbers or n in worst}
 
 
 def _slice(

@@ -151,8 +151,8 @@ class Evaluation:
         for method in self.methods:
             columns = [self.values(method, metric) for metric in self.titles]
             cells = [in_digits(mean(values), deviation(values)) for values in columns]
-            shown = ("–" if metric in self.empty else cell for metric, cell in zip(self.titles, cells, strict=True))
-            body.append([method, *shown])
+            row = ("–" if metric in self.empty else cell for metric, cell in zip(self.titles, cells, strict=True))
+            body.append([method, *row])
         return ["method", *self.titles.values()], body
 
     def numbers(self) -> tuple[list[str], list[list[str | float]]]:

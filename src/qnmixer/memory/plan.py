@@ -317,7 +317,7 @@ def _plan_stage(
 
 def advice(planner: Planner, config: Config, available: float) -> str:
     """One line with the three mildest changes that fit into `available` MiB by the plan, or the closest ones."""
-    needed = planner.estimate(config).peak / MIB
+    peak = planner.estimate(config).peak / MIB
     peaks: dict[str, float] = {}
     fitting: list[str] = []
     for change in changes(config):
@@ -327,12 +327,12 @@ def advice(planner: Planner, config: Config, available: float) -> str:
             fitting.append(change)
         if len(fitting) == 3:
             break
-    chosen = fitting or sorted(peaks, key=peaks.__getitem__)[:3]
-    options = ", or ".join(f"{change} ({peaks[change]:,.0f} MiB)" for change in chosen)
+    suggestions = fitting or sorted(peaks, key=peaks.__getitem__)[:3]
+    options = ", or ".join(f"{change} ({peaks[change]:,.0f} MiB)" for change in suggestions)
     # By the plan the step fits. So something that the plan does not count took the memory.
-    why = "" if needed > available else " (gaps between tensors, validation or other programs took the rest)"
+    why = "" if peak > available else " (gaps between tensors, validation or other programs took the rest)"
     return (
-        f"out of memory: a step of this run needs {needed:,.0f} MiB by the plan, but {available:,.0f} MiB were free"
+        f"out of memory: a step of this run needs {peak:,.0f} MiB by the plan, but {available:,.0f} MiB were free"
         f"{why}: {'try' if fitting else 'no simple change fits, the closest are'} {options}"
     )
 
@@ -367,8 +367,8 @@ def changes(config: Config) -> list[str]:
         fewer_channels,
         f"{recompute} {half_precision} {batch_of_one} {fewer_channels}",
     ]
-    changed = dict.fromkeys(change for change in (" ".join(c.split()) for c in candidates) if change)
-    return [change for change in changed if changed_to(config, change) not in (None, config)]
+    overrides = dict.fromkeys(change for change in (" ".join(c.split()) for c in candidates) if change)
+    return [change for change in overrides if changed_to(config, change) not in (None, config)]
 
 
 def _one_in_flight(config: Config) -> str:

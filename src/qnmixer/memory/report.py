@@ -78,8 +78,8 @@ def levers_table(config: Config, planner: Planner, levers: Mapping[str, str] = L
     base = planner.estimate(config).peak
     rows = []
     for overrides, cost in progress(levers.items(), "planning", "lever", Console(stderr=True)):
-        if changed := changed_to(config, overrides):
-            peak = planner.estimate(changed).peak
+        if variant := changed_to(config, overrides):
+            peak = planner.estimate(variant).peak
             rows.append([f"`{overrides}`", f"{peak / MIB:,.0f}", f"{1 - peak / base:.2%}", cost])
     table = markdown_table(["lever", "peak, MiB", "saves", "costs"], rows)
     return f"**{_setting(config)}: {base / MIB:,.0f} MiB**\n\n{table}"

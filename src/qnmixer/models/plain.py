@@ -30,8 +30,8 @@ class PlainNetwork(UnrolledNetwork[Tensor]):
         """The module's image."""
         x: Tensor = self.module(y if self.of_sinogram else state)
         if not isinstance(x, Tensor) or x.shape != state.shape:
-            given = [*x.shape] if isinstance(x, Tensor) else type(x).__name__
-            raise ConfigError(f"{self.title} gives {given}, not images {[*state.shape]}")
+            output = [*x.shape] if isinstance(x, Tensor) else type(x).__name__
+            raise ConfigError(f"{self.title} gives {output}, not images {[*state.shape]}")
         return x
 
     def blocks(self) -> list[nn.Module]:

@@ -108,16 +108,16 @@ class BufferMeans(Callback):
         """Give each buffer its mean over the devices."""
         if not self._start_tensors:
             return
-        changed = [(place.tensor != start_tensor).any() for place, start_tensor in self._start_tensors.items()]
+        change_flags = [(place.tensor != start_tensor).any() for place, start_tensor in self._start_tensors.items()]
         values = [
             # Not times 0: a mask may hold infinite values.
             torch.where(change, _numbers(place.tensor), 0.0)
-            for place, change in zip(self._start_tensors, changed, strict=True)
+            for place, change in zip(self._start_tensors, change_flags, strict=True)
         ]
         # One message: many small ones would cost more than their bytes. float64 has every counter below 2**53 exactly.
-        message = torch.cat([torch.stack(changed).double(), *values])
+        message = torch.cat([torch.stack(change_flags).double(), *values])
         dist.all_reduce(message)
-        counts, *sums = message.split([len(changed), *map(len, values)])
+        counts, *sums = message.split([len(change_flags), *map(len, values)])
         for (place, start_tensor), total, count in zip(self._start_tensors.items(), sums, counts, strict=True):
             place.write(self._mean(start_tensor, total, count))
 

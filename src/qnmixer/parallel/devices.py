@@ -33,13 +33,13 @@ def resolve_devices(config: Config) -> Config:
                 f"strategy={config.strategy.name} on a CPU needs a number of processes: give trainer.devices=4, say"
             )
         devices = 1 if config.strategy.name == "single" and devices != -1 else torch.cuda.device_count()
-    used = devices if isinstance(devices, list) else [*range(int(devices or 1))]
-    if on_cuda and max(used) >= torch.cuda.device_count():
+    gpu_numbers = devices if isinstance(devices, list) else [*range(int(devices or 1))]
+    if on_cuda and max(gpu_numbers) >= torch.cuda.device_count():
         raise ConfigError(
             f"trainer.devices={devices}, but torch sees {torch.cuda.device_count()} here: lower it, or try "
             "trainer.accelerator=cpu"
         )
-    if on_cuda and (problem := gpu_problem(used)) is not None:
+    if on_cuda and (problem := gpu_problem(gpu_numbers)) is not None:
         raise _unusable(trainer.accelerator, "trainer.accelerator", problem)
     check_precision(device, trainer.precision)
     resolved = config.changed(trainer=trainer.changed(devices=devices, accelerator="cuda" if on_cuda else "cpu"))
@@ -79,10 +79,12 @@ def gpu_problem(devices: Sequence[int] = (0,)) -> str | None:
         if torch.version.cuda is None:  # ROCm names its architectures differently
             return None
         gpus = [GPU(torch.cuda.get_device_capability(n)) for n in devices]
-        built = torch.cuda.get_arch_list()
-        foreign = [gpu for gpu in gpus if not runs_on(gpu.capability, built)]
+        arch_list = torch.cuda.get_arch_list()
+        foreign = [gpu for gpu in gpus if not runs_on(gpu.capability, arch_list)]
         return (
-            f"{version} has no kernels for a GPU of {foreign[0]} ({', '.join(built)}): {fix(gpus)}" if foreign else None
+            f"{version} has no kernels for a GPU of {foreign[0]} ({', '.join(arch_list)}): {fix(gpus)}"
+            if foreign
+            else None
         )
     try:
         gpus = visible_gpus()

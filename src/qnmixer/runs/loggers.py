@@ -346,8 +346,8 @@ def _group_and_name(config: Config, folder: Path, overrides: list[str]) -> tuple
 def _tags(config: Config, overrides: list[str], tags: list[str]) -> list[str]:
     """The user's tags, those of the logger, then the experiment, model, data and strategy of the run."""
     values, settings = values_of(overrides), with_names(config.plain())
-    chosen = [value for key, value in values.items() if key.partition("/")[0] == "experiment" and value != "null"]
-    experiments = [word for words in chosen for word in re.split(r"[\s,]+", words.strip("[] "))]
+    options = [value for key, value in values.items() if key.partition("/")[0] == "experiment" and value != "null"]
+    experiments = [word for words in options for word in re.split(r"[\s,]+", words.strip("[] "))]
     words = [
         *config.tags,
         *tags,

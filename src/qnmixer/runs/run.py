@@ -198,8 +198,8 @@ class Run:
         resumed = [*self.record.get("resumed", []), {"step": step, "at": timestamp()}]
         self.record |= signed(self.overrides) | {"resumed": resumed}
         self._write()  # at once, because the run may be killed
-        if rank() == 0 and (accepted := self.folder / NEXT_HYDRA).is_dir():
-            replace(accepted, self.folder / HYDRA)
+        if rank() == 0 and (hydra_files := self.folder / NEXT_HYDRA).is_dir():
+            replace(hydra_files, self.folder / HYDRA)
 
     def record_end(self, status: str, error: BaseException | None = None) -> None:
         """Set the end of the run in results.json, if `recording` could not. A refused resume changes nothing."""
@@ -245,18 +245,18 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 def _without_ckpt_path(overrides: list[str], key: str) -> list[str]:
     """Lightning's `ckpt_path=` as `resume=` or `run=`. Raises ConfigError if it does not say what to resume."""
-    values, others = values_of(overrides), _without_keys(overrides, "ckpt_path")
-    asked = values.get("ckpt_path", "null")
-    if asked == "null":
-        return others
+    values, other_overrides = values_of(overrides), _without_keys(overrides, "ckpt_path")
+    checkpoint = values.get("ckpt_path", "null")
+    if checkpoint == "null":
+        return other_overrides
     if key in values:
-        raise ConfigError(f"ckpt_path={asked} and {key}={values[key]} say the same: give one of them")
-    if key == "resume" and asked != "last":
-        path = path_of(asked)
+        raise ConfigError(f"ckpt_path={checkpoint} and {key}={values[key]} say the same: give one of them")
+    if key == "resume" and checkpoint != "last":
+        path = path_of(checkpoint)
         if path.suffix == ".ckpt" and (path.name != "last.ckpt" or path.parent.name != "checkpoints"):
-            raise ConfigError(f"ckpt_path={asked} is no checkpoints/last.ckpt of a run, from which a run resumes")
-        asked = str(path.parent.parent if path.suffix == ".ckpt" else path)
-    return [*others, f"{key}={'latest' if key == 'resume' and asked == 'last' else quoted(asked)}"]
+            raise ConfigError(f"ckpt_path={checkpoint} is no checkpoints/last.ckpt of a run, from which a run resumes")
+        checkpoint = str(path.parent.parent if path.suffix == ".ckpt" else path)
+    return [*other_overrides, f"{key}={'latest' if key == 'resume' and checkpoint == 'last' else quoted(checkpoint)}"]
 
 
 def resume_overrides(overrides: list[str]) -> list[str]:
@@ -276,11 +276,11 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     overrides = _without_ckpt_path(overrides, "resume")
     if any(override.startswith("-") for override in overrides):  # --help, or a sweep, whose jobs get here alone
         return overrides
-    asked, folder = values_of(overrides).get("resume", "null"), folder_of(overrides)
+    resume, folder = values_of(overrides).get("resume", "null"), folder_of(overrides)
     # Not `trust`: other commands need it for the user's own code.
     run_overrides = command_overrides = _without_keys(overrides, "resume", "trust")
-    if asked != "null":
-        run = _asked_run(asked, folder)
+    if resume != "null":
+        run = _run_to_resume(resume, folder)
         run_overrides = _in_place(run, command_overrides)
         _check_mine(run, run_overrides, command_overrides)
     elif folder is not None and _has_begun(folder, command_overrides):
@@ -294,16 +294,16 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     return run_overrides
 
 
-def _asked_run(asked: str, folder: Path | None) -> Path:
+def _run_to_resume(resume: str, folder: Path | None) -> Path:
     """The run folder that `resume=` names; `folder`: that of the command, if it has one. Raises UserError."""
-    run = latest() if asked == "latest" else path_of(asked)
+    run = latest() if resume == "latest" else path_of(resume)
     if not is_run(run) and not (run / "checkpoints").is_dir():
         raise CheckpointError(
             f"no run folder at {run}: give the folder that training printed, resume=runs/…; a checkpoint alone starts "
             "a new run by finetune="
         )
     if folder is not None and folder.resolve() != run.resolve():
-        raise ConfigError(f"resume={asked} continues that run in its folder: leave out hydra.run.dir={folder}")
+        raise ConfigError(f"resume={resume} continues that run in its folder: leave out hydra.run.dir={folder}")
     return run
 
 

@@ -249,16 +249,16 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
                     running.remove(job_process)
                     _conclude(job_process.job, code)
             use = Counter(gpu for job_process in running for gpu in job_process.gpus)
-            shared = limit > len(gpus)  # so many jobs at once were asked for
-            free_gpus = [gpu for gpu in sorted(gpus, key=use.__getitem__) if shared or not use[gpu]]
+            may_share = limit > len(gpus)  # so many jobs at once were asked for
+            free_gpus = [gpu for gpu in sorted(gpus, key=use.__getitem__) if may_share or not use[gpu]]
             if waiting and len(running) < limit:
                 job, config = waiting[0]
-                needed = _n_gpus(config, len(gpus))
+                n_needed = _n_gpus(config, len(gpus))
                 # Jobs start in order: a large job would wait forever if small ones could overtake it. With nothing
                 # running it starts in any case, and asking for too many GPUs is its own error.
-                if needed <= len(free_gpus) or not running:
+                if n_needed <= len(free_gpus) or not running:
                     n_threads = _threads(config, limit, len(gpus)) if limit > 1 else None
-                    running.append(_start(job, free_gpus[:needed], n_threads))
+                    running.append(_start(job, free_gpus[:n_needed], n_threads))
                     waiting.pop(0)
                     continue
             time.sleep(0.1)
@@ -350,8 +350,8 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _JobProcess:
     launcher_pid, path = os.getpid(), job.folder / _OUTPUT
     _say(f"{job.name} → {path}")
     with path.open("ab") as output:
-        shown = path.open("rb")
-        shown.seek(0, os.SEEK_END)
+        terminal_copy = path.open("rb")
+        terminal_copy.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             [sys.executable, "-m", "qnmixer.train", *job.overrides, f"hydra.run.dir={quoted(job.folder)}"],
             stdout=output,
@@ -360,7 +360,7 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _JobProcess:
             start_new_session=True,  # Ctrl-C reaches this process only, which then stops its jobs
             preexec_fn=lambda: die_with_parent(launcher_pid),
         )
-    return _JobProcess(job, process, gpus, shown)
+    return _JobProcess(job, process, gpus, terminal_copy)
 
 
 def _conclude(job: Job, code: int) -> None:
@@ -480,13 +480,13 @@ def write_report(folder: Path, rows: list[JobRow]) -> None:
     write_text(folder / "sweep.csv", csv_table([[*headings, "error"], *lines]))
     cells = [[row.name, *map(readable, row.values.values()), row.status, *map(in_digits, row.numbers)] for row in rows]
     errors = [f"job {row.name}: {row.error}" for row in rows if row.error]
-    listed = "\n".join(f"- {error}" for error in errors)
-    write_text(folder / "sweep.md", f"{markdown_table(headings, cells)}\n\n{listed}".rstrip() + "\n")
+    error_list = "\n".join(f"- {error}" for error in errors)
+    write_text(folder / "sweep.md", f"{markdown_table(headings, cells)}\n\n{error_list}".rstrip() + "\n")
 
     console = Console()
     console.print(terminal_table(headings, cells, words=len(headings) - 3))
-    drawn = _draw(folder / "sweep.png", [row for row in rows if row.best is not None], monitor)
-    files = ["sweep.csv", "sweep.md", "sweep.png"] if drawn else ["sweep.csv", "sweep.md"]
+    has_picture = _draw(folder / "sweep.png", [row for row in rows if row.best is not None], monitor)
+    files = ["sweep.csv", "sweep.md", "sweep.png"] if has_picture else ["sweep.csv", "sweep.md"]
     ends = [*errors, f"sweep folder: {folder} ({', '.join(files)})"]
     if "seed" in rows[0].values:
         ends.append(f"means over seeds: python -m qnmixer.compare {shlex.quote(f'sweep={quoted(folder)}')}")

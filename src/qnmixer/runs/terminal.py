@@ -119,14 +119,14 @@ class Countable(Protocol[T_co]):
 
 def progress(items: Countable[T], doing: str, unit: str, console: Console) -> Iterator[T]:
     """Iterate over items, with a bar on a terminal and lines in a log. A quiet console shows neither."""
-    shown, total = Progress(console), len(items)
+    bar, total = Progress(console), len(items)
     try:
         for n, item in enumerate(items):
-            if shown.is_due():
-                shown.show(doing, f"{unit} {n + 1} of {total}", n, total)
+            if bar.is_due():
+                bar.show(doing, f"{unit} {n + 1} of {total}", n, total)
             yield item
     finally:
-        shown.end()
+        bar.end()
 
 
 SECONDS_TO_LINE, SECONDS_TO_DRAWING = 20.0, 0.1

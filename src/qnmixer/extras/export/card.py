@@ -62,8 +62,8 @@ _SECTIONS = ("model", "geometry", "data", "noise", "loss", "optimizer", "schedul
 def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
     """The card of a weights file as Markdown, by the network that was exported and its checkpoint in a run folder."""
     config, run = module.config, checkpoint.parent.parent
-    shared = without_places(config)
-    settings = {section: _settings(getattr(shared, section)) for section in _SECTIONS}
+    public_config = without_places(config)
+    settings = {section: _settings(getattr(public_config, section)) for section in _SECTIONS}
     training = _training(config.seed, config.finetune, checkpoint, read_results(run))
     of_weights = evaluations(run, digest_of_weights(module.state_dict()))
     tables = [f"### {folder.relative_to(run)}\n\n{read_text(folder / 'table.md').strip()}" for folder in of_weights]

@@ -24,8 +24,8 @@ def export_run(config: ExportConfig) -> None:
         raise CheckpointError(f"{path} is of model={module.config.model.name}, which has no weights: give another run")
     output = path_of(config.output)
     card = output.with_suffix(".md")
-    if taken := next((file for file in (output, card) if file.exists()), None):
-        raise ConfigError(f"{taken} exists already and is not overwritten: give another output=")
+    if existing_file := next((file for file in (output, card) if file.exists()), None):
+        raise ConfigError(f"{existing_file} exists already and is not overwritten: give another output=")
     content = encode(module.config, module.state_dict())
     text = model_card(module, path, output)
     with atomic_file(output) as stream:

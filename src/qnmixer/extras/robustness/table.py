@@ -95,7 +95,7 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
     is_own = isinstance(slices, OwnDataModule)  # its batches have no finer grid
     fine_size = slices.config.image_size * (1 if is_own else slices.config.simulation_factor)
     # Wrong values end the command before it works for minutes.
-    planned = [*conditions(config, module.config, fine_size)]
+    test_conditions = [*conditions(config, module.config, fine_size)]
     results: dict[Condition, Scores] = {}
     refusals: list[str] = []
 
@@ -119,20 +119,20 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
         Run(folder, overrides).recording() as record,
         scoring_loggers(module.config, config.logger, device.type, folder, overrides) as loggers,
     ):
-        for condition in planned:
+        for condition in test_conditions:
             scores_of_condition(condition)
-        found = _edges(config, module, scores_of_condition)
+        edge_lines = _edges(config, module, scores_of_condition)
         results = dict(sorted(results.items(), key=lambda row: row[0].value if row[0].axis == VIEWS else 0))
         headings, rows = table(results)
         caption = f"{evaluated_name(module.config)}: {described(slices, config)}. {explanation(results)} {_KNOWN}"
-        parts = [markdown_table(headings, rows), caption, *found, *refusals]
+        parts = [markdown_table(headings, rows), caption, *edge_lines, *refusals]
         write_text(folder / "table.md", "\n\n".join(parts) + "\n")
         figure = robustness_figure(results, nominal(module))
         save_figure(figure, folder / PLOT)
         log(loggers, results, folder)
         record["evaluated"] = {"weights": digest_of_weights(module.state_dict())}
     console.print(terminal_table(headings, rows, caption=caption))
-    console.print(*found, *refusals, f"plot: {folder / PLOT}", sep="\n", soft_wrap=True, highlight=False)
+    console.print(*edge_lines, *refusals, f"plot: {folder / PLOT}", sep="\n", soft_wrap=True, highlight=False)
     return results
 
 
@@ -251,8 +251,8 @@ def robustness_figure(results: Mapping[Condition, Scores], trained: Mapping[str,
             panel.plot(places, psnr, "o-" if is_number else "o", label=name, markersize=4)
         logarithmic = axis.startswith("dose") or axis.endswith("scatter") or axis == VIEWS
         panel.set_xscale("log" if logarithmic else "linear")
-        shown = labelled(values, trained.get(axis), logarithmic) if is_number else values
-        labels = [(f"{value:g}" if is_number else value) if value in shown else "" for value in values]
+        labelled_values = labelled(values, trained.get(axis), logarithmic) if is_number else values
+        labels = [(f"{value:g}" if is_number else value) if value in labelled_values else "" for value in values]
         panel.set_xticks(places, labels, rotation=45, fontsize=8)
         panel.minorticks_off()
         panel.set_xlabel(axis, fontsize=9)
@@ -267,11 +267,11 @@ def robustness_figure(results: Mapping[Condition, Scores], trained: Mapping[str,
 def labelled(places: Sequence[float], trained: float | None, logarithmic: bool) -> list[float]:
     """Of rising places on an axis those whose labels do not touch: the ends, that of training, others in order."""
     at = {place: log10(place) if logarithmic else place for place in places}
-    least, kept = _LABEL_DISTANCE * (at[places[-1]] - at[places[0]]), list[float]()
+    least, labelled_places = _LABEL_DISTANCE * (at[places[-1]] - at[places[0]]), list[float]()
     for place in (places[0], places[-1], *([] if trained is None else [trained]), *places):
-        if all(abs(at[place] - at[other]) >= least for other in kept):
-            kept.append(place)
-    return kept
+        if all(abs(at[place] - at[other]) >= least for other in labelled_places):
+            labelled_places.append(place)
+    return labelled_places
 
 
 def log(loggers: Sequence[Logger], results: Mapping[Condition, Scores], folder: Path) -> None:

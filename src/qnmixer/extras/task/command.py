@@ -44,8 +44,8 @@ def evaluate_task(config: EvaluateTaskConfig, folder: Path, overrides: list[str]
     geometry, phantom = module.projector.geometry, TaskPhantom(module.projector.geometry)
     smallest, largest = 1.5 * phantom.pixel_size, phantom.region * phantom.pixel_size / 2
     if not smallest <= task.insert_diameter <= largest:
-        fits = f"does not fit the images of this run: give {smallest:.3g} to {largest:.3g} mm"
-        raise ConfigError(f"evaluation.insert_diameter={task.insert_diameter:g} {fits}")
+        advice = f"does not fit the images of this run: give {smallest:.3g} to {largest:.3g} mm"
+        raise ConfigError(f"evaluation.insert_diameter={task.insert_diameter:g} {advice}")
     device = choose_device(config.accelerator)
     with (
         Run(folder, overrides).recording() as record,

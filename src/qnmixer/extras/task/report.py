@@ -105,17 +105,17 @@ def task_figure(scores: Sequence[DoseScores]) -> Figure:
     """
     doses = sorted({result.photons for result in scores})
     dose = doses[len(doses) // 2]
-    shown = [result for result in scores if result.photons == dose]
+    middle_scores = [result for result in scores if result.photons == dose]
     figure = Figure(figsize=(8.7, 9.4), layout="constrained")  # inches; a page shows it in about 850 pixels
     upper, middle, lower = figure.subfigures(3, 1, squeeze=False, height_ratios=(1.1, 1, 1))[:, 0]
     low, high = (f"{value:g}".replace("-", "−") for value in _SHOWN)
     upper.suptitle(f"images with inserts, {dose:,.0f} photons a ray, {low} to {high} HU", fontsize=10)
-    for result, axes in zip(shown, upper.subplots(1, len(shown), squeeze=False)[0], strict=True):
+    for result, axes in zip(middle_scores, upper.subplots(1, len(middle_scores), squeeze=False)[0], strict=True):
         axes.imshow(result.example.numpy(), "gray", vmin=_SHOWN[0], vmax=_SHOWN[1], interpolation="nearest")
         axes.set_title(result.method, fontsize=10)
         axes.set_axis_off()
     panels = middle.subplots(1, 3)
-    for k, result in enumerate(shown):
+    for k, result in enumerate(middle_scores):
         points = sorted((point for point in scores if point.method == result.method), key=lambda point: point.photons)
         for name, panel in zip((_DETECTED, _KEPT), panels, strict=False):
             values, halves = zip(*(point.scores[name] for point in points), strict=True)
@@ -130,19 +130,21 @@ def task_figure(scores: Sequence[DoseScores]) -> Figure:
         panel.set_title(f"inserts: {name}", fontsize=10)
     panels[2].set(xlabel="1/mm")
     panels[2].set_title(f"noise power, HU² mm², at {dose:,.0f}", fontsize=10)
-    middle.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(shown), fontsize=9)
-    edges = lower.subplots(1, len(shown[0].transfer), squeeze=False, sharex=True, sharey=True)[0]
-    for contrast, panel in zip(shown[0].transfer, edges, strict=True):
-        hidden = []
-        for k, result in enumerate(shown):
+    middle.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(middle_scores), fontsize=9
+    )
+    edges = lower.subplots(1, len(middle_scores[0].transfer), squeeze=False, sharex=True, sharey=True)[0]
+    for contrast, panel in zip(middle_scores[0].transfer, edges, strict=True):
+        hidden_methods = []
+        for k, result in enumerate(middle_scores):
             if isnan(result.scores[edge_heading(contrast)][0]):
-                hidden.append(result.method)
+                hidden_methods.append(result.method)
                 continue
             frequencies, modulation, half = result.transfer[contrast]
             panel.plot(frequencies, modulation, color=f"C{k}")
             panel.fill_between(frequencies, modulation - half, modulation + half, color=f"C{k}", alpha=0.2, linewidth=0)
-        if hidden:
-            note = f"hidden: {', '.join(hidden)}"
+        if hidden_methods:
+            note = f"hidden: {', '.join(hidden_methods)}"
             panel.text(0.96, 0.95, note, ha="right", va="top", fontsize=9, transform=panel.transAxes)
         panel.set(xlabel="1/mm", ylim=(0, 1.2))
         panel.set_title(f"modulation, edge of {contrast:g} HU".replace("-", "−"), fontsize=10)

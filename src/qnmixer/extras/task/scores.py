@@ -48,8 +48,8 @@ def radial_mean(power: Tensor, pixel_size: float) -> tuple[Tensor, Tensor]:
     step = 1 / (len(power) * pixel_size)
     rings = (_radii(len(power), pixel_size) / step).round().long().flatten()
     means = torch.bincount(rings, power.flatten()) / torch.bincount(rings)
-    kept = slice(1, len(power) // 2)
-    return torch.arange(len(means))[kept] * step, means[kept]
+    rings_inside = slice(1, len(power) // 2)
+    return torch.arange(len(means))[rings_inside] * step, means[rings_inside]
 
 
 def _radii(size: int, pixel_size: float) -> Tensor:
@@ -69,8 +69,8 @@ def edge_profile(image: Tensor, x: float, y: float, radius: float, pixel_size: f
     bins = (distance / pixel_size * _BINS_PER_PIXEL + n_bins / 2).floor().long()
     near = (bins >= 0) & (bins < n_bins)
     values = image[near].double()
-    counted = torch.stack([values, torch.ones_like(values)])
-    return torch.zeros(2, n_bins, dtype=torch.float64).index_add(1, bins[near], counted)
+    sums = torch.stack([values, torch.ones_like(values)])
+    return torch.zeros(2, n_bins, dtype=torch.float64).index_add(1, bins[near], sums)
 
 
 def task_transfer(profiles: Tensor, pixel_size: float) -> tuple[Tensor, Tensor]:
@@ -114,9 +114,9 @@ def half_modulation(profiles: Tensor, pixel_size: float) -> Tensor:
         return frequencies[-1]
     k = int(below[0])
     share = (modulation[k - 1] - 0.5) / (modulation[k - 1] - modulation[k])
-    found = frequencies[k - 1] + share * (frequencies[k] - frequencies[k - 1])
+    frequency = frequencies[k - 1] + share * (frequencies[k] - frequencies[k - 1])
     reach = profiles.shape[-1] * pixel_size / _BINS_PER_PIXEL / 2
-    return torch.where(found * reach < _LEAST_PERIODS, torch.nan, found)
+    return torch.where(frequency * reach < _LEAST_PERIODS, torch.nan, frequency)
 
 
 def edge_contrast_to_noise(profiles: Tensor) -> Tensor:
@@ -203,10 +203,10 @@ def with_interval(score: Callable[..., Tensor], *samples: Tensor) -> tuple[Tenso
     the interval has Student's quantile of n − 1 degrees of freedom.
     """
     generator = torch.Generator().manual_seed(0)
-    drawn = []
+    resamples = []
     for _ in range(_RESAMPLES):
         numbers = (torch.randint(len(sample), (len(sample),), generator=generator) for sample in samples)
-        drawn.append(score(*(sample[n] for sample, n in zip(samples, numbers, strict=True))))
+        resamples.append(score(*(sample[n] for sample, n in zip(samples, numbers, strict=True))))
     fewest = min(len(sample) for sample in samples)
     inflated = student_quantile(fewest - 1) * math.sqrt(fewest / (fewest - 1))
-    return score(*samples), inflated * torch.stack(drawn).std(0)
+    return score(*samples), inflated * torch.stack(resamples).std(0)

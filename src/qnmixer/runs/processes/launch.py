@@ -109,10 +109,10 @@ def _rank_failed(failures: dict[int, ProcessFailure]) -> RankFailed:
     return RankFailed(f"rank {rank} ended with exit code {failure.exitcode}; the other ranks were stopped")
 
 
-def _has_stopped(failure: ProcessFailure, asked: int | None) -> bool:
-    """Whether a rank ended because of a stop signal. `asked`: the signal that made us ask the ranks to stop."""
+def _has_stopped(failure: ProcessFailure, stop_signal: int | None) -> bool:
+    """Whether a rank ended because of a stop signal. `stop_signal`: the one that made us ask the ranks to stop."""
     record = failure.error_file_data
-    if asked is None:
+    if stop_signal is None:
         return bool(record.get("stopped"))
     # Before the first step and after the last, ranks end where they are: the first one makes the others secondary. A
     # rank that hangs meanwhile in a collective writes no record, and ends by the agent's SIGTERM.
