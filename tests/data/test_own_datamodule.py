@@ -2,6 +2,7 @@
 
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from qnmixer.data.batch import SHAPES
 from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import DataError
 from qnmixer.fit import fit
-from qnmixer.reconstruction.reconstructor import build_geometry
+from qnmixer.reconstruction.reconstructor import build_geometry, build_projector
 from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
 from qnmixer.settings.compose import compose
@@ -63,9 +64,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_images.py").write_text(IMAGES_ONLY)
     (folder / "pairs").mkdir()
     generator = torch.Generator().manual_seed(0)
+    projector = build_projector(parse(compose("train", TINY)))
     for part, n in (("train", 7), ("val", 3), ("test", 3)):
-        pairs = torch.rand(n, 1, 16, 16, generator=generator), torch.rand(n, 1, 8, 24, generator=generator)
-        torch.save(pairs, folder / "pairs" / f"{part}.pt")
+        images = torch.rand(n, 1, 16, 16, generator=generator)
+        torch.save((images, projector(images)), folder / "pairs" / f"{part}.pt")
     return folder
 
 
@@ -164,13 +166,21 @@ def test_limits_of_batches(
 
 def test_a_batch_is_completed(own: OwnDataModule) -> None:
     image = torch.rand(3, 1, 16, 16, dtype=torch.float64)
-    batch, later = (own.completed({"image": image, "weight": torch.tensor([1, 1, 0])}, epoch) for epoch in (0, 1))
+    batches = own.batches_of("train", None)
+    batch, later = (batches.completed({"image": image, "weight": torch.tensor([1, 1, 0])}, epoch) for epoch in (0, 1))
     assert batch["image"].dtype == torch.float32
     assert batch["weight"].tolist() == [1, 1, 0]
     assert batch["hu_offset"].tolist() == [-1000] * 3
     assert len({*batch["sample"].tolist(), *later["sample"].tolist()}) == 6
     assert len({*batch["name"]}) == 3
-    assert torch.equal(own.completed({"image": image}, 0)["sample"], batch["sample"])
+    assert torch.equal(batches.completed({"image": image}, 0)["sample"], batch["sample"])
+
+
+def of_pixel(value: float) -> torch.Tensor:
+    """Two images of air, with this value in the second."""
+    image = torch.zeros(2, 1, 16, 16)
+    image[1, 0, 8, 8] = value
+    return image
 
 
 @pytest.mark.parametrize(
@@ -191,13 +201,23 @@ def test_a_batch_is_completed(own: OwnDataModule) -> None:
         ({"sample": torch.tensor([-1, 0])}, r"sample \[-1, 0\], not integers from 0 on$"),
         ({"sample": torch.tensor([0.5, 1])}, r"sample \[0.5, 1.0\], not integers from 0 on$"),
         ({"name": ["a"]}, r"name \[1\], not \[2\]$"),
+        ({"image": of_pixel(float("nan"))}, r"^my_file.Mine gives image with NaN or infinity \(val, slice 1\)$"),
+        ({"sinogram": torch.full((2, 1, 8, 24), torch.inf)}, r"sinogram with NaN or infinity \(val, slice 0\)$"),
+        ({"hu_scale": torch.tensor([1, 0])}, r"hu_scale that is not above 0 \(val, slice 1\)$"),
+        ({"weight": torch.tensor([1, -1]), "name": ["a", "b"]}, r"weight below 0 \(val, slice 1, b\): give 0 for a"),
+        (
+            {"image": of_pixel(2000.0)},
+            r"an image from 0 to 2000 \(val, slice 1\), which would be -1,000 to 5,999,000 HU: give "
+            r"\(HU \+ 1000\) / 3000, or other hu_offset and hu_scale$",
+        ),
+        ({"image": of_pixel(-1.0)}, r"from -1 to 0 \(val, slice 1\), which would be -4,000 to -1,000 HU"),
     ],
 )
 def test_another_batch_is_refused_in_one_line(own: OwnDataModule, batch: object, line: str) -> None:
     if isinstance(batch, dict) and "x" not in batch:
         batch = {"image": torch.zeros(2, 1, 16, 16)} | batch
     with pytest.raises(DataError, match=line):
-        own.completed(batch, 0)
+        own.batches_of("val", None).completed(batch)
 
 
 def test_the_page_has_the_shapes_that_are_checked() -> None:
@@ -241,7 +261,61 @@ def test_what_a_dataset_draws_differs_by_seed_process_and_epoch_and_comes_again_
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        return iter([{"image": torch.zeros(1, 16, 16)}] * 3)
+        return iter([{"image": torch.full((1, 16, 16), 0.2 + k / 10)} for k in range(3)])
+
+
+class Weighed(LightningDataModule):
+    """Slices of a part with a weight of 0 each, of the others with none."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+
+    def loader(self, part: str) -> DataLoader[Any]:
+        weight = {"weight": torch.tensor(0.0)} if part == self.part else {}
+        return DataLoader([{"image": torch.rand(1, 16, 16)} | weight] * 2)
+
+    def train_dataloader(self) -> Any:
+        return self.loader("train")
+
+    def val_dataloader(self) -> Any:
+        return self.loader("val")
+
+    def test_dataloader(self) -> Any:
+        return self.loader("test")
+
+
+@pytest.mark.parametrize("part", ["train", "val", "test"])
+def test_a_part_without_any_weight_ends_the_run(tiny_config: Callable[..., Config], tmp_path: Path, part: str) -> None:
+    """Validation gave NaN, for which the learning rate was blamed at the end of the run."""
+    words = [f"datamodule._target_={__name__}.Weighed", f"+datamodule.part={part}", "trainer.max_steps=2"]
+    line = (
+        r"Weighed\.(train|val)_dataloader has no slice with a weight" if part != "test" else "has no slice of test with"
+    )
+    with pytest.raises(DataError, match=line):
+        fit(tiny_config(*words, "callbacks=none", "test_after_training=true"), Run(tmp_path))
+
+
+def test_a_stream_that_its_workers_do_not_divide_is_named(own: OwnDataModule) -> None:
+    """Each slice counted twice, in training and in tables, without a word."""
+    loader = DataLoader(Stream(), 2, num_workers=2)
+    own.data_module.test_dataloader = lambda: loader
+    with pytest.warns(
+        UserWarning, match=r"test_dataloader gives the same slices from each of its 2 workers.*_worker_info"
+    ):
+        numbers = [batch["number"].tolist() for batch in own.loader("test")]
+    assert numbers == [[0, 1], [2, 3], [4], [5]]
+
+
+def test_images_of_air_only_are_doubted_once(own: OwnDataModule) -> None:
+    """As those in attenuation are: 0.02 a millimetre is water."""
+    batches = own.batches_of("train", None)
+    air = {"image": torch.full((2, 1, 16, 16), 0.02)}
+    with pytest.warns(UserWarning, match=r"first images of train are nothing but air \(up to -940 HU\)"):
+        batches.completed(air)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batches.completed(air)
 
 
 def test_a_stream_is_refused_if_all_devices_get_the_same_and_is_evaluated_by_one_process(own: OwnDataModule) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from qnmixer.data.batch import SHAPES
+from qnmixer.data.own_batches import OwnBatches
 from qnmixer.data.shares import drawn_alike, drawn_by, has_distributed_sampler, share_of, shared, shares_itself
 from qnmixer.data.splits import Overlap
 from qnmixer.errors import DataError
@@ -26,7 +27,7 @@ NOT_PROMISED = (
     "resumed run goes on at the same slice (it does at the same step)"
 )
 _STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
-"""What Lightning calls the setup of each part: one for fit gives validation slices too."""
+"""The stage that Lightning sets up before it asks for the loader of a part. That of fit has validation slices too."""
 
 
 class OwnDataModule(LightningDataModule):
@@ -36,7 +37,7 @@ class OwnDataModule(LightningDataModule):
     devices each gets its share of the batches that a DataLoader's own sampler draws. An IterableDataset shares itself.
 
     Args:
-        data_module: the user's.
+        data_module: that of the user.
         name: its target, for messages.
         config: the section `data`, for size and scaling of the images.
         geometry: the scan, for the size of sinograms.
@@ -63,33 +64,34 @@ class OwnDataModule(LightningDataModule):
         self.first: int | None = None
         self.batch_size: int | None = None
         self._has_sinograms: bool | None = None
+        self._batches: dict[str, OwnBatches] = {}  # of the parts of training
         self._ready: set[str | None] = set()
         self._to_compare = False
 
     # What Lightning calls
 
     def prepare_data(self) -> None:
-        """Let the user's prepare its files; Lightning calls it on one process of a machine."""
+        """Let the user's data module prepare its files. Lightning calls this on one process of a machine."""
         self.data_module.prepare_data()
 
     def setup(self, stage: str | None = None) -> None:
-        """Set up the user's, once for each stage."""
+        """Set up the user's data module, once for each stage."""
         if stage not in self._ready:
             self._ready.add(stage)
             self.data_module.trainer = self.trainer
             self.data_module.setup(stage or "fit")
 
     def teardown(self, stage: str) -> None:
-        """Tear down the user's."""
+        """Tear down the user's data module."""
         self._ready.discard(stage)
         self.data_module.teardown(stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the user's, for checkpoints."""
+        """The state of the user's data module, for checkpoints."""
         return self.data_module.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the user's its state back."""
+        """Restore the state of the user's data module, from a checkpoint."""
         self.data_module.load_state_dict(state_dict)
 
     def train_dataloader(self) -> Any:
@@ -106,12 +108,15 @@ class OwnDataModule(LightningDataModule):
         """Do nothing: a loader of the user's starts where it starts."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> dict[str, Any]:
-        """Complete a batch, on the host."""
+        """Complete and check a batch of training or validation, on the host."""
         batch = self.data_module.on_before_batch_transfer(batch, dataloader_idx)
         trainer = self.trainer
-        if trainer is None:
-            return self.completed(batch, 0)
-        completed = self.completed(batch, trainer.current_epoch if trainer.training else 0)
+        assert trainer is not None  # only Lightning calls this
+        if trainer.training:
+            completed = self._batches["train"].completed(batch, trainer.current_epoch, begun=trainer.current_epoch)
+        else:
+            completed = self._batches["val"].completed(batch, begun=trainer.global_step)
+        self.note_sinograms(completed)
         share = share_of(trainer.train_dataloader if trainer.training else trainer.val_dataloaders)
         if share is not None:
             completed["weight"] = completed["weight"] * share.weights.popleft()
@@ -126,8 +131,18 @@ class OwnDataModule(LightningDataModule):
         return self.data_module.transfer_batch_to_device(entries, device, dataloader_idx) | {"sample": batch["sample"]}
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Let the user's change a batch on the device."""
+        """Let the user's data module change a batch on the device."""
         return self.data_module.on_after_batch_transfer(batch, dataloader_idx)
+
+    def require_weight(self, part: str) -> None:
+        """Raise DataError if no slice of train or val has had a weight. All processes call it together, after a pass.
+
+        One of them alone may have no slice that counts.
+        """
+        assert self.trainer is not None
+        weight = torch.tensor(self._batches[part].weight, device=self.trainer.strategy.root_device)
+        if not self.trainer.strategy.reduce(weight, reduce_op="sum"):
+            raise DataError(f"{self.name}.{part}_dataloader has no slice with a weight above 0")
 
     # What an evaluation needs, as of a `SliceDataModule`
 
@@ -137,6 +152,10 @@ class OwnDataModule(LightningDataModule):
         if self._has_sinograms is None:
             next(iter(self.loader(self.part)))
         return bool(self._has_sinograms)
+
+    def note_sinograms(self, batch: Mapping[str, Any]) -> None:
+        """Remember whether its batches have sinograms."""
+        self._has_sinograms = "sinogram" in batch
 
     def describe(self) -> str:
         """Whose batches these are, and what is not promised with them."""
@@ -166,58 +185,11 @@ class OwnDataModule(LightningDataModule):
             raise DataError(f"{self.name}.{part}_dataloader shares itself, so one process evaluates it: evaluate run=…")
         return Numbered(self, part, loader)
 
-    # Batches
-
-    def completed(self, batch: Any, epoch: int) -> dict[str, Any]:
-        """A `Batch` from what a loader yields. Raises DataError for another kind of batch, or for a key of other shape.
-
-        The number of a sample is one of its pixels and the epoch, so noise is the same in each validation.
-        """
-        if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
-            batch = {"image": batch[0], "sinogram": batch[1]}
-        if not isinstance(batch, Mapping) or "image" not in batch:
-            kind = type(batch).__name__
-            kind += (
-                f" of {len(batch)}" if isinstance(batch, Sequence) else " without image" * isinstance(batch, Mapping)
-            )
-            raise DataError(f"{self.name} gives a {kind}: give a dict with image, or a pair (image, sinogram)")
-        sizes: dict[str, int] = {
-            "1": 1, "S": self.config.image_size, "V": self.geometry.n_views, "D": self.geometry.n_detectors,
-        }  # fmt: skip
-        entries = {**batch} | {key: self._checked(key, batch[key], sizes) for key in SHAPES if key in batch}
-        self._has_sinograms = "sinogram" in entries
-        n, (offset, scale) = sizes["B"], self.config.hu_scaling
-        digests = [epoch << 32 | zlib.crc32(image.numpy(force=True).tobytes()) for image in entries["image"]]
-        return {
-            "hu_offset": torch.full((n,), float(offset)),
-            "hu_scale": torch.full((n,), float(scale)),
-            "sample": torch.tensor(digests),
-            "weight": torch.ones(n),
-            "name": [f"{number:x}" for number in digests],
-            **entries,
-        }
-
-    def _checked(self, key: str, value: Any, sizes: dict[str, int]) -> Any:
-        """The value of a key of a batch, if it has the shape of that key. A size that is not known yet is set."""
-        letters, known = SHAPES[key][1:-1].split(", "), {**sizes}
-        found = [*value.shape] if isinstance(value, Tensor) else [len(value)] if key == "name" else None
-        if found is None or len(found) != len(letters) or any(
-            sizes.setdefault(letter, size) != size for letter, size in zip(letters, found, strict=True)
-        ):  # fmt: skip
-            given = f"as {type(value).__name__}, not a tensor" if found is None else f"{found}, not"
-            shape = ", ".join(str(known.get(letter, letter)) for letter in letters)
-            remedy = f": set data.image_size={found[-1]}" if key == "image" and found else ""
-            remedy = ": set geometry.n_views and geometry.n_detectors" if key == "sinogram" and found else remedy
-            raise DataError(f"{self.name} gives {key} {given} [{shape}]{remedy}")
-        if key == "name":
-            return [*map(str, value)]
-        if key != "sample":
-            return value.float()
-        if value.dtype.is_floating_point or value.dtype == torch.bool or bool((value < 0).any()):
-            raise DataError(f"{self.name} gives sample {value.tolist()}, not integers from 0 on")
-        return value.long()
-
     # Loaders
+
+    def batches_of(self, part: str, loader: Any, device: int | None = None) -> OwnBatches:
+        """What completes and checks the batches of a loader; see `OwnBatches`."""
+        return OwnBatches(str(self.name), part, self.config, self.geometry, loader, device)
 
     def _own_loader(self, part: str) -> Any:
         """The user's loader of a part. Raises DataError for none, several or an empty one."""
@@ -240,6 +212,7 @@ class OwnDataModule(LightningDataModule):
     def _shared(self, part: str, num_replicas: int = 1, rank: int = 0) -> Any:
         """The user's loader, or the share of this process in its batches. Its datasets draw by `_seed` and the rank."""
         loader = own = self._own_loader(part)
+        self._batches[part] = self.batches_of(part, loader, rank if num_replicas > 1 else None)
         if num_replicas > 1:
             own = shared(loader, partial(self._seed, part), num_replicas, rank)
             is_alike = own is loader and not has_distributed_sampler(loader)
@@ -249,7 +222,7 @@ class OwnDataModule(LightningDataModule):
         return drawn_by(own, lambda: [*self._seed(part), *ranks]) if isinstance(own, DataLoader) else own
 
     def _seed(self, part: str) -> list[int]:
-        """Of an epoch's random numbers: of training they are others in each epoch, and after a resume."""
+        """The seed of the random numbers of a pass. Training has another one in each epoch, and after a resume."""
         place = [self.trainer.current_epoch, self.trainer.global_step] if self.trainer and part == "train" else []
         return [self.config.seed, zlib.crc32(part.encode()), *place]
 
@@ -279,10 +252,12 @@ class Numbered:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         data, trainer, start = self.data, self.data.trainer, 0
         n_processes, rank = (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
-        for k, given in enumerate(drawn_alike(self.loader, [data.config.seed])):
-            batch = data.data_module.on_before_batch_transfer(given, 0)
+        batches = data.batches_of(self.part, self.loader)
+        for k, of_loader in enumerate(drawn_alike(self.loader, [data.config.seed])):
+            batch = data.data_module.on_before_batch_transfer(of_loader, 0)
             is_named = isinstance(batch, Mapping) and "name" in batch
-            batch = data.completed(batch, 0)
+            batch = batches.completed(batch)
+            data.note_sinograms(batch)
             n = len(batch["image"])
             batch["number"] = torch.arange(start, start + n)
             if not is_named:

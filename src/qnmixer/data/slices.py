@@ -22,7 +22,7 @@ _BELOW_AIR = -1024.0
 NO_AIR = -500.0
 """HU, between air and tissue. Lungs may be on either side."""
 _BONE = 500.0
-_DENSEST = 32767.0
+DENSEST = 32767.0
 """HU, the largest value of metal that a scanner's 16 bits can store."""
 LEAST_SIDE, _MOST_SIDE = 8, 8192
 """Pixels of a side. A network's image has at least 8. A slice with more than 8192 would need gigabytes."""
@@ -150,8 +150,8 @@ def clean_hu(hu: FloatArray) -> FloatArray:
     """Set padding (below −1024 HU) to air. Raises SkipFile for pixels that are NaN, infinite or not HU."""
     if not np.isfinite(hu).all():
         raise SkipFile("NaN or infinite pixels")
-    if hu.max() > _DENSEST:
-        raise SkipFile(f"values above {_DENSEST:g}, which are no HU")
+    if hu.max() > DENSEST:
+        raise SkipFile(f"values above {DENSEST:g}, which are no HU")
     return np.where(hu < _BELOW_AIR, np.float32(AIR), hu).astype(np.float32, copy=False)
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from qnmixer.data.batch import Batch, to_hu
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.own_datamodule import Numbered, OwnDataModule
+from qnmixer.errors import DataError
 from qnmixer.evaluation.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.evaluation.page import write_page_of
 from qnmixer.evaluation.pictures import MethodImages, SliceImages, draw_slices
@@ -21,6 +22,7 @@ from qnmixer.evaluation.scores import Conditions, Evaluation, ImageScore, titles
 from qnmixer.files import digest, digest_of_bytes, write_text
 from qnmixer.models.total_variation import TotalVariation
 from qnmixer.physics import NoNoise, Symmetry, images_by_symmetry
+from qnmixer.reconstruction.pairs import check_pairs
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor, second_order, symmetries_of
 from qnmixer.runs.processes.process import rank
@@ -131,10 +133,14 @@ def evaluate(
     scores: dict[int, list[ImageScore]] = {}
     slices: dict[int, SliceImages] = {}
     batches: DataLoader[Any] | Numbered = data.loader(split)
+    is_first = data.measured
     for host_batch in progress(batches, "evaluating", "batch", Console(quiet=rank() != 0)):
         numbers = host_batch.get("number", host_batch["sample"]).tolist()
         weights = host_batch["weight"].tolist()
         batch: Batch = data.on_after_batch_transfer(data.transfer_batch_to_device(host_batch, device, 0), 0)
+        if is_first:
+            check_pairs(module.config, module.projector, batch, split)
+            is_first = False
         with torch.no_grad():
             y = module.measure(batch, "test")
             images = {name: [method(y)] for name, method in baselines.items() if name != network.title}
@@ -163,6 +169,8 @@ def evaluate(
         dist.all_gather_object(shares, (scores, slices))
         scores = {n: slice_scores for share, _ in shares for n, slice_scores in share.items()}
         slices = worst_of({n: slice_ for _, share in shares for n, slice_ in share.items()}, scores, picture_numbers)
+    if not scores:
+        raise DataError(f"{evaluated_name(module.config)} has no slice of {split} with a weight above 0")
     return Evaluation(
         title=title_of(module.config, module.projector.geometry.n_views, data, split) + mean_over(turns),
         scores=[score for n in sorted(scores) for score in scores[n]],

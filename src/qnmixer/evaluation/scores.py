@@ -181,9 +181,12 @@ class Evaluation:
         return f"{network} {gains}, {line}" if rivals else line
 
     def warnings(self) -> list[str]:
-        """Warnings above the table: slices of the training set, a network below another method, pixels of no number."""
+        """Warnings above the table: slices of the training set, copies, a network below another method, NaN pixels."""
         network = self.methods[-1]
         lines = used_in_training(self.trained)
+        contents = [score.content for score in self.scores_of(network)]
+        if any(contents) and (n_copies := self.n_images - len({*contents})):
+            lines.append(f"{n_copies} of the {self.n_images} slices have the pixels of another one, and count too")
         for rival in self.baselines:
             if (gain := self._mean_gain(rival)) < 0:
                 why = "it has not learned enough, or was trained for other data"

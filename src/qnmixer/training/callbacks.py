@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qnmixer.data.batch import Batch, to_hu
 from qnmixer.data.dataset import EpochSampler
-from qnmixer.data.own_datamodule import samples_of
+from qnmixer.data.own_datamodule import OwnDataModule, samples_of
 from qnmixer.errors import PluginError
 from qnmixer.evaluation.metrics import psnr
 from qnmixer.evaluation.pictures import MethodImages, SliceImages, draw_slices
@@ -31,6 +31,7 @@ from qnmixer.memory.tracker import PeakTracker
 from qnmixer.module.base import RunModule
 from qnmixer.parallel.device_memory import MIB, read_usage
 from qnmixer.parallel.shards import gather
+from qnmixer.reconstruction.pairs import check_pairs
 from qnmixer.reconstruction.weights import MEAN_KEY, TRAINED_KEY
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.names import ITERATES, best_name
@@ -46,6 +47,49 @@ def callback_of(trainer: L.Trainer, kind: type[_T]) -> _T:
     """The callback of this kind, which every run has."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's, untyped
     return next(callback for callback in callbacks if isinstance(callback, kind))
+
+
+class DataCheck(Callback):
+    """Checks what only a run can see of measured sinograms and of loaders of the user's own.
+
+    At the first batch of training and of validation: whether sinograms are those of their images. After each pass:
+    whether any slice had a weight.
+    """
+
+    def __init__(self) -> None:
+        self._checked: set[str] = set()
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any) -> None:
+        """Compare the first sinograms of training with their images."""
+        self._check_pairs(trainer, pl_module, batch, "train")
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any
+    ) -> None:
+        """Compare the first sinograms of validation with their images."""
+        self._check_pairs(trainer, pl_module, batch, "val")
+
+    def _check_pairs(self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, part: str) -> None:
+        if part in self._checked:
+            return
+        self._checked.add(part)
+        data: Any = getattr(trainer, "datamodule", None)
+        if getattr(data, "measured", False) and "sinogram" in batch:
+            assert isinstance(module, RunModule)
+            check_pairs(module.config, module.projector, batch, part)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Raise DataError if no slice of training has a weight."""
+        self._require_weight(trainer, "train")
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Raise DataError if no slice of validation has a weight: means over no slice would be NaN."""
+        self._require_weight(trainer, "val")
+
+    def _require_weight(self, trainer: L.Trainer, part: str) -> None:
+        data: Any = getattr(trainer, "datamodule", None)
+        if isinstance(data, OwnDataModule):
+            data.require_weight(part)
 
 
 class StepMetrics(Callback):

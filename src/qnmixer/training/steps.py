@@ -53,7 +53,14 @@ from qnmixer.settings.parts import modes_of
 from qnmixer.settings.plugins import digests_of_code, untrusted_modules
 from qnmixer.settings.run import Config, effective_batch, targets_of
 from qnmixer.settings.sections import FewBatchesConfig, ProfileConfig
-from qnmixer.training.callbacks import MemoryMonitor, StepMetrics, build_callbacks, callback_of, samples_until
+from qnmixer.training.callbacks import (
+    DataCheck,
+    MemoryMonitor,
+    StepMetrics,
+    build_callbacks,
+    callback_of,
+    samples_until,
+)
 from qnmixer.training.checkpointing import AtomicCheckpointIO, Checkpointing, early_stops
 from qnmixer.training.terminal import TrainingProgress, print_early_end, print_start, quieten
 
@@ -240,7 +247,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         detect_anomaly=t.detect_anomaly,
         use_distributed_sampler=False,  # Lightning's pads with slices that count twice, and shuffles always
         logger=list(loggers),
-        callbacks=[*buffer_means(config.strategy, t), StepMetrics(), *callbacks],
+        callbacks=[*buffer_means(config.strategy, t), StepMetrics(), DataCheck(), *callbacks],
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         enable_model_summary=t.enable_model_summary,
         enable_autolog_hparams=t.enable_autolog_hparams,
