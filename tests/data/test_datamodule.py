@@ -281,6 +281,23 @@ def test_the_same_uid_with_other_pixels_and_the_same_pixels_in_another_file_are_
     assert of_pixels.endswith("1 slices have the pixels of one in another file: both count (3.dcm)")
 
 
+def test_slices_of_two_series_at_one_place_are_said(
+    make_ct: Any, body_hu: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Quarter dose beside full dose: each anatomy counted twice, and half of the truths were noisy."""
+    for p in range(3):
+        for s, dose in enumerate(("full_3mm", "quarter_3mm")[: 2 - (p == 2)]):
+            for z in (30, 33):
+                make_ct(
+                    tmp_path / f"ct/P{p}/{dose}/{z}.dcm", body_hu(seed=20 * p + 5 * s + z), PatientID=f"P{p}",
+                    ImagePositionPatient=[-10, -20, z], SeriesInstanceUID=f"1.2.{p + 1}.{s + 1}",
+                )  # fmt: skip
+    folder("dicom", tmp_path / "ct").setup()
+    (line,) = (str(warning.message) for warning in recwarn.list)
+    assert "4 slices of 2 patients are within a millimetre of a slice of another series of the patient" in line
+    assert "(P0/quarter_3mm/30.dcm, P0/quarter_3mm/33.dcm, P1/quarter_3mm/30.dcm, P1/quarter_3mm/33.dcm)" in line
+
+
 @pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="this system sends its signals to the run alone")
 def test_workers_live_through_what_stops_their_run() -> None:
     """It needs them for the step at hand, and SLURM or a terminal that goes signals them as well.

@@ -259,7 +259,8 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     with FileLock(folder / "lock"):
         index = _read_index(pixels, image_size)
         if index is None:
-            index = _build_cache(reader, root, matches, pixels, image_size, field_of_view, config.section)
+            decoding = _Decoding(reader, root, image_size, field_of_view, config.section)
+            index = _build_cache(decoding, matches, pixels)
         return SliceCache(pixels, image_size, index)
 
 
@@ -277,21 +278,17 @@ def _read_index(pixels: Path, size: int) -> dict[str, Any] | None:
     return index if is_whole else None
 
 
-def _build_cache(
-    reader: Reader,
-    root: Path,
-    files: Sequence[str],
-    pixels: Path,
-    size: int,
-    field_of_view: float | None,
-    section: str,
-) -> dict[str, Any]:
+def _build_cache(decoding: "_Decoding", files: Sequence[str], pixels: Path) -> dict[str, Any]:
     """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
     # A killed process may have left these. The caller holds the lock, so nobody else writes here.
     for leftover in filter(is_temporary, pixels.parent.iterdir()):
         leftover.unlink()
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
     with atomic_file(pixels) as stream:
-        index = _decode_all(reader, root, files, stream, size, field_of_view, section)
+        for file in track(files, f"Decoding {decoding.root.name}", console=console, transient=True, disable=hidden):
+            decoding.add_file(file, stream)
+        index = decoding.index()
     write_text(pixels.with_suffix(".json"), json.dumps(index | {"digest": digest(index)}))
     # The version before this one stays for a folder that changes back. A run keeps what it has opened anyway.
     for pixel_file in sorted(pixels.parent.glob("*.f32"), key=lambda path: path.stat().st_mtime)[:-2]:
@@ -300,64 +297,78 @@ def _build_cache(
     return index
 
 
-def _decode_all(
-    reader: Reader,
-    root: Path,
-    files: Sequence[str],
-    stream: IO[bytes],
-    size: int,
-    field_of_view: float | None,
-    section: str,
-) -> dict[str, Any]:
-    """Decode the files one by one into the stream. Returns their index, sorted by patient, series and position."""
-    infos: list[SliceInfo] = []
-    digests: list[int] = []
-    originals: list[int] = []
-    looks: list[list[int]] = []
-    skipped: list[tuple[str, str]] = []
-    signs: list[UnitSigns] = []
-    contents: dict[str, set[int]] = {}  # of each UID
-    clashes: list[str] = []
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    for file in track(files, f"Decoding {root.name}", console=console, transient=True, disable=hidden):
+class _Decoding:
+    """The slices of a folder while its files are decoded one by one.
+
+    Args:
+        reader: of the files.
+        root: the folder.
+        size: rows and columns of the cache.
+        field_of_view: mm that they cover; None: a slice fills the whole image.
+        section: of the config, for messages.
+    """
+
+    def __init__(self, reader: Reader, root: Path, size: int, field_of_view: float | None, section: str) -> None:
+        self.reader, self.root, self.size = reader, root, size
+        self.field_of_view, self.section = field_of_view, section
+        self._rows: list[dict[str, Any]] = []  # what the index says of each slice, in the order of decoding
+        self._order: list[tuple[Any, ...]] = []
+        self._skipped: list[tuple[str, str]] = []
+        self._contents: dict[str, set[int]] = {}  # digests of the slices with the same UID
+        self._clashes: list[str] = []
+
+    def add_file(self, file: str, stream: IO[bytes]) -> None:
+        """Write the pixels of each slice of a file to the stream. A file or slice of no use is noted as skipped."""
         try:
-            for piece in reader.read(root, file):
-                try:  # before it is resampled, so that every size has the same slices
-                    hu = clean_hu(piece.hu)
-                    require_content(hu)
-                    if field_of_view is not None and piece.spacing is None:
-                        raise SkipFile(f"{NO_SPACING}, which data.pixel_size=header needs")
-                    if piece.uid:
-                        known, content = contents.setdefault(piece.uid, set()), digest_of_bytes(hu.tobytes())
-                        if content in known:
-                            raise SkipFile(f"{COPY} (SOPInstanceUID)")
-                        clashes += [piece.info.name] * bool(known)
-                        known.add(content)
+            for piece in self.reader.read(self.root, file):
+                try:
+                    hu = self._checked(piece)
                 except SkipFile as reason:
-                    skipped.append((piece.info.name, str(reason)))
-                    continue
-                pixels = to_grid(hu, piece.spacing, size, field_of_view).astype(_PIXEL, copy=False).tobytes()
-                stream.write(pixels)
-                digests.append(digest_of_bytes(pixels))
-                originals.append(original(hu))
-                looks.append(look(hu))
-                infos.append(piece.info)
-                signs.append(unit_signs(hu, piece.info))
-        except SkipFile as reason:
-            skipped += reason.frames or [(file, str(reason))]
-    if not infos:
-        reasons = summarise_skipped(str(root), skipped, section)
-        raise DataError(f"data.root has no usable slice ({reasons}): give a folder with {reader.wanted}")
-    # Pixels stay in the order of decoding: sorting them would need all of them in memory. `rows` has the order.
-    rows = sorted(range(len(infos)), key=lambda row: infos[row].order)
-    return {
-        "infos": [asdict(infos[row]) for row in rows],
-        "digests": [digests[row] for row in rows],
-        "originals": [originals[row] for row in rows],
-        "looks": [looks[row] for row in rows],
-        "rows": rows,
-        "skipped": skipped,
-        "signs": [signs[row] for row in rows],
-        "clashes": clashes,
-    }
+                    self._skipped.append((piece.info.name, str(reason)))
+                else:
+                    self._add(piece, hu, stream)
+        except SkipFile as reason:  # of the whole file, or after its last slice
+            self._skipped += reason.frames or [(file, str(reason))]
+
+    def _checked(self, piece: Slice) -> FloatArray:
+        """HU of a slice as its file has it. Raises SkipFile for one that the cache does not take, or that it has."""
+        # Before it is resampled, so that every size has the same slices.
+        hu = clean_hu(piece.hu)
+        require_content(hu)
+        if self.field_of_view is not None and piece.spacing is None:
+            raise SkipFile(f"{NO_SPACING}, which data.pixel_size=header needs")
+        # A copy has the UID and the pixels of another slice. With other pixels, the UID is wrong, and both count.
+        if piece.uid:
+            known, content = self._contents.setdefault(piece.uid, set()), digest_of_bytes(hu.tobytes())
+            if content in known:
+                raise SkipFile(f"{COPY} (SOPInstanceUID)")
+            if known:
+                self._clashes.append(piece.info.name)
+            known.add(content)
+        return hu
+
+    def _add(self, piece: Slice, hu: FloatArray, stream: IO[bytes]) -> None:
+        """Write a slice on the grid of the network, and note what the index says of it."""
+        pixels = to_grid(hu, piece.spacing, self.size, self.field_of_view).astype(_PIXEL, copy=False).tobytes()
+        stream.write(pixels)
+        self._order.append(piece.info.order)
+        self._rows.append(
+            {
+                "infos": asdict(piece.info),
+                "digests": digest_of_bytes(pixels),
+                "originals": original(hu),
+                "looks": look(hu),
+                "rows": len(self._rows),
+                "signs": unit_signs(hu, piece.info),
+            }
+        )
+
+    def index(self) -> dict[str, Any]:
+        """The index of all slices, sorted by patient, series and position. Raises DataError if there are none."""
+        if not self._rows:
+            reasons = summarise_skipped(str(self.root), self._skipped, self.section)
+            raise DataError(f"data.root has no usable slice ({reasons}): give a folder with {self.reader.wanted}")
+        # Pixels stay in the order of decoding: sorting them would need all of them in memory. `rows` has the order.
+        rows = [self._rows[row] for row in sorted(range(len(self._rows)), key=self._order.__getitem__)]
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        return columns | {"skipped": self._skipped, "clashes": self._clashes}

@@ -223,12 +223,32 @@ def _doubts(config: FolderData, cache: SliceCache, patients: list[str]) -> Itera
     first = dict(zip(reversed(cache.digests), reversed(cache.infos), strict=True))
     if equal := [i.name for i, number in zip(cache.infos, cache.digests, strict=True) if first[number].path != i.path]:
         yield f"{root}: {len(equal)} slices have the pixels of one in another file: both count ({shortlist(equal)})"
+    if twins := _twins(cache, patients):
+        n = len({patient for patient, _ in twins})
+        yield (
+            f"{root}: {len(twins)} slices of {n} patient{'s' * (n > 1)} are within a millimetre of a slice of another "
+            f"series of the patient, as quarter dose is of full dose: both count as truths "
+            f"({shortlist([name for _, name in twins])}). To take one series of each, give data.include="
+        )
     files = files_as_patients(cache.infos, patients)
     if len(files) > 1:
         yield (
             f"{root}: each of {len(files)} files with one slice counts as a patient ({shortlist(files)}): if several "
             "are of one patient, make a folder for each patient, or scores will be too good and intervals too narrow"
         )
+
+
+def _twins(cache: SliceCache, patients: Sequence[str]) -> list[tuple[str, str]]:
+    """(patient, name) of slices at the place of another slice, of the same patient and of an earlier series.
+
+    Only files with UIDs count: what has no position of a scanner is numbered, and numbers are equal everywhere.
+    """
+    series_at: dict[tuple[str, int], str] = {}
+    return [
+        (patient, info.name)
+        for info, patient in zip(cache.infos, patients, strict=True)
+        if info.uids and series_at.setdefault((patient, round(info.position)), info.series) != info.series
+    ]
 
 
 # A mix of several
