@@ -4,8 +4,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydicom import Dataset, dcmread
-from pydicom.uid import DeflatedExplicitVRLittleEndian, JPEGLSLossless, RLELossless
+from pydicom import Dataset, dcmread, dcmwrite
+from pydicom.uid import (
+    UID,
+    DeflatedExplicitVRLittleEndian,
+    ExplicitVRLittleEndian,
+    ImplicitVRLittleEndian,
+    JPEGLSLossless,
+    RLELossless,
+)
 from tests.compressed import compressed
 from tests.limits import within_limits
 
@@ -147,6 +154,51 @@ def test_zeros_at_the_end_of_a_file_take_no_time(make_ct: Any, body_hu: Any, tmp
         stream.truncate(2**28)
     with within_limits():
         np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, body_hu())
+
+
+@pytest.mark.parametrize("syntax", [ImplicitVRLittleEndian, ExplicitVRLittleEndian])
+@pytest.mark.parametrize("without", ["header", "syntax"])
+def test_a_file_without_its_header_is_read(
+    make_ct: Any, body_hu: Any, tmp_path: Path, without: str, syntax: UID
+) -> None:
+    """As planning systems write them. A folder of them had no usable slice."""
+    dataset = make_ct(tmp_path / "a", body_hu())
+    if without == "header":
+        del dataset.file_meta
+        dataset.preamble = None
+    else:
+        del dataset.file_meta.TransferSyntaxUID
+    encoding = {"implicit_vr": syntax.is_implicit_VR, "little_endian": True}
+    dcmwrite(tmp_path / "a", dataset, **encoding)
+    assert ((tmp_path / "a").read_bytes()[128:132] == b"DICM") == (without == "syntax")
+    np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, body_hu())
+    with (tmp_path / "a").open("r+b") as stream:
+        stream.truncate((tmp_path / "a").stat().st_size - 500)
+    with pytest.raises(SkipFile, match="1 frames and pixel data of 0, perhaps truncated"):
+        read(tmp_path / "a")
+
+
+def test_compressed_pixels_without_a_syntax_are_not_guessed(make_ct: Any, tmp_path: Path) -> None:
+    dataset = make_ct(tmp_path / "a")
+    dataset.compress(RLELossless)
+    del dataset.file_meta.TransferSyntaxUID
+    dcmwrite(tmp_path / "a", dataset, implicit_vr=False, little_endian=True)
+    with pytest.raises(SkipFile, match="no TransferSyntaxUID says how"):
+        read(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x08\0", b"\x08\0\x16\0" * 9999, b"\x08\0\x16\0\x04\0\0\0ab.c" * 999,
+        b"\x08\0\x16\0\xff\xff\xff\xff" * 999, b"\x08\0\x05\0\xff\xff\xff\x7f" + bytes(9999),
+        np.full(9999, 8, "<i2").tobytes(), b"\x08\0\x05\0CS" + bytes(range(256)) * 99,
+    ],
+)  # fmt: skip
+def test_other_bytes_that_begin_as_tags_are_not_dicom(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with within_limits(), pytest.raises(SkipFile, match=r"^not DICOM$"):
+        read(tmp_path / "a")
 
 
 def test_a_deflated_file_is_not_unpacked(make_ct: Any, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from pydicom.dataset import Dataset, FileDataset
@@ -20,6 +20,9 @@ from pydicom.uid import (
     CTImageStorage,
     DeflatedExplicitVRLittleEndian,
     EnhancedCTImageStorage,
+    ExplicitVRBigEndian,
+    ExplicitVRLittleEndian,
+    ImplicitVRLittleEndian,
     JPEG2000TransferSyntaxes,
     JPEGLSTransferSyntaxes,
     LegacyConvertedEnhancedCTImageStorage,
@@ -39,6 +42,8 @@ _OVERLAY_BIT = 0x6000, 0x0102
 _DENSEST_TISSUE = 3071.0
 """HU, the largest value of 12 bits."""
 CT_CLASSES = CTImageStorage, EnhancedCTImageStorage, LegacyConvertedEnhancedCTImageStorage
+_SOP_CLASS, _IMAGES = 0x00080016, "1.2.840.10008.5.1.4.1.1."
+"""The tag of SOPClassUID, and how the classes of images begin."""
 _PIXELS = "PixelData", "FloatPixelData", "DoubleFloatPixelData"
 _LOCALIZERS = re.compile(r"(?<![A-Z0-9])(?:LOCALI[SZ]ER|SCOUT|TOPOGRAM|SURVIEW|SCANOGRAM)(?![A-Z0-9])")
 _COMPUTED = re.compile(
@@ -69,12 +74,38 @@ def open_ct(path: Path) -> FileDataset:
 
 
 def _opened(path: Path) -> FileDataset:
-    """`dcmread` of a file, but zeros at the end are not taken for tags. A deflated file is refused."""
-    # No scanner deflates, and a small file could unpack to gigabytes.
-    if read_file_meta_info(path).get("TransferSyntaxUID") == DeflatedExplicitVRLittleEndian:
-        raise SkipFile("deflated")
+    """`dcmread` of a file, but zeros at the end are not taken for tags. A deflated file is refused.
+
+    Planning systems leave out the header, or the transfer syntax in it. Then the tags show how they are encoded.
+    """
     with path.open("rb") as stream:
-        return read_partial(stream, lambda tag, *_: tag == 0)
+        has_header = stream.read(132)[128:] == b"DICM"
+        if not has_header:
+            _require_tags(stream)
+        # No scanner deflates, and a small file could unpack to gigabytes.
+        elif read_file_meta_info(path).get("TransferSyntaxUID") == DeflatedExplicitVRLittleEndian:
+            raise SkipFile("deflated")
+        stream.seek(0)
+        dataset = read_partial(stream, lambda tag, *_: tag == 0, force=not has_header)
+    if "TransferSyntaxUID" not in dataset.file_meta:
+        if "PixelData" in dataset and dataset["PixelData"].is_undefined_length:
+            raise SkipFile("compressed, and no TransferSyntaxUID says how")
+        is_implicit, is_little_endian = dataset.original_encoding
+        little_endian = ImplicitVRLittleEndian if is_implicit else ExplicitVRLittleEndian
+        dataset.file_meta.TransferSyntaxUID = little_endian if is_little_endian else ExplicitVRBigEndian
+    return dataset
+
+
+def _require_tags(stream: BinaryIO) -> None:
+    """Raise InvalidDicomError unless a file without a header begins with tags that name a class of DICOM images."""
+    stream.seek(0)
+    if stream.read(2) == b"\x08\0":  # group 0008, which every image has
+        stream.seek(0)
+        with suppress(Exception):  # other bytes make pydicom raise anything
+            start = read_partial(stream, lambda tag, *_: tag == 0 or tag > _SOP_CLASS, force=True)
+            if str(start.SOPClassUID).startswith(_IMAGES):
+                return
+    raise InvalidDicomError
 
 
 def _require_ct(dataset: FileDataset) -> None:
