@@ -55,7 +55,8 @@ PRIVATE = {
     "hydra-optuna-sweeper": (r"hydra_optuna_sweeper\._", "runs/optuna_private.py"),
     "lightning": (
         r"(from|import) lightning[\w.]*(\._\w|\.loops\b)|from lightning[\w.]* import .*\b_\w"  # modules, names
-        r"|\b(fit|val|epoch|evaluation)_loop\b|\b_batches_that_stepped|\._trainer\b|\btrainer\._\w"  # loops, attributes
+        r"|\b(fit|val|validate|test|predict|epoch|evaluation)_loop\b|\b_batches_that_stepped"  # loops
+        r"|\._trainer\b|\btrainer\._\w"  # attributes
         r"|\b_hparams|\._ddp_kwargs|\"_instantiator\"",
         "parallel/lightning_private.py",
     ),

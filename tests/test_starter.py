@@ -74,4 +74,6 @@ def test_the_map_of_rooms_is_that_of_the_import_contracts(pyproject: dict[str, A
 
     mapped = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", text.split("## The map")[1], re.MULTILINE)))
     floors = contracts["Rooms import from lower floors only"]["layers"]
-    assert sorted(mapped) == sorted(room for floor in floors for room in floor.split(" | "))
+    floor_of = {room: number for number, floor in enumerate(floors) for room in floor.split(" | ")}
+    assert sorted(mapped) == sorted(floor_of)
+    assert mapped == sorted(mapped, key=floor_of.__getitem__)  # from the top floor down

@@ -71,8 +71,8 @@ WRITERS = {f"from {name}" for name in ("one", *STRATEGIES)}
 """The tasks whose checkpoints others resume from."""
 
 # Not in make test. There each strategy has a partial window with recompute, and windows with keep where it resumes; the
-# checkpoint of fsdp is read by all others, and fsdp reads that of one process. Muon is there with fsdp, which alone
-# gathers what it steps along. test_gradients_in_float64 has each strategy with a memory mode too.
+# checkpoints of one process and of fsdp are read by all. Muon is there with fsdp, which alone gathers what it steps
+# along. test_gradients_in_float64 has each strategy with a memory mode too.
 LONG = {
     *(name for name in VARIANTS if name not in ("sequential", "two pipelines")),
     *(f"{name} {ending}" for name in STRATEGIES for ending in ("1 keep", "1 recompute", "4 keep")),
@@ -82,7 +82,6 @@ LONG = {
         for writer in ("ddp", "pipeline")
         for end in ("", *(f" to {reader}" for reader in READERS))
     ),
-    *("from one to ddp", "from one to pipeline", "from fsdp to fsdp"),
 }
 
 
@@ -219,12 +218,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recorded(folder: Path, warm: Warm, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
-    """What every rank recorded, by task; of those that are long, where they are asked for."""
-    one_process, four_processes, resumptions, _ = tasks()
+    """What every rank recorded, by task; of those that are long, and what only they need, where they are asked for."""
+    *groups, references = tasks()
     if "not long" in request.config.option.markexpr:
-        four_processes, resumptions = (
-            [task for task in group if task.name not in LONG] for group in (four_processes, resumptions)
-        )
+        for_long = {*references.values()} - {references[name] for name in references.keys() - LONG}
+        groups = [[task for task in group if task.name not in LONG | for_long] for group in groups]
+    one_process, four_processes, resumptions = groups
     return run(folder, 1, one_process, warm) | run(folder, 4, four_processes, warm) | run(folder, 1, resumptions, warm)
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import pytest
@@ -51,6 +52,8 @@ class LeftAlone(NamedTuple):
     folder: Path
     process: subprocess.Popen[str]
     server: WandbServer
+    waited: SimpleQueue[float]
+    """Gets the seconds from there to its end."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,13 +67,18 @@ def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeftAlone]:
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
+    waited: SimpleQueue[float] = SimpleQueue()
+
     def leave_after_the_first_validation() -> None:
         while process.poll() is None and not list(folder.glob("run/pictures/*.png")):
             time.sleep(0.02)
         server.leave()
+        start = time.monotonic()
+        process.wait()
+        waited.put(time.monotonic() - start)
 
     threading.Thread(target=leave_after_the_first_validation, daemon=True).start()
-    yield LeftAlone(folder / "run", process, server)
+    yield LeftAlone(folder / "run", process, server, waited)
     process.kill()
     process.communicate()
     server.leave()
@@ -208,6 +216,7 @@ def test_training_continues_without_the_network(left_alone: LeftAlone) -> None:
     stdout, stderr = left_alone.process.communicate(timeout=200)
     assert left_alone.process.returncode == 0, stderr
     assert left_alone.server.gone
+    assert left_alone.waited.get(timeout=20) < 120  # and not longer for a server that is gone
     assert "step 100/100" in stdout
     assert f"W&B: {left_alone.server.url}" in stdout
     assert [line for line in stderr.splitlines() if "W&B" in line and "wandb sync" in line] == [

@@ -1,10 +1,12 @@
 """Arguments of Lightning's Trainer, its WandbLogger and wandb.init: each is a key, or is refused with a reason."""
 
+import re
 from inspect import signature
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 import wandb
 from hydra.errors import HydraException
 from lightning.pytorch.loggers import WandbLogger
@@ -36,6 +38,15 @@ def refusal(*overrides: str) -> str:
     assert line is not None
     assert "\n" not in line
     return line
+
+
+def test_out_of_memory_names_what_the_command_takes() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+    lines = {name: explain(error, name) for name in ("train", "evaluate", "compare", "reconstruct")}
+    remedies = re.findall(r"[\w.]+=\S+|data\.batch_size", lines.pop("train") or "")
+    assert remedies == ["data.batch_size", "memory=recompute", "trainer.precision=16-mixed"]
+    config_of(*(word for word in remedies if "=" in word))  # the command takes them
+    assert {*lines.values()} == {"out of memory (CUDA out of memory. Tried to allocate 2 GiB): set accelerator=cpu"}
 
 
 def test_every_argument_of_the_trainer() -> None:

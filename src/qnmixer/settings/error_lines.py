@@ -28,7 +28,8 @@ def _explain(error: BaseException, config_name: str, words: list[str]) -> str | 
     if isinstance(error, OSError | RuntimeError) and (line := _explain_system(error)):
         return line
     if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: importing torch takes seconds
-        smaller = "lower data.batch_size" if config_name in OF_A_RUN else "set accelerator=cpu"
+        of_a_run = "lower data.batch_size, or set memory=recompute or trainer.precision=16-mixed"
+        smaller = of_a_run if config_name in OF_A_RUN else "set accelerator=cpu"
         return f"out of memory ({first_line(error)}): {smaller}"
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
