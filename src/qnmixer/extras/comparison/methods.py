@@ -165,40 +165,40 @@ def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collecti
 
     Raises PluginError for a job with the user's own code, unless `trust` has its modules.
     """
-    jobs = {folder: _words(overrides) for sweep in sweeps for folder, overrides in jobs_of(sweep).items()}
-    done = {folder: job for folder in jobs if (job := _job(folder, checkpoint, trust)) is not None}
-    keys = {folder: job.method for folder, job in done.items()}
-    by_words = {_numbers(jobs[folder]): key for folder, key in reversed(keys.items())}
+    words = {folder: _words(overrides) for sweep in sweeps for folder, overrides in jobs_of(sweep).items()}
+    done = {folder: job for folder in words if (job := _job(folder, checkpoint, trust)) is not None}
+    # What a job that is not done would have trained, only its words can say: those of a job that is done, or its own.
+    methods = {folder: job.method for folder, job in done.items()}
+    by_words = {_by_value(words[folder]): method for folder, method in reversed(methods.items())}
     groups: dict[Any, list[Path]] = {}
-    for folder, words in jobs.items():
-        groups.setdefault(keys.get(folder) or by_words.get(_numbers(words), _numbers(words)), []).append(folder)
-    shown = [next((folder for folder in group if folder in done), group[0]) for group in groups.values()]
-    names = _names([jobs[folder] for folder in shown], [done.get(folder) for folder in shown])
-    return [_method(name, group, jobs, done) for name, group in zip(names, groups.values(), strict=True)]
+    for folder, own in words.items():
+        method = methods.get(folder) or by_words.get(_by_value(own), _by_value(own))
+        groups.setdefault(method, []).append(folder)
+    # A method is named after its first job that is done.
+    first = [next((folder for folder in group if folder in done), group[0]) for group in groups.values()]
+    names = _names([words[folder] for folder in first], [done.get(folder) for folder in first])
+    return [_method(name, group, words, done) for name, group in zip(names, groups.values(), strict=True)]
 
 
 def _words(overrides: Sequence[str]) -> Words:
     return dict(override.lstrip("+").partition("=")[::2] for override in overrides if not of_hydra(override))
 
 
-def _numbers(words: Words) -> tuple[tuple[str, float | str], ...]:
-    """The words of a job without those of its seed and its name, and with numbers by value."""
-    return tuple(
-        sorted(
-            (key, text if (number := as_number(text)) is None else number)
-            for key, text in words.items()
-            if key not in _OF_NO_METHOD
-        )
-    )
+def _by_value(words: Words) -> tuple[tuple[str, float | str], ...]:
+    """The overrides that say what a job trains, sorted. Numbers are compared by value: 1e-3 is 0.001."""
+    of_method = [(key, text) for key, text in words.items() if key not in _OF_NO_METHOD]
+    return tuple(sorted((key, text if (number := as_number(text)) is None else number) for key, text in of_method))
 
 
 def _method(
     name: str, folders: Sequence[Path], words: Mapping[Path, Words], done: Mapping[Path, ComparedJob]
 ) -> ComparedMethod:
     by_seeds: dict[Seeds, ComparedJob] = {}
-    repeats = [
-        job for folder in folders if (job := done.get(folder)) and by_seeds.setdefault(job.seeds, job) is not job
-    ]
+    jobs = [done[folder] for folder in folders if folder in done]
+    for job in jobs:
+        by_seeds.setdefault(job.seeds, job)
+    repeats = [job for job in jobs if by_seeds[job.seeds] is not job]
+    # A job that is not done counts by its seeds too; if its words do not tell them, as one of its own.
     begun = {_seeds(words[folder]) or folder for folder in folders if folder not in done}
     return ComparedMethod(name, [*by_seeds.values()], len(by_seeds.keys() | begun), repeats=repeats)
 
@@ -215,31 +215,42 @@ def _names(words: Sequence[Words], jobs: Sequence[ComparedJob | None]) -> list[s
 
     Methods with equal overrides have the settings in which they differ, or a digest of their code, in their names.
     """
-    keys = dict.fromkeys(key for of_job in words for key in of_job if key not in _OF_NO_METHOD)
-    varying = [key for key in keys if len({of_job.get(key) for of_job in words}) > 1]
-    overrides = [tuple(f"{key}={of_job[key]}" for key in varying if key in of_job) for of_job in words]
+    # What all methods have in common tells none from another.
+    varying = [key for key in _varying(words) if key not in _OF_NO_METHOD]
+    overrides = [[f"{key}={own[key]}" for key in varying if key in own] for own in words]
     networks = [job.config.model.title if job else "" for job in jobs]
     names = [_name_of(own, network, overrides, networks) for own, network in zip(overrides, networks, strict=True)]
-    for name in {name for name in names if names.count(name) > 1}:
-        namesakes = [(n, job.trained) for n, job in enumerate(jobs) if names[n] == name and job]
-        settings = dict.fromkeys(key for _, trained in namesakes for key in trained)
-        differing = [key for key in settings if len({repr(trained.get(key)) for _, trained in namesakes}) > 1]
-        for n, trained in namesakes:
-            names[n] = " ".join([name, *(_without_group(f"{key}={trained.get(key)}") for key in differing)])
+    # Equal words trained different things where a file or the code was edited in between.
+    names = [f"{name}{_settings_apart(job, name, names, jobs)}" for name, job in zip(names, jobs, strict=True)]
+    # A name is for tables that are published: without folders of this machine. Those may have been all that differed.
     names = [without_folders(name) for name in names]
     return [f"{name} ({names[:n].count(name) + 1})" if name in names[:n] else name for n, name in enumerate(names)]
 
 
-def _name_of(own: tuple[str, ...], network: str, overrides: Sequence[tuple[str, ...]], networks: Sequence[str]) -> str:
-    # Overrides that all methods of this network have tell nothing.
-    namesakes = [its for its, other in zip(overrides, networks, strict=True) if other == network]
-    words = [
-        _without_group(override)
-        for override in own
-        if not network or not all(override in namesake for namesake in namesakes)
-    ]
-    says_nothing = words and len(namesakes) == len(networks)
-    return " ".join(words if says_nothing else [network, *words]).strip() or "unknown"
+def _varying(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys that have not the same value in all mappings."""
+    keys = dict.fromkeys(key for mapping in mappings for key in mapping)
+    return [key for key in keys if len({repr(mapping.get(key)) for mapping in mappings}) > 1]
+
+
+def _name_of(own: Sequence[str], network: str, overrides: Sequence[Sequence[str]], networks: Sequence[str]) -> str:
+    """The name of a method, from its overrides and its network, beside those of all methods."""
+    namesakes = [words for words, other in zip(overrides, networks, strict=True) if other == network]
+    # Overrides that all methods of this network have say no more than its name.
+    words = [_without_group(word) for word in own if not network or not all(word in words for words in namesakes)]
+    # Where all methods have one network, its name says nothing.
+    only_words = words and len(namesakes) == len(networks)
+    return " ".join(words if only_words else [network, *words]).strip() or "unknown"
+
+
+def _settings_apart(
+    job: ComparedJob | None, name: str, names: Sequence[str], jobs: Sequence[ComparedJob | None]
+) -> str:
+    """The settings of a job that tell it from others of its name, each after a blank."""
+    if job is None:
+        return ""
+    namesakes = [other.trained for other, of_other in zip(jobs, names, strict=True) if other and of_other == name]
+    return "".join(f" {_without_group(f'{key}={job.trained.get(key)}')}" for key in _varying(namesakes))
 
 
 def _without_group(override: str) -> str:

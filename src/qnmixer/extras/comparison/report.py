@@ -1,5 +1,6 @@
 """The report of a comparison: tables (terminal, CSV, Markdown), a picture, and one HTML page."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -63,48 +64,57 @@ def _place(groups: list[list[ComparedMethod]], test: Conditions | None) -> str:
 
 
 def _methods(comparison: Comparison, methods: list[ComparedMethod], of_test: str) -> Table:
-    rows = []
-    for method in methods:
-        results = [job.results for job in method.jobs]
-        steps = {f"{record['steps']:,}" for record in results if record.get("steps")}
-        seconds = [record["seconds"] for record in results if "seconds" in record]
-        memory = [mib for record in results if (mib := record.get("memory", {}).get("measured_step")) is not None]
-        spreads = [method.spread(metric) for metric in _in_full(comparison)]
-        rows.append([
-            method.name,
-            str(method.n_seeds) if len(results) == method.n_seeds else f"{len(results)} of {method.n_seeds}",
-            *(NOTHING if spread is None else in_digits(spread.mean, spread.over_seeds) for spread in spreads),
-            f"{method.n_parameters:,}",
-            ", ".join(sorted(steps)) or NOTHING,
-            duration(mean(seconds)) if seconds else NOTHING,
-            f"{max(memory):,.0f}" if memory else NOTHING,
-        ])  # fmt: skip
-    trained = Overlap(*map(max, zip(*(method.trained for method in methods), strict=True)))
-    warnings = [f"\nWarning: {line}." for line in used_in_training(trained)]
-    warnings += [
-        f"\nWarning: jobs {shortlist([job.name for job in method.repeats])} of {method.name} repeat a seed, which "
-        "counts once."
-        for method in methods
-        if method.repeats
-    ]
-    if len(tests := methods[0].tests) > 1:
-        jobs = [[job.folder.name for method in methods for job in method.jobs if job.test == test] for test in tests]
-        listing = "; ".join(sorted(shortlist(names) for names in jobs))
-        warnings.append(
-            f"\nWarning: the test slices of jobs {listing} differ, as they follow data.seed, so ± has both. With "
-            "data.seed=1 in the sweep all are tested on the same."
-        )
+    """The table of the methods of a test. `of_test`: its number, if there are several."""
+    metrics = _in_full(comparison)
     n_patients = max(statistic.n_patients for method in methods if (statistic := method.spread("psnr")))
     title = next(job.title for method in methods for job in method.jobs)
     return Table(
         f"{title}{of_test and ' –' + of_test.removeprefix(' of')}: {n_patients} patients",
-        ["method", "seeds", *_in_full(comparison).values(), "parameters", "steps", "training", "step, MiB"],
-        rows,
+        ["method", "seeds", *metrics.values(), "parameters", "steps", "training", "step, MiB"],
+        [_row(method, metrics) for method in methods],
         "Mean over seeds of the mean over patients, each the mean of its slices, ± standard deviation over seeds. A "
         "slice whose patient is not known, as a phantom, counts as a patient. The data range is 1; on LoDoPaB-CT and "
         "2DeteCT it is that of each reference. Training: a whole job, mean over seeds. Step: the most bytes in the "
-        "tensors of an optimizer step, the highest of the seeds." + "".join(warnings),
+        "tensors of an optimizer step, the highest of the seeds."
+        + "".join(f"\nWarning: {line}." for line in _warnings(methods)),
     )
+
+
+def _row(method: ComparedMethod, metrics: Collection[str]) -> list[str]:
+    """The cells of a method: its seeds, its scores, and what its training took."""
+    results = [job.results for job in method.jobs]
+    spreads = [method.spread(metric) for metric in metrics]
+    # Seeds may differ in their steps. Records of jobs on a CPU, or of an earlier version, lack some entries.
+    steps = {f"{record['steps']:,}" for record in results if record.get("steps")}
+    seconds = [record["seconds"] for record in results if "seconds" in record]
+    memory = [mib for record in results if (mib := record.get("memory", {}).get("measured_step")) is not None]
+    return [
+        method.name,
+        str(method.n_seeds) if len(results) == method.n_seeds else f"{len(results)} of {method.n_seeds}",
+        *(NOTHING if spread is None else in_digits(spread.mean, spread.over_seeds) for spread in spreads),
+        f"{method.n_parameters:,}",
+        ", ".join(sorted(steps)) or NOTHING,
+        duration(mean(seconds)) if seconds else NOTHING,
+        f"{max(memory):,.0f}" if memory else NOTHING,
+    ]
+
+
+def _warnings(methods: Sequence[ComparedMethod]) -> list[str]:
+    """What makes the numbers of a table less sure than they look."""
+    lines = used_in_training(Overlap(*map(max, zip(*(method.trained for method in methods), strict=True))))
+    for method in methods:
+        if method.repeats:
+            jobs = shortlist([job.name for job in method.repeats])
+            lines.append(f"jobs {jobs} of {method.name} repeat a seed, which counts once")
+    # Methods of a table have equal tests, so those of the first are those of all.
+    if len(tests := methods[0].tests) > 1:
+        by_test = [[job.folder.name for method in methods for job in method.jobs if job.test == test] for test in tests]
+        listing = "; ".join(sorted(map(shortlist, by_test)))
+        lines.append(
+            f"the test slices of jobs {listing} differ, as they follow data.seed, so ± has both. With data.seed=1 in "
+            "the sweep all are tested on the same"
+        )
+    return lines
 
 
 def _pairs(comparison: Comparison, methods: list[ComparedMethod], of_test: str) -> Table:
