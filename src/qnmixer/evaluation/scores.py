@@ -177,7 +177,7 @@ class Evaluation:
         *rivals, network = self.methods
         gains = ", ".join(f"over {rival}: {self._mean_gain(rival):+.2f} dB" for rival in rivals)
         scale = "data range of each reference, SSIM as skimage's" if self.own_range else "data range 1"
-        line = f"mean over {self.n_images} images ({scale}){self.note}"
+        line = f"mean over {self.n_images} images, ± their standard deviation ({scale}){self.note}"
         return f"{network} {gains}, {line}" if rivals else line
 
     def warnings(self) -> list[str]:

@@ -126,6 +126,7 @@ def allow_tf32(allowed: bool) -> None:
 
     torch's default is no for products and yes for convolutions. "32" would then mean something else on each GPU.
     """
+    # torch 2.9 has another interface, fp32_precision, and will retire this one. The oldest torch allowed here is 2.6.
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 

@@ -10,6 +10,7 @@ from qnmixer.extras.task.scores import (
     channel_outputs,
     detectability,
     detected,
+    detected_beyond,
     dog_channels,
     edge_contrast_to_noise,
     edge_profile,
@@ -191,6 +192,21 @@ def test_pairs_of_equal_noise_show_the_difference_exactly() -> None:
     values, halves = torch.stack(scores).unbind(1)
     assert math.isclose(values.mean(), 2, rel_tol=0.02)
     assert math.isclose(halves.mean(), 1.96 * values.std(), rel_tol=0.15)
+
+
+def test_the_interval_of_a_paired_difference_holds_and_is_narrower_than_that_of_two() -> None:
+    """Six images. Nine tenths of a rival's noise is that of the method: d' = 2 of both."""
+    held, n, paired, alone = 0, 40, 0.0, 0.0
+    for seed in range(n):
+        noise, other = white(seed, 6, 8, 3), white(seed + n, 6, 8, 3)
+        rival = 0.9 * noise + math.sqrt(1 - 0.9**2) * other
+        pairs = [(absent, absent + 2 / math.sqrt(3)) for absent in (noise, rival)]
+        difference, half = detected_beyond(*pairs)
+        assert torch.isclose(difference, detectability(*pairs[0]) - detectability(*pairs[1]))
+        held += abs(difference) < half
+        paired, alone = paired + half, alone + math.hypot(*(detected(*pair)[1] for pair in pairs))
+    assert held / n >= 0.93
+    assert paired < 0.8 * alone
 
 
 def test_what_is_equal_at_a_place_in_every_image_is_no_noise() -> None:

@@ -64,7 +64,7 @@ def dose_scores(photons: float, method: str, hidden: float | None, kept: float) 
     """Curves that end at 0.5 per mm; the edge of a contrast in HU has no value."""
     frequencies = torch.linspace(0, 0.5, 6)
     edges = [(math.nan if hu == hidden else 0.2, 0.02) for hu in EDGES]
-    values = [(7.0, 0.3), (0.07, 0.01), *edges, (kept, 0.0), (2.0, 0.5)]
+    values = [(7.0, 0.3), (0.07, 0.01), *edges, (kept, 0.0), (2.0, 0.5), (0.1, 0.2)]
     return DoseScores(
         photons,
         method,
@@ -115,11 +115,15 @@ def test_one_command_writes_a_table_and_a_figure(network: Path, tmp_path: Path) 
     with (folder / "table.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert [row["method"] for row in rows] == ["FBP", "TV", "QN-Mixer"]
+    *rivals, of_network = rows
+    assert not of_network["d′ of the network minus it"]
+    for row in rivals:
+        beyond = float(of_network["d′"]) - float(row["d′"])
+        assert math.isclose(float(row["d′ of the network minus it"]), beyond, abs_tol=1e-9)
     for row in rows:
         assert all(math.isfinite(float(value)) for name, value in row.items() if value and name != "method")
-        assert {name for name, value in row.items() if not value} <= {
-            f"{of}edge of {contrast} HU, 1/mm" for of in ("", "± of ") for contrast in (-100, 500)
-        }
+        hidden = {"edge of -100 HU, 1/mm", "edge of 500 HU, 1/mm", "d′ of the network minus it"}
+        assert {name.removeprefix("± of ") for name, value in row.items() if not value} <= hidden
     assert "| 100,000 | TV |" in (folder / "table.md").read_text()
     record = json.loads((folder / "results.json").read_text())
     assert (record["status"], record["evaluated"]["data"]) == ("done", "task")

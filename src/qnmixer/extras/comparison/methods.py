@@ -172,8 +172,7 @@ def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collecti
     by_words = {_by_value(words[folder]): method for folder, method in reversed(methods.items())}
     groups: dict[Any, list[Path]] = {}
     for folder, own in words.items():
-        method = methods.get(folder) or by_words.get(_by_value(own), _by_value(own))
-        groups.setdefault(method, []).append(folder)
+        groups.setdefault(methods.get(folder) or by_words.get(_by_value(own)) or _by_value(own), []).append(folder)
     # A method is named after its first job that is done.
     first = [next((folder for folder in group if folder in done), group[0]) for group in groups.values()]
     names = _names([words[folder] for folder in first], [done.get(folder) for folder in first])

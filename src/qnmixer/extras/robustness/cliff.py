@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-DEPTH_DB = 3.0
-"""A network has fallen where its PSNR is so far below that of another method."""
 _STEPS = {"fewer": 4, "more": 2}
 """Counts that are tried on the way to each end, evenly in their logarithm, before the interval is halved."""
 

@@ -17,6 +17,7 @@ from qnmixer.reconstruction.reconstructor import Reconstructor, build_geometry, 
 from qnmixer.settings.run import Config, section
 
 VIEWS = "views"
+BEYOND = "body beyond the field, times"
 Perturbation = Callable[[Tensor, physics.Project], Tensor]
 """An object [B, 1, S, S] and A of its grid → line integrals [B, 1, V, D]."""
 
@@ -151,7 +152,7 @@ def _perturbed(config: RobustnessConfig, trained: Config, fine_size: int) -> Ite
         factor = round(fine_size / width, 3)
         wide = trained.changed(geometry=geometry.changed(field_of_view=geometry.field_of_view * fine_size / width))
         scene = partial(_within_field, width=width)
-        yield Condition("body beyond the field, times", factor, wide, is_known=False, scene=scene)
+        yield Condition(BEYOND, factor, wide, is_known=False, scene=scene)
     for diameter in config.metal:
         centre = (_PIN[0] * fine_size, _PIN[1] * fine_size)
         pin = physics.disc(fine_size, diameter / pixel_size, centre)

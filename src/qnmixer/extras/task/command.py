@@ -1,6 +1,6 @@
 """The command `qnmixer.evaluate evaluation=task`: FBP, total variation and a network on phantoms at several doses."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +84,15 @@ def task_scores(module: Reconstructor, task: TaskConfig, console: Console) -> It
                 image = torch.stack(profiles)
             samples.setdefault(method, {}).setdefault(_KINDS[kind], []).append(image)
         if (kind, n) == (2, task.n_images - 1):
-            yield from (_scored(phantom, task, photons, method, images) for method, images in samples.items())
+            outputs = {
+                method: [of.channel_outputs(phantom.regions(torch.stack(images[kind]))) for kind in _KINDS[:2]]
+                for method, images in samples.items()
+            }
+            network = module.network.title
+            for method, images in samples.items():
+                nothing = torch.tensor(torch.nan), torch.tensor(torch.nan)
+                beyond = nothing if method == network else of.detected_beyond(outputs[network], outputs[method])
+                yield _scored(phantom, task, photons, method, images, (of.detected(*outputs[method]), beyond))
             samples = {}
 
 
@@ -121,8 +129,14 @@ def _edge(profiles: Tensor, pixel: float) -> tuple[Tensor, Tensor]:
 
 
 def _scored(
-    phantom: TaskPhantom, task: TaskConfig, photons: float, method: str, images: dict[str, list[Tensor]]
+    phantom: TaskPhantom,
+    task: TaskConfig,
+    photons: float,
+    method: str,
+    images: dict[str, list[Tensor]],
+    detected: Sequence[tuple[Tensor, Tensor]],
 ) -> DoseScores:
+    """The scores of a method at a dose. `detected`: its d' and the network's minus it, each with its interval."""
     pixel = phantom.pixel_size
     absent, present = (phantom.regions(torch.stack(images[kind])).double() for kind in _KINDS[:2])
     edges = torch.stack(images["edges"])  # [n, contrasts, 2, bins]
@@ -134,7 +148,7 @@ def _scored(
         of.with_interval(lambda drawn: of.noise_of(drawn.mean(0), pixel), spectra),
         *(_edge(part, pixel) for part in edges.unbind(1)),
         of.with_interval(torch.mean, contrast),
-        of.detected(*(of.channel_outputs(regions) for regions in (absent, present))),
+        *detected,
     )
     values, halves = (torch.cat([part.flatten() for part in parts]).tolist() for parts in zip(*measured, strict=True))
     return DoseScores(

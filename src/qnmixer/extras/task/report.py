@@ -17,9 +17,10 @@ from qnmixer.files import write_text
 from qnmixer.runs.terminal import Console, csv_table, in_digits, markdown_table, terminal_table
 
 _FIRST = "photons a ray", "method"
-_KEPT, _DETECTED = "contrast kept, %", "d′"
+_KEPT, _DETECTED, _BEYOND = "contrast kept, %", "d′", "d′ of the network minus it"
 _NOTE = (
-    "± is half of a 95 % interval, with images as units (bootstrap, of d′ in closed form). Noise: square root of the "
+    "± is half of a 95 % interval, with images as units (bootstrap; of d′ in closed form; of the difference of "
+    "d′ by the jackknife over pairs of the same body and noise). Noise: square root of the "
     "integral of its power spectrum. Edge: frequency at which the task transfer function of a disc's edge is one half; "
     "– where noise or the size of the disc hides it. Such an edge has no curve in the picture, and a curve ends where "
     "its interval reaches zero. Contrast kept and d′: of the inserts, against the same bodies with the same noise. d′ "
@@ -52,7 +53,7 @@ class DoseScores:
 
 def headings(edge_hu: Sequence[float]) -> list[str]:
     """The scores of a table, in their order."""
-    return ["noise, HU", "its mean frequency, 1/mm", *map(edge_heading, edge_hu), _KEPT, _DETECTED]
+    return ["noise, HU", "its mean frequency, 1/mm", *map(edge_heading, edge_hu), _KEPT, _DETECTED, _BEYOND]
 
 
 def edge_heading(contrast: float) -> str:

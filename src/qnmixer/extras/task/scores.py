@@ -5,7 +5,7 @@ observers.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -194,6 +194,23 @@ def detected(absent: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     of_difference += bias.square() / (2 * n_channels) / (unbiased.square() + of_difference + 1e-12)  # across Δ
     variance = student_quantile(n - 1) ** 2 * of_difference + 1.96**2 * unbiased.square() / (2 * freedom)
     return unbiased, variance.sqrt()
+
+
+def detected_beyond(of_method: Sequence[Tensor], of_rival: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """d' of a method minus that of a rival, and half of its 95 % interval, by the jackknife over images.
+
+    Each has its channel outputs [n, places, C] without the insert and with it. Image i of both methods is of the same
+    body and noise: what is hard to see in both cancels, so that the interval is narrower than from those of either d'.
+    """
+
+    def value(kept: Tensor) -> Tensor:
+        return detectability(*(part[kept] for part in of_method)) - detectability(*(part[kept] for part in of_rival))
+
+    n = len(of_method[0])
+    everything = torch.arange(n)
+    without_one = torch.stack([value(everything[everything != i]) for i in range(n)])
+    error = (without_one.var(correction=0) * (n - 1)).sqrt()
+    return value(everything), student_quantile(n - 1) * error
 
 
 def with_interval(score: Callable[..., Tensor], *samples: Tensor) -> tuple[Tensor, Tensor]:
