@@ -2,7 +2,8 @@
 
 The data range is 1 (the slice's full scale, or the window). SSIM uses a 7 × 7 uniform window, as the paper's author
 does. It is torchmetrics', which mirrors the border; scikit-image's leaves it out, which changes small images, and those
-with streaks at their border, by one or two of 100. Some papers use a data range of 2, which inflates SSIM: compare with care.
+with streaks at their border, by one or two of 100. Some papers use a data range of 2, which inflates SSIM: compare with
+care.
 
 LoDoPaB-CT and 2DeteCT have other rules: `own_range` gives their numbers. The data range is that of each reference. SSIM
 is that of skimage, with the sample covariance and without a border of 3 pixels.

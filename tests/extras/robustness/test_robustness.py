@@ -67,20 +67,10 @@ def test_one_table_over_all_conditions(
 ) -> None:
     run, folder = save(tmp_path / "run", *TINY), tmp_path / "run" / "robustness"
     few = [
-        "photons=[2.5e4,4e5]",
-        "noises=[none]",
-        "views=[0.5,1]",
-        "patient_size=[1.1]",
-        "arc=[120]",
-        "scatter=[1e-3]",
-        "smooth_scatter=[1e-2]",
-        "crosstalk=[0.2]",
-        "motion=[20]",
-        "truncation=[1.5]",
-        "metal=[30]",
-        "detector_offset=[1]",
-        "source_distance=[200]",
-    ]
+        "photons=[2.5e4,4e5]", "noises=[none]", "views=[0.5,1]", "patient_size=[1.1]", "arc=[120]",
+        "scatter=[1e-3]", "smooth_scatter=[1e-2]", "crosstalk=[0.2]", "motion=[20]", "truncation=[1.5]",
+        "metal=[30]", "detector_offset=[1]", "source_distance=[200]",
+    ]  # fmt: skip
     words = [f"run={run}", *WORDS, *few, "logger=wandb", "evaluation.tv_weight=null", f"hydra.run.dir={folder}"]
     assert command(monkeypatch, *words) == 0
     psnr = rows_of(folder)
@@ -115,21 +105,10 @@ def test_a_network_for_one_number_of_views_says_so(tmp_path: Path, monkeypatch: 
     scan = [word for word in TINY if not word.startswith("model.")]
     run, folder = save(tmp_path / "run", *scan, "model=custom", target), tmp_path / "out"
     few = [
-        "noises=[]",
-        "photons=[]",
-        "arc=[]",
-        "patient_size=[]",
-        "detector_offset=[]",
-        "source_distance=[]",
-        "tube_kv=[]",
-        "scatter=[]",
-        "smooth_scatter=[]",
-        "crosstalk=[]",
-        "motion=[]",
-        "truncation=[]",
-        "metal=[]",
+        "noises=[]", "photons=[]", "arc=[]", "patient_size=[]", "detector_offset=[]", "source_distance=[]",
+        "tube_kv=[]", "scatter=[]", "smooth_scatter=[]", "crosstalk=[]", "motion=[]", "truncation=[]", "metal=[]",
         "views=[1,2]",
-    ]
+    ]  # fmt: skip
     words = [f"run={run}", *WORDS, *few, "logger=csv", f"trust={__name__}", f"hydra.run.dir={folder}"]
     assert command(monkeypatch, *words, "evaluation.tv_weight=null") == 0
     table = (folder / "table.md").read_text()
