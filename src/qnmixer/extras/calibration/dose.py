@@ -15,9 +15,16 @@ from qnmixer.errors import DataError
 Interval = tuple[float, float]
 _INTERVAL = 2.5, 97.5
 """Percentiles."""
-_ROUNDS, _DRAWS = 40, 20_000
+_ROUNDS, _STEP, _DRAWS = 40, 1e-6, 20_000
+"""Rounds of a fit at most, a last step in its standard errors, and draws for an interval."""
 _DEGREES = 2, 4, 6, 8, 10
 """Of the polynomials of log w over the fan that are tried."""
+_CORNERS, _CORNER_DEGREES = (-0.6, 0.6, 49), (1, 2)
+"""Places of a corner in the profile, and degrees of the polynomials beside it, that are tried."""
+_GAP = 0.3
+"""Between places: a part of the fan in which a profile is not known."""
+_DIMMEST = 20.0
+"""Of −log w: a profile that cannot be fitted does not overflow."""
 _CLEAR = 5.0
 """Standard errors of 1/I₀ below which I₀ and σ are not told apart."""
 _BEYOND = 4.0
@@ -97,13 +104,23 @@ def fit_dose(variances: Variances, electronic_sigma: float | None = None) -> Dos
             "views or slices may have different doses, or the scans were filtered."
         )
     if electronic_sigma is None and beta < -_BEYOND * errors[1]:
-        doubts.append("Dark rays have less noise than their counts give: the scans were filtered.")
+        doubts.append(
+            "Dark rays have less noise than their counts give: a dark offset was not subtracted, or the scans were "
+            "filtered."
+        )
     if electronic_sigma is None and not alpha > _CLEAR * errors[0]:
         doubts.append(
             "The rays are too much alike, too few or too noisy to show σ apart from I₀. σ is taken to be 0, so I₀ "
             "is at least this: give electronic_sigma=, or scans of an object with thin and thick parts."
         )
         beta, variances = -1.0, replace(variances, places=None)  # a profile would take what σ leaves
+    if (
+        profile is not None
+        and variances.places is not None
+        and variances.air is None
+        and np.diff(np.sort(variances.places)).max() > _GAP
+    ):
+        doubts.append("A part of the fan has no usable ray: its bins may be brighter than those that are known.")
     intervals: list[Interval] = []
     if not doubts:
         drawn = np.random.default_rng(0).multivariate_normal([alpha, beta], covariance, _DRAWS)
@@ -149,47 +166,86 @@ class _Fit:
         return self.misfit * self.freedom + len(self.values) * float(np.log(len(self.fitted)))
 
 
+_Fits = list[tuple[_Fit, np.ndarray | None]]
+"""Of rising degree, with their profiles [D]; None: 1 everywhere."""
+
+
 def _best(variances: Variances, sigma: float | None) -> tuple[_Fit, np.ndarray | None]:
     """The best fit of all profiles, and its profile [D]; None if that is 1 everywhere."""
-    n = len(variances.measured)
-    if variances.places is None:
+    n, places = len(variances.measured), variances.places
+    if places is None:
         return _fit(variances, np.zeros(n), np.empty((n, 0)), sigma), None
-    bins = np.linspace(-1, 1, variances.n_bins)
-    offsets = [np.zeros(variances.n_bins)]
+    families = [_smooth(variances, places, np.zeros(variances.n_bins), sigma)]
     if variances.air is not None and np.ptp(variances.air) > 0:
-        offsets.append(np.log(variances.air / variances.air.max()))
-    found: list[list[tuple[_Fit, np.ndarray | None]]] = []
-    for offset in offsets:
-        brightest = int(offset.argmax())
-        found.append([])
-        for degree in [0, *(degree for degree in _DEGREES if degree + 3 < n / 2)]:
-            at_bins, at_places = (legvander(places, degree)[:, 1:] for places in (bins, variances.places))
-            # About the brightest bin: its 1/I₀ is then a fitted value. A parabola finds that bin: the top of a
-            # polynomial of a higher degree would be where noise is high, and I₀ too large.
-            for _ in range(2 if degree == 2 else 1):
-                shape = np.interp(variances.places, bins, offset - offset[brightest])
-                fit = _fit(variances, shape, at_places - at_bins[brightest], sigma)
-                profile = offset + at_bins @ fit.values[2:]
-                brightest = int(profile.argmax()) if degree == 2 else brightest
-            flat = not degree and not offset.any()
-            found[-1].append((fit, None if flat else np.exp(profile - profile[brightest]).clip(max=1)))
-    criteria = [min(fit.criterion for fit, _ in of_offset) for of_offset in found]
-    fits = found[-1] if criteria[-1] + np.log(n) < criteria[0] else found[0]  # the air's profile counts as a parameter
+        families.append(_smooth(variances, places, np.log(variances.air / variances.air.max()), sigma))
+    else:
+        families += filter(None, (_cornered(variances, places, corner, sigma) for corner in np.linspace(*_CORNERS)))
+    # The air's profile, or the place of a corner, counts as a parameter.
+    criteria = [[fit.criterion + np.log(n) * (k > 0) for fit, _ in fits] for k, fits in enumerate(families)]
+    fits = families[min(range(len(families)), key=lambda k: min(criteria[k]))]
     k = min(range(len(fits)), key=lambda k: fits[k][0].criterion)
     # The criterion takes a degree that noise hides for none. So a curve gets one degree more than it takes.
-    return fits[min(k + 1, len(fits) - 1) if k else 0]
+    is_curve = k > 0 or len(fits[0][0].values) > 2
+    fit, profile = fits[min(k + 1, len(fits) - 1) if is_curve else 0]
+    # Other profiles that fit as well have other I₀ and σ: their differences, by weight of evidence, are errors too.
+    values = np.array([other.values[:2] for fits in families for other, _ in fits]) - fit.values[:2]
+    weights = np.exp((min(map(min, criteria)) - np.concatenate(criteria)) / 2)
+    covariance = fit.covariance.copy()
+    covariance[:2, :2] += (values.T * weights) @ values / weights.sum()
+    return replace(fit, covariance=covariance), profile
 
 
-def _fit(variances: Variances, shape: np.ndarray, basis: np.ndarray, sigma: float | None) -> _Fit:
-    """Gauss–Newton. `shape`: log w [n] before the fit, `basis`: [n, k], what is added to it."""
+def _smooth(variances: Variances, places: np.ndarray, offset: np.ndarray, sigma: float | None) -> _Fits:
+    """Fits of log w = `offset` [D] + polynomials of rising degree, with their profiles."""
+    bins = np.linspace(-1, 1, variances.n_bins)
+    brightest = int(offset.argmax())
+    fits: _Fits = []
+    for degree in [0, *(degree for degree in _DEGREES if degree + 3 < len(places) / 2)]:
+        at_bins, at_places = (legvander(of, degree)[:, 1:] for of in (bins, places))
+        # About the brightest bin: its 1/I₀ is then a fitted value. A parabola finds that bin: the top of a
+        # polynomial of a higher degree would be where noise is high, and I₀ too large.
+        for _ in range(2 if degree == 2 else 1):
+            shape = np.interp(places, bins, offset - offset[brightest])
+            fit = _fit(variances, shape, at_places - at_bins[brightest], sigma)
+            profile = offset + at_bins @ fit.values[2:]
+            brightest = int(profile.argmax()) if degree == 2 else brightest
+        flat = not degree and not offset.any()
+        fits.append((fit, None if flat else np.exp(profile - profile[brightest]).clip(max=1)))
+    return fits
+
+
+def _cornered(variances: Variances, places: np.ndarray, corner: float, sigma: float | None) -> _Fits:
+    """Fits of log w = a |place − corner| + a polynomial, as behind a wedge, that are brightest at the corner."""
+    bins = np.linspace(-1, 1, variances.n_bins)
+    brightest = int(np.abs(bins - corner).argmin())
+    start: np.ndarray | None = None
+    fits: _Fits = []
+    for degree in _CORNER_DEGREES:
+        at_bins, at_places = (
+            np.column_stack([np.abs(of - corner), legvander(of, degree)[:, 1:]]) for of in (bins, places)
+        )
+        fit = _fit(variances, np.zeros(len(places)), at_places - at_bins[brightest], sigma, start)
+        profile = np.exp((at_bins - at_bins[brightest]) @ fit.values[2:])
+        start = fit.values  # a higher degree may not converge from afar
+        if abs(int(profile.argmax()) - brightest) <= 1:  # else its 1/I₀ is not that of the brightest bin
+            fits.append((fit, profile.clip(max=1)))
+    return fits
+
+
+def _fit(
+    variances: Variances, shape: np.ndarray, basis: np.ndarray, sigma: float | None, start: np.ndarray | None = None
+) -> _Fit:
+    """Gauss–Newton. `shape`: log w [n] before the fit, `basis`: [n, k], what is added; `start`: the first values."""
     measured, error = variances.measured, variances.error
     free = np.array([True, sigma is None] + [True] * basis.shape[1])
     values = np.zeros(len(free))
     values[0] = np.exp(np.mean(np.log(measured / variances.counting) + shape))
+    if start is not None:
+        values[: len(start)] = start
     for _ in range(_ROUNDS):
         if sigma is not None:
             values[1] = (sigma * values[0]) ** 2
-        dimmed = np.exp(-shape - basis @ values[2:])
+        dimmed = np.exp((-shape - basis @ values[2:]).clip(-_DIMMEST, _DIMMEST))
         counting, electronic = variances.counting * dimmed, variances.electronic * dimmed**2
         model = np.maximum(values[0] * counting + values[1] * electronic, 0.1 * values[0] * counting)
         of_alpha = counting if sigma is None else counting + 2 * sigma**2 * values[0] * electronic
@@ -204,6 +260,8 @@ def _fit(variances: Variances, shape: np.ndarray, basis: np.ndarray, sigma: floa
         step[2:] = step[2:].clip(-1, 1)
         step[0] = step[0].clip(-values[0] / 2, values[0])
         values = values + step
+        if np.abs(step[free] * scales).max() < _STEP:
+            break
     covariance = np.zeros((len(free), len(free)))
     covariance[np.ix_(free, free)] = (right.T / singular**2) @ right / np.outer(scales, scales)
     freedom = max(1, len(measured) - int(free.sum()))
