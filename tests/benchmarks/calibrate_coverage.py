@@ -5,7 +5,9 @@ python tests/benchmarks/calibrate_coverage.py [N]  # N random scans of each kind
 
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ class Kind:
     """What a scanner does to repeated scans.
 
     drift: rise of the tube from the first to the last frame; gain: of the detector. stored: how often each frame is
-    stored. counts: the largest I₀. sigma: the largest σ.
+    stored. photons, sigma, thickest: the ranges of I₀, σ and the largest attenuation. fault: changes counts [n, V, D].
+    air: I₀ of the air scan as a share of that of the scan.
     """
 
     n: int = 10
@@ -40,6 +43,9 @@ class Kind:
     sigma: tuple[float, float] = (0.0, 20.0)
     thickest: tuple[float, float] = (3.0, 6.0)
     unit: str = "counts"
+    profile: Callable[[np.ndarray], np.ndarray] | None = None
+    fault: Callable[[np.ndarray], np.ndarray] = np.array
+    air: float = 1.0
 
 
 KINDS = {
@@ -60,6 +66,58 @@ KINDS = {
 }
 
 
+def put(index: Any, value: Callable[[np.ndarray], Any], **keys: Any) -> Kind:
+    """Some counts are others: `value` of all."""
+
+    def fault(counts: np.ndarray) -> np.ndarray:
+        counts[index] = value(counts)
+        return counts
+
+    return Kind(fault=fault, **keys)
+
+
+def gained(*shape: int) -> Kind:
+    """Doses differ, and the means were corrected for it."""
+    gains = np.exp(0.2 * np.random.default_rng(0).standard_normal(shape))
+    return Kind(fault=lambda counts: counts.mean(0) + (counts - counts.mean(0)) * gains)
+
+
+def spiked(counts: np.ndarray) -> np.ndarray:
+    return counts + (np.random.default_rng(0).random(counts.shape) < 5e-4) * 0.3 * counts.max()
+
+
+every = slice(None)
+SOUND = {  # faults that leave the intervals right
+    "a dead view": put((every, 5), lambda counts: 0, unit="attenuation"),
+    "dead bins": put((every, every, [70, 71]), lambda counts: 0),
+    "stuck bins": put((every, every, slice(70, 78)), np.mean),
+    "a part of a view is dead": put((every, 5, slice(60, 100)), lambda counts: 0, unit="attenuation"),
+}
+CORNERS = {
+    "a corner in the middle": Kind(unit="attenuation", profile=lambda fan: np.exp(-2.2 * np.abs(fan))),
+    "a corner beside it": Kind(unit="attenuation", profile=lambda fan: np.exp(-1.5 * np.abs(fan - 0.17))),
+    "a plateau": Kind(unit="attenuation", profile=lambda fan: np.exp(-3 * (np.abs(fan) - 0.3).clip(0))),
+}
+FAULTS = {  # with what is said of them
+    "lag of 3 %": (Kind(fault=lambda counts: 0.97 * counts + 0.03 * np.roll(counts, 1, axis=1)), "the detector lags"),
+    "views of the view before": (
+        put((every, slice(1, None, 8)), lambda counts: counts[:, :-1:8]),
+        "views are correlated by 0.1",
+    ),
+    "views of the frame before": (put((4, slice(16)), lambda counts: counts[3, :16]), "more alike"),
+    "frames averaged in pairs": (Kind(n=11, fault=lambda counts: (counts[1:] + counts[:-1]) / 2), "more alike"),
+    "moved at half time": (put(slice(5), lambda counts: np.roll(counts[:5], 1, axis=2)), "the object moved"),
+    "air of half the current": (Kind(air=0.5), "another tube current"),
+    "air of twice the current": (Kind(air=2.0), "another tube current"),
+    "saturated": (Kind(fault=lambda counts: np.minimum(counts, np.quantile(counts, 0.98))), "was saturated"),
+    "doses of frames": (gained(10, 1, 1), "of their mean noise"),
+    "doses of views": (gained(32, 1), "views have noise of another dose"),
+    "spikes": (Kind(fault=spiked), "more outliers"),
+    "dark offset": (Kind(fault=lambda counts: counts + 500, sigma=(5.0, 10.0)), "dark offset was not subtracted"),
+    "dark offset taken off": (Kind(fault=lambda counts: counts - 500), "counts below zero"),
+}
+
+
 def draw(kind: Kind, rng: np.random.Generator, folder: Path) -> tuple[list[str], float, float]:
     """Write a random scan of an ellipse; the words of its calibration, I₀ and σ."""
     photons, sigma = float(np.exp(rng.uniform(*np.log(kind.photons)))), float(rng.uniform(*kind.sigma))
@@ -68,7 +126,10 @@ def draw(kind: Kind, rng: np.random.Generator, folder: Path) -> tuple[list[str],
     widths, middles = np.hypot(a * np.cos(angles), b * np.sin(angles)), 0.05 * np.cos(angles)
     chord = 1 - ((fan - middles[:, None]) / widths[:, None]) ** 2
     attenuation = rng.uniform(*kind.thickest) * np.sqrt(np.clip(chord, 0, None)) * (a * b / widths / a)[:, None]
-    unattenuated = photons * (kind.darkest + (1 - kind.darkest) * np.cos(np.pi / 2 * fan) ** 2)
+    profile = kind.darkest + (1 - kind.darkest) * np.cos(np.pi / 2 * fan) ** 2
+    if kind.profile is not None:
+        profile = kind.profile(fan) / kind.profile(fan).max()
+    unattenuated = photons * profile
 
     def measured(mean: np.ndarray, n: int) -> np.ndarray:
         shape = n, VIEWS, BINS
@@ -80,20 +141,25 @@ def draw(kind: Kind, rng: np.random.Generator, folder: Path) -> tuple[list[str],
         counts += sigma * rng.standard_normal(shape)
         return counts * (1 + kind.gain * np.linspace(0, 1, n))[:, None, None]
 
-    scans = np.repeat(measured(unattenuated * np.exp(-attenuation), kind.n), kind.stored, axis=0)
+    scans = np.repeat(kind.fault(measured(unattenuated * np.exp(-attenuation), kind.n)), kind.stored, axis=0)
     words = [f"input={folder}/scans.npy", f"output={folder}/dose", f"unit={kind.unit}"]
     if kind.unit == "counts":
-        np.save(folder / "air.npy", measured(unattenuated + 0 * attenuation, 20))
+        np.save(folder / "air.npy", kind.air * measured(unattenuated + 0 * attenuation, 20))
         words.append(f"air={folder}/air.npy")
     else:
-        scans = -np.log(np.maximum(scans, 1) / unattenuated)
+        scans = -np.log(np.maximum(scans, 1e-9) / unattenuated)
     np.save(folder / "scans.npy", np.moveaxis(scans, 0, -1) if kind.turned else scans)
     return words, photons, sigma
 
 
+@cache
+def _config() -> CalibrateConfig:
+    return CalibrateConfig.parse(compose("calibrate", ["input=scans.npy", "output=dose"]))
+
+
 def calibrated(words: list[str]) -> Dose | str:
     """The dose, or the line that takes its place."""
-    config: Any = CalibrateConfig.parse(compose("calibrate", words))
+    config = _config().model_copy(update=dict(word.split("=") for word in words))
     try:
         return fit_dose(of_repeats(Path(config.input), config), config.electronic_sigma)
     except DataError as error:
@@ -117,11 +183,12 @@ class Held:
         return (self.photons + self.n - self.given) / self.n
 
 
-def held(name: str, n: int) -> Held:
+def held(name: str, n: int, kind: Kind | None = None) -> Held:
     result, ratios = Held(n, 0, 0, 0, set(), float("nan")), []
     for seed in range(n):
         with tempfile.TemporaryDirectory() as folder:
-            words, photons, sigma = draw(KINDS[name], np.random.default_rng([seed, *name.encode()]), Path(folder))
+            rng = np.random.default_rng([seed, *name.encode()])
+            words, photons, sigma = draw(kind or KINDS[name], rng, Path(folder))
             dose = calibrated(words)
         if isinstance(dose, str) or dose.photons_interval is None or dose.sigma_interval is None:
             result.lines.add(dose.split("looks", 1)[-1] if isinstance(dose, str) else dose.remarks[-1])
@@ -139,8 +206,8 @@ HEADINGS = ["scans", "with an interval", "I₀ inside", "σ inside", "mean of I�
 if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 60
     rows = []
-    for name in KINDS:
-        of = held(name, count)
+    for name, kind in {**KINDS, **SOUND, **CORNERS, **{name: kind for name, (kind, _) in FAULTS.items()}}.items():
+        of = held(name, count, kind)
         shares = [f"{part / of.given:.2f}" if of.given else "–" for part in (of.photons, of.sigma)]
         rows.append([name, f"{of.given} of {count}", *shares, f"{of.bias:.3f}", "; ".join(sorted(of.lines))])
     print(markdown_table(HEADINGS, rows))

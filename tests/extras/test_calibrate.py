@@ -19,7 +19,7 @@ from qnmixer.extras.calibration.variances import of_series
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
 from qnmixer.settings.compose import compose
 
-from ..benchmarks.calibrate_coverage import KINDS, draw, held
+from ..benchmarks.calibrate_coverage import CORNERS, FAULTS, KINDS, SOUND, calibrated, draw, held
 from ..data.conftest import MakeCt, make_ct
 
 __all__ = ["make_ct"]
@@ -164,6 +164,32 @@ def test_what_does_not_fit_is_said_and_has_no_interval(scan: Any, line: str, tmp
     dose = calibration(f"input={tmp_path}/scans.npy", f"output={tmp_path}/dose")
     assert dose.photons_interval is None
     assert line in " ".join(dose.remarks)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_moves_the_dose_is_said_and_has_no_interval(name: str, tmp_path: Path) -> None:
+    kind, line = FAULTS[name]
+    for seed in range(2):
+        dose = calibrated(draw(kind, np.random.default_rng(seed), tmp_path)[0])
+        assert isinstance(dose, Dose)
+        assert dose.photons_interval is None
+        assert line in " ".join(dose.remarks)
+
+
+def test_rays_that_never_vary_are_left_out_and_said(tmp_path: Path) -> None:
+    of = [held(name, 4, kind) for name, kind in SOUND.items()]
+    assert min(kind.given for kind in of) >= 3
+    assert sum(kind.photons for kind in of) >= sum(kind.given for kind in of) - 2
+    assert sum(kind.sigma for kind in of) >= sum(kind.given for kind in of) - 2
+    dose = calibrated(draw(SOUND["a dead view"], np.random.default_rng(0), tmp_path)[0])
+    assert isinstance(dose, Dose)
+    assert "rays never vary" in " ".join(dose.remarks)
+
+
+def test_profiles_with_corners_have_intervals_that_hold() -> None:
+    of = [held(name, 4, kind) for name, kind in CORNERS.items()]
+    assert sum(kind.given for kind in of) >= 10
+    assert sum(kind.given - kind.photons for kind in of) <= 1
 
 
 def test_frames_of_different_means_are_no_repeats(tmp_path: Path) -> None:

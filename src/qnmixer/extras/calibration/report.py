@@ -31,7 +31,11 @@ def calibrate_input(config: CalibrateConfig) -> Dose:
     headings = ["", "value", "interval of 95 %"]
     rows = [
         ["I₀, counts of an unattenuated ray", f"{at_least}{dose.photons:.4g}", _words(dose.photons_interval)],
-        ["σ, electronic noise in counts", f"{dose.electronic_sigma:.4g}", _words(dose.sigma_interval)],
+        [
+            "σ, electronic noise in counts (dark offset subtracted)",
+            f"{dose.electronic_sigma:.4g}",
+            _words(dose.sigma_interval),
+        ],
     ]
     if dose.profile is not None:
         share = f"1 to {dose.profile.min():.3g}"

@@ -1,7 +1,7 @@
 """Measure variances: of the rays of repeated scans, and of a uniform region in a series of slices."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 from qnmixer.data.cache import to_grid
 from qnmixer.data.numpy_files import open_stack
@@ -34,8 +35,14 @@ _OF_NOISE = 6.0
 """Standard errors of a frame's mean within which the means differ by noise."""
 _COMPARED, _ALIKE = 64, 0.05
 """Frames that are compared in pairs, and a correlation of two that does not matter."""
-_LEAST, _CLEARLY = 0.005, 5.0
-"""A correlation of bins that does not matter, and standard errors beyond chance."""
+_LEAST, _BY_CHANCE, _CLEARLY = 0.005, 3.0, 5.0
+"""A correlation that does not matter, standard errors of one by chance, and standard errors that never are."""
+_OFTEN, _SATURATED = 4, 0.05
+"""Times that a bin reads its largest value, and a share of such bins, that are no chance."""
+_NEIGHBOURS = 8
+"""Dark bins whose counts are added."""
+_UNEQUAL, _SMALL = 0.1, 0.05
+"""Differences of noise that do not matter, and an error of a mean that shows whether bins are equal."""
 _CLEAR = 4.0
 """A group is used if its transmission is so many standard deviations above zero: then its counts are not clipped."""
 _COARSE, _VIEWS = 64, 96
@@ -51,81 +58,46 @@ _TOGETHER = 5
 def of_repeats(path: Path, config: CalibrateConfig) -> Variances:
     """The variances of the transmissions in repeated scans [N, V, D], by places on the fan and groups of equal rays.
 
-    Equal frames count once. Each frame is divided by its mean, so drift of the tube is no noise. If neighbouring bins
-    are correlated, their covariances are added: crosstalk moves noise and loses none. With unit=counts and without
-    `air`, the input is an air scan, in which the views are repeats too.
+    Equal frames count once. Each frame is divided by its mean, so drift of the tube is no noise. Rays that never vary
+    are left out. If neighbouring bins are correlated, their covariances are added: crosstalk moves noise and loses
+    none. With unit=counts and without `air`, the input is an air scan, in which the views are repeats too.
 
     Raises DataError for fewer than two repeats, for frames that are no repeats, for repeats on another axis, and for
     scans in which no ray shows its noise.
     """
-    stack = _stack(path)
-    is_air = config.unit == "counts" and config.air is None
-    if is_air:
-        stack = stack.reshape(-1, 1, stack.shape[-1])
-    if len(stack) < 2:
-        raise DataError(f"{path} has one scan, which shows no noise: give at least two repeats, [repeats, views, bins]")
-    n_views, n_bins = stack.shape[1:]
-    air = np.ones(n_bins) if config.air is None else _stack(Path(config.air)).mean((0, 1), dtype=np.float64)
-    if air.shape != (n_bins,) or not (air > 0).all():
-        raise DataError(
-            f"air={config.air} does not fit: give counts above zero of {n_bins} bins, [repeats, views, bins]"
+    scans = _open(path, config)
+    n, unusable = len(scans.frames), f"{_FIX}, in unit={config.unit}"
+    notes = _Notes([], [])
+    if n < len(scans.stack):
+        notes.remarks.append(
+            f"{len(scans.stack) - n} of {len(scans.stack)} frames are stored more than once, and count once."
         )
-    frames = sorted({blake2b(frame.tobytes()).digest(): k for k, frame in enumerate(stack)}.values())
-    remarks, doubts = [], []
-    if len(frames) < len(stack):
-        remarks.append(f"{len(stack) - len(frames)} of {len(stack)} frames are stored more than once, and count once.")
-    if len(frames) < 2:
-        raise DataError(f"{path} has no ray whose counts vary: {_FIX}, in unit={config.unit}")
-
-    def rays(view: int) -> np.ndarray:
-        """Transmissions [n, D]."""
-        values = stack[frames, view].astype(np.float64)
-        return np.exp(-values) if config.unit == "attenuation" else values / (values.mean(0) if is_air else air)
-
-    strengths = np.sum([np.nan_to_num(rays(view)).sum(-1) for view in range(n_views)], axis=0)
-    strengths /= strengths.mean()
-    scans = _moments(rays, strengths, n_views)
-    if not is_air and (order := _turned([rays(view)[0] / strengths[0] for view in range(n_views)], scans.variances)):
-        raise DataError(f"{path} looks like {order}: give [repeats, views, bins], as numpy.moveaxis gives them")
-    of_noise = _OF_NOISE * float(np.sqrt(np.nansum(scans.variances)) / np.nansum(scans.means))
-    drift = float(np.ptp(strengths)) if np.ptp(strengths) > of_noise else 0.0
-    if drift > _NO_REPEATS:
-        raise DataError(f"{path} has frames whose means differ by {drift:.0%}: give repeated scans of one object")
-    means, variances, covariances = scans.means, scans.variances, scans.covariances
-    level = 1.0 if is_air else _level_of_air(means, variances / len(frames))
-    if drift > _DRIFT:
-        remarks.append(f"The frames' means differ by {drift:.1%}: each frame is divided by its own.")
-        if level is None:
-            doubts.append(f"No bin at the edges sees air, so I₀ may be wrong by the drift, {drift:.1%}.")
-    if level is not None:
-        means, variances, covariances = means / level, variances / level**2, covariances / level**2
-    fewest = -(-_FREEDOM // (len(frames) - 1))
+    if n < 2:
+        raise DataError(f"{path} has no ray whose counts vary: {unusable}")
+    # The tube drifts: each frame is divided by its strength, so that this is no noise.
+    strengths, dead = _strengths(scans, notes)
+    moments = _moments(scans, strengths)
+    if not scans.is_air:
+        _check_order(path, [scans.rays(view)[0] / strengths[0] for view in range(scans.n_views)], moments.variances)
+    # A dead ray has no variance, and would make that of its group too small.
+    means, variances = (np.where(dead, np.nan, values) for values in (moments.means, moments.variances))
+    level = _level(path, scans, strengths, means, variances, notes)
+    means, variances, covariances = means / level, variances / level**2, moments.covariances / level**2
+    # One variance is too uncertain for a fit: those of rays alike in place and brightness are averaged.
+    fewest = -(-_FREEDOM // (n - 1))
     cells = _cells(means, variances, fewest)
     if not cells:
-        raise DataError(f"{path} has no ray whose counts vary and stay above zero: {_FIX}, in unit={config.unit}")
+        raise DataError(f"{path} has no ray whose counts vary and stay above zero: {unusable}")
+    if max(means.flat[cell].mean() for cell in cells) > 1 + _NO_REPEATS:
+        notes.doubts.append("Rays are brighter than air: the air scan had another tube current.")
     clear = np.concatenate(cells)
-    if scans.alike > _ALIKE + _CLEARLY / np.sqrt(len(clear)):
-        doubts.append(
-            f"Some frames are more alike than independent repeats (correlation {scans.alike:.2f}): bins drift apart, "
-            "or frames were stored twice after processing."
-        )
-    noise = np.mean(variances.flat[clear] / means.flat[clear])
-    correlations = [float(np.nanmean(lag.flat[clear] / means.flat[clear]) / noise) for lag in covariances]
-    least = _LEAST + _CLEARLY / np.sqrt(len(clear) * (len(frames) - 1))
-    inflation, shared = 1.0, None
-    if correlations[0] > least:
-        remarks.append(
-            f"Neighbouring bins are correlated by {correlations[0]:.3f}, which is taken for crosstalk of the detector."
-        )
-        variances, inflation = variances + 2 * (covariances[0] + covariances[1]), np.sqrt(5)  # NaN at the edges
-        cells, shared = _cells(means, variances, fewest), covariances[0]
-    wide = correlations[1] > correlations[0] / 4 + least or correlations[2] > least  # c²/(2c (1 − 2c)) is 1/4 at most
-    if wide or min(correlations) < -least:
-        doubts.append(
-            "Bins are correlated as no crosstalk of neighbours correlates them (next, second, third: "
-            f"{', '.join(f'{value:.3f}' for value in correlations)}): the scans were filtered or interpolated."
-        )
-    places = np.broadcast_to(np.linspace(-1, 1, n_bins), means.shape)
+    _doubt_views(means, variances, cells, n, notes)
+    _doubt_frames(moments, n, len(clear), notes)
+    # The variance of noise without correlation: that of a sum of bins, divided by their number.
+    is_shared = _is_crosstalk(means, variances, covariances, clear, n, notes)
+    if is_shared:
+        variances = variances + 2 * (covariances[0] + covariances[1])  # NaN at the edges
+        cells = _cells(means, variances, fewest)
 
     def over_cells(values: np.ndarray) -> np.ndarray:
         return np.array([values.flat[cell].mean() for cell in cells])
@@ -134,70 +106,256 @@ def of_repeats(path: Path, config: CalibrateConfig) -> Variances:
         measured=over_cells(variances),
         counting=over_cells(means),
         electronic=np.ones(len(cells)),
-        error=inflation * np.sqrt(2 / (len(frames) - 1) / np.array([len(cell) for cell in cells])),
-        places=over_cells(places),
-        air=stack.mean((0, 1), dtype=np.float64) if is_air else None if config.air is None else air,
-        n_bins=n_bins,
-        shared=None if shared is None else over_cells(shared),
-        remarks=tuple(remarks),
-        doubts=tuple(doubts),
+        error=(np.sqrt(5) if is_shared else 1.0) * np.sqrt(2 / (n - 1) / np.array([len(cell) for cell in cells])),
+        places=over_cells(np.broadcast_to(np.linspace(-1, 1, scans.n_bins), means.shape)),
+        air=scans.air,
+        n_bins=scans.n_bins,
+        shared=over_cells(covariances[0]) if is_shared else None,
+        remarks=tuple(notes.remarks),
+        doubts=tuple(notes.doubts),
     )
 
 
-class _Moments(NamedTuple):
-    """Of repeated frames: means and variances [V, D], covariances with the next bins [3, V, D], NaN at the edges.
+class _Notes(NamedTuple):
+    """For the reader: what was taken out, and what makes I₀ and σ wrong."""
 
-    `alike`: how far the correlation of two frames is above that of independent ones, at most.
+    remarks: list[str]
+    doubts: list[str]
+
+
+@dataclass(frozen=True)
+class _Scans:
+    """Repeated scans [N, V, D]; `frames`: the numbers of those that differ; `air`: counts [D], or None."""
+
+    stack: np.ndarray
+    frames: list[int]
+    unit: str
+    air: np.ndarray | None
+    is_air: bool
+
+    @property
+    def n_views(self) -> int:
+        return self.stack.shape[1]
+
+    @property
+    def n_bins(self) -> int:
+        return self.stack.shape[2]
+
+    def rays(self, view: int) -> np.ndarray:
+        """Transmissions [n, D]."""
+        values = self.stack[self.frames, view].astype(np.float64)
+        return np.exp(-values) if self.unit == "attenuation" else values / (1.0 if self.air is None else self.air)
+
+
+def _open(path: Path, config: CalibrateConfig) -> _Scans:
+    """Read the scans and their air. Raises DataError if there is one repeat only, or if the air does not fit."""
+    stack = _stack(path)
+    is_air = config.unit == "counts" and config.air is None
+    if is_air:
+        stack = stack.reshape(-1, 1, stack.shape[-1])
+    if len(stack) < 2:
+        raise DataError(f"{path} has one scan, which shows no noise: give at least two repeats, [repeats, views, bins]")
+    air = None
+    if is_air or config.air is not None:
+        air = (stack if config.air is None else _stack(Path(config.air))).mean((0, 1), dtype=np.float64)
+    if config.air is not None and air is not None and (air.shape != stack.shape[2:] or not (air > 0).all()):
+        raise DataError(
+            f"air={config.air} does not fit: give counts above zero of {stack.shape[2]} bins, [repeats, views, bins]"
+        )
+    frames = sorted({blake2b(frame.tobytes()).digest(): k for k, frame in enumerate(stack)}.values())
+    return _Scans(stack, frames, config.unit, air, is_air)
+
+
+def _strengths(scans: _Scans, notes: _Notes) -> tuple[np.ndarray, np.ndarray]:
+    """The mean [n] of each frame as a share of that of all, and which rays [V, D] never vary.
+
+    A saturated detector reads one value many times: the largest of many bins.
+    """
+    strengths, still = np.zeros(len(scans.frames)), np.zeros((scans.n_views, scans.n_bins), bool)
+    largest, times = np.full(scans.n_bins, -np.inf), np.zeros(scans.n_bins, int)
+    for view in range(scans.n_views):
+        rays = np.nan_to_num(scans.rays(view))
+        still[view] = np.ptp(rays, axis=0) == 0
+        strengths += rays[:, ~still[view]].sum(-1)
+        rays[:, still[view]] = -np.inf
+        top = np.maximum(largest, rays.max(0))
+        times = np.where(top > largest, 0, times) + (np.isfinite(top) & (rays == top)).sum(0)
+        largest = top
+    # Few equal counts of one ray are chance. Those of its neighbour too are not.
+    wide = np.pad(still, 1)
+    dead = still & (wide[:-2, 1:-1] | wide[2:, 1:-1] | wide[1:-1, :-2] | wide[1:-1, 2:])
+    if dead.any():
+        notes.remarks.append(f"{dead.sum()} of {dead.size} rays never vary (dead, stuck or without counts): left out.")
+    if np.mean(times >= _OFTEN) > _SATURATED:
+        notes.doubts.append(
+            f"{np.mean(times >= _OFTEN):.0%} of the bins read their largest value {_OFTEN} times or more: the "
+            "detector was saturated, or the values were clipped."
+        )
+    return strengths / strengths.mean(), dead
+
+
+def _check_order(path: Path, frame: Sequence[np.ndarray], variances: np.ndarray) -> None:
+    """Raise DataError if repeats seem to be along another axis than the first: they vary least along it.
+
+    `frame`: one of them, [V, D]. `variances`: over the first axis, [V, D].
+    """
+    along = {"[views, repeats, bins]": np.nanvar(frame, axis=0), "[views, bins, repeats]": np.nanvar(frame, axis=1)}
+    order = min(along, key=lambda name: float(np.nanmean(along[name])))
+    if len(frame) > 1 and np.nanmean(along[order]) < np.nanmean(variances) / 2:
+        raise DataError(f"{path} looks like {order}: give [repeats, views, bins], as numpy.moveaxis gives them")
+
+
+class _Moments(NamedTuple):
+    """Of repeated frames: means and variances [V, D], covariances [4, V, D], NaN at the edges.
+
+    Covariances are those with the first, second and third bin beside, and with the view before (of air: the frame).
+    `alike`: how far the correlation of two frames is above that of independent ones, at most. `powers`: the noise of
+    frames as shares of their mean. `tails`: the fourth moment, as a share of a normal distribution's.
     """
 
     means: np.ndarray
     variances: np.ndarray
     covariances: np.ndarray
     alike: float
+    powers: np.ndarray
+    tails: float
 
 
-def _moments(rays: Callable[[int], np.ndarray], strengths: np.ndarray, n_views: int) -> _Moments:
+def _moments(scans: _Scans, strengths: np.ndarray) -> _Moments:
     """The moments of the frames, each divided by its strength [n]."""
     n = len(strengths)
     compared = np.linspace(0, n - 1, min(n, _COMPARED)).astype(int)
     means, variances, covariances, products = [], [], [], np.zeros((len(compared), len(compared)))
-    for view in range(n_views):
-        frames = rays(view) / strengths[:, None]
+    before, fourth, squares = None, 0.0, 0.0
+    for view in range(scans.n_views):
+        frames = scans.rays(view) / strengths[:, None]
         mean = frames.mean(0)
         rest = frames - mean
         means.append(mean)
         variances.append(np.sum(rest**2, axis=0) / (n - 1))
-        lags = np.full((3, len(mean)), np.nan)
-        for k, lag in enumerate(lags, 1):
+        lags = np.full((4, len(mean)), np.nan)
+        for k, lag in enumerate(lags[:3], 1):
             # Of a bin with both neighbours, so that bins of many and of few counts have equal parts in the mean.
             both = np.sum(rest[:, k:] * rest[:, :-k], axis=0) / (n - 1)
             lag[k:-k] = (both[:-k] + both[k:]) / 2
+        if scans.is_air:
+            lags[3] = np.sum(rest[1:] * rest[:-1], axis=0) / (n - 1)
+        elif before is not None:
+            root = np.sqrt(
+                np.abs(mean / np.where(means[-2], means[-2], np.nan))
+            )  # so that bright and dark views have equal parts in the mean
+            lags[3] = np.sum(rest * before, axis=0) / (n - 1) * root
+        before = rest
         covariances.append(lags)
         clear = mean > _CLEAR * np.sqrt(variances[-1])
-        white = rest[np.ix_(compared, clear)] / np.sqrt(mean[clear])
-        products += white @ white.T
-    scale = np.sqrt(np.diag(products)) + 1e-30
+        white = rest[:, clear] / np.sqrt(mean[clear])
+        products += white[compared] @ white[compared].T
+        fourth += np.sum(white**4) * n / (n - 1) ** 2 / 3
+        squares += np.sum((variances[-1][clear] / mean[clear]) ** 2) * (n - 1) / (n + 1)
+    powers = np.diag(products)
+    scale = np.sqrt(powers) + 1e-30
     pairs = (products / np.outer(scale, scale) + 1 / (n - 1))[np.triu_indices(len(compared), 1)]
-    return _Moments(np.array(means), np.array(variances), np.stack(covariances, axis=1), float(pairs.max()))
+    return _Moments(
+        np.array(means),
+        np.array(variances),
+        np.stack(covariances, axis=1),
+        float(pairs.max()),
+        powers * strengths[compared] / (np.mean(powers) + 1e-30),  # as counting gives: a weak frame has more
+        fourth / (squares + 1e-30),
+    )
 
 
-def _turned(frame: Sequence[np.ndarray], variances: np.ndarray) -> str:
-    """Which order of axes repeats seem to have, if they vary least along another axis than the first; else nothing.
-
-    `frame`: one of them, [V, D]. `variances`: over the first axis, [V, D].
-    """
-    along = {"[views, repeats, bins]": np.nanvar(frame, axis=0), "[views, bins, repeats]": np.nanvar(frame, axis=1)}
-    order = min(along, key=lambda name: float(np.nanmean(along[name])))
-    return order if len(frame) > 1 and np.nanmean(along[order]) < np.nanmean(variances) / 2 else ""
+def _level(
+    path: Path, scans: _Scans, strengths: np.ndarray, means: np.ndarray, variances: np.ndarray, notes: _Notes
+) -> float:
+    """The transmission of air in the scans: 1, but for drift of the tube. Raises DataError for frames too different."""
+    of_noise = _OF_NOISE * float(np.sqrt(np.nansum(variances)) / np.nansum(means))
+    drift = float(np.ptp(strengths)) if np.ptp(strengths) > of_noise else 0.0
+    if drift > _NO_REPEATS:
+        raise DataError(f"{path} has frames whose means differ by {drift:.0%}: give repeated scans of one object")
+    errors = variances / len(strengths)
+    # Of some neighbours together: with few repeats, some rays have a much too small error by chance.
+    sums, squares = (sliding_window_view(of, min(_NEIGHBOURS, scans.n_bins), 1).sum(-1) for of in (means, errors))
+    if not scans.is_air and (sums < -_OF_NOISE * np.sqrt(squares)).any():
+        notes.doubts.append("Dark rays have counts below zero: the dark offset that was subtracted is too large.")
+    level = 1.0 if scans.is_air else _level_of_air(means, errors)
+    if drift > _DRIFT:
+        notes.remarks.append(f"The frames' means differ by {drift:.1%}: each frame is divided by its own.")
+        if level is None:
+            notes.doubts.append(f"No bin at the edges sees air, so I₀ may be wrong by the drift, {drift:.1%}.")
+    if level is not None and abs(level - 1) > _NO_REPEATS:
+        of = "air=" if scans.unit == "counts" else "the air that they were divided by"
+        notes.doubts.append(f"Bins at the edges see {level:.2f} times {of}: the air scan had another tube current.")
+    return 1.0 if level is None else level
 
 
 def _level_of_air(means: np.ndarray, errors: np.ndarray) -> float | None:
-    """The mean transmission of the bins at both edges, if they see air: all equal but for noise, and near 1."""
+    """The mean transmission of the bins at both edges, if they see air: all equal but for noise, and that is small."""
     n = max(2, means.shape[1] // 50)
     edges, squares = (np.concatenate([values[:, :n], values[:, -n:]], axis=1) for values in (means, errors))
     level = float(np.nanmean(edges))
-    is_flat = np.nanmean((edges - level) ** 2 / squares) < 1 + _CLEARLY * np.sqrt(2 / edges.size)
-    return level if is_flat and abs(level - 1) < _NO_REPEATS else None
+    # Of the sums: with few repeats, some rays have a much too small error by chance.
+    is_flat = np.nanmean((edges - level) ** 2) / np.nanmean(squares) < 1 + _CLEARLY * np.sqrt(2 / edges.size)
+    is_near = abs(level - 1) < _NO_REPEATS or np.nanmean(squares) < (_SMALL * level) ** 2
+    return level if is_flat and is_near else None
+
+
+def _doubt_frames(moments: _Moments, n: int, n_clear: int, notes: _Notes) -> None:
+    """Doubt frames that are no independent measurements of one dose."""
+    by_chance = _CLEARLY / np.sqrt(n_clear)
+    if moments.alike > _ALIKE + by_chance:
+        notes.doubts.append(
+            f"Some frames are more alike than independent repeats (correlation {moments.alike:.2f}): bins drift apart, "
+            "the object moved, or frames were stored twice after processing."
+        )
+    if n > 2 and np.abs(moments.powers - 1).max() > _UNEQUAL + by_chance * np.sqrt(2):
+        low, high = moments.powers.min(), moments.powers.max()
+        notes.doubts.append(f"Frames have {low:.2f} to {high:.2f} of their mean noise: they have different doses.")
+    if moments.tails > 1 + _UNEQUAL + 4 * _CLEARLY / np.sqrt(n_clear * n):
+        notes.doubts.append(
+            f"Rays have more outliers than noise gives (fourth moment {moments.tails:.1f} times that of a normal "
+            "distribution): spikes, or views that were lost in some frames."
+        )
+
+
+def _doubt_views(means: np.ndarray, variances: np.ndarray, cells: list[np.ndarray], n: int, notes: _Notes) -> None:
+    """Doubt views whose noise differs from that of equal rays of other views."""
+    relative = np.full(means.shape, np.nan)
+    for cell in cells:
+        of_cell = variances.flat[cell] / means.flat[cell]
+        relative.flat[cell] = of_cell / of_cell.mean()
+    powers, counts = np.nansum(relative, axis=1), np.isfinite(relative).sum(1)
+    unequal = np.abs(powers - counts) > _UNEQUAL * counts + _CLEARLY * np.sqrt(2 * counts / (n - 1))
+    if unequal.any():
+        notes.doubts.append(f"{unequal.sum()} of {len(powers)} views have noise of another dose than the others.")
+
+
+def _is_crosstalk(
+    means: np.ndarray, variances: np.ndarray, covariances: np.ndarray, clear: np.ndarray, n: int, notes: _Notes
+) -> bool:
+    """Whether neighbouring bins are correlated. Doubts correlations that no crosstalk of neighbours gives."""
+    noise = np.mean(variances.flat[clear] / means.flat[clear])
+    shares = [lag.flat[clear] / means.flat[clear] / noise for lag in covariances]
+    *bins, views = (float(np.nanmean(share)) for share in shares)
+    least = max(_LEAST, _BY_CHANCE / np.sqrt(len(clear) * (n - 1)))
+    beyond = _LEAST + _CLEARLY / np.sqrt(len(clear) * (n - 1))
+    if bins[0] > least:
+        notes.remarks.append(
+            f"Neighbouring bins are correlated by {bins[0]:.3f}, which is taken for crosstalk of the detector."
+        )
+    wide = bins[1] > max(bins[0], 0) / 4 + beyond or bins[2] > beyond  # c²/(2c (1 − 2c)) is 1/4 at most
+    if wide or min(bins) < -beyond:
+        notes.doubts.append(
+            "Bins are correlated as no crosstalk of neighbours correlates them (next, second, third: "
+            f"{', '.join(f'{value:.3f}' for value in bins)}): the scans were filtered or interpolated."
+        )
+    by_chance = float(np.nanstd(shares[3]) / np.sqrt(np.isfinite(shares[3]).sum() + 1e-30))  # fewer: both are clear
+    if views > max(_LEAST, _BY_CHANCE * by_chance) or views < -_CLEARLY * by_chance - _LEAST:
+        notes.doubts.append(
+            f"Neighbouring views are correlated by {views:.3f}: the detector lags, or views were interpolated. I₀ is "
+            f"wrong by about {2 * views:.0%}."
+        )
+    return bins[0] > least
 
 
 def _cells(means: np.ndarray, variances: np.ndarray, fewest: int) -> list[np.ndarray]:
