@@ -3,11 +3,14 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from qnmixer import new
 
@@ -43,6 +46,30 @@ def test_it_is_short_and_imports_nothing_private(project: Path) -> None:
     files = [path for path in project.rglob("*") if path.is_file()]
     assert sum(len(path.read_text().splitlines()) for path in files) < 700
     assert [path for path in files if PRIVATE.search(path.read_text())] == []
+
+
+BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+
+
+@pytest.mark.slow
+def test_its_wheel_trains_it_from_any_folder(project: Path, tmp_path: Path, warm: Warm) -> None:
+    """Without a pyproject.toml that names its experiment, and with a folder of options that is typed."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    shutil.copytree(project, source)
+    built = warm.run("-c", BUILD, str(tmp_path), cwd=source, env=environment())
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (tmp_path / "other" / "loss").mkdir(parents=True)
+    (tmp_path / "other" / "loss" / "huge.yaml").write_text("_target_: qnmixer.losses.l1\n")
+    words = ["--config-dir", "other", "loss=huge", "--cfg", "job"]
+    path = environment(PYTHONPATH=f"{site}{os.pathsep}{new.PACKAGE.parent}")
+    done = warm.run("-m", "nice_ct.train", *words, cwd=tmp_path, env=path)
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load(done.stdout)
+    assert (config["model"]["_target_"], config["fit"]) == ("nice_ct.network.MyNetwork", "nice_ct.fit.fit")
+    assert config["loss"]["_target_"] == "qnmixer.losses.l1"
 
 
 def test_its_notebook_has_no_outputs(project: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from qnmixer.commands import command
+from qnmixer.settings.project import Project, project_here
 from qnmixer.train import check
 
 from .schemas import SCHEMAS
@@ -41,7 +42,14 @@ class Typed:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
 
-    def __call__(self, name: str, *words: str, task: Any = None, check: Callable[..., Any] | None = None) -> Outcome:
+    def __call__(
+        self,
+        name: str,
+        *words: str,
+        task: Any = None,
+        check: Callable[..., Any] | None = None,
+        find_project: Callable[[], Project] = project_here,
+    ) -> Outcome:
         task_configs: list[Any] = []
         checked_configs: list[Any] = [None]
         code = 0
@@ -54,7 +62,7 @@ class Typed:
         self.monkeypatch.delenv(command.TRACEBACK, raising=False)
         self.capsys.readouterr()
         try:
-            command.run(task or task_configs.append, checking, SCHEMAS[name])
+            command.run(task or task_configs.append, checking, SCHEMAS[name], find_project=find_project)
         except SystemExit as stop:
             code = int(stop.code or 0)
         return Outcome(code, self.capsys.readouterr().err, bool(task_configs), checked_configs[-1])

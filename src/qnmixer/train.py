@@ -8,8 +8,8 @@ python -m qnmixer.train strategy=ddp                                     # all G
 From a program: `from qnmixer.train import train`, and `train("experiment=demo")`.
 """
 
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import qnmixer.needs_train  # noqa: F401
@@ -28,7 +28,7 @@ from qnmixer.runs.run import Run, resume_overrides
 from qnmixer.runs.sweeps import Job, run_jobs, sweep
 from qnmixer.settings.compose import search_path_in
 from qnmixer.settings.error_lines import explain
-from qnmixer.settings.project import in_project
+from qnmixer.settings.project import project_at, project_here
 from qnmixer.settings.run import Config, parse
 from qnmixer.training.worker import check_processes, fit_as_rank, fit_in_processes, function_that_trains
 
@@ -65,7 +65,7 @@ def train(*overrides: str) -> Trained:
         raise ConfigError(f"{flags[0]} is no override (KEY=VALUE): for a sweep, use python -m qnmixer.train -m")
     try:
         with private_files():
-            words = command.completed(in_project(overrides, "train"), Config, resume_overrides)
+            words = command.completed([*overrides], Config, resume_overrides)
             trained: Trained = command.run_once(run, check, "train", words)
     except HydraException as error:  # an unknown key
         raise ConfigError(explain(error, "train", [*overrides])) from error
@@ -133,14 +133,16 @@ def check(cfg: DictConfig) -> Config:
     return config
 
 
-def main(project: Path = Path()) -> None:
+def main(project: Path | None = None) -> None:
     """Run the command. It is also installed as `qnmixer-train`, so that a shell can complete its keys.
 
-    A project's own command calls it with the folder of its pyproject.toml.
+    A project's own command trains the project, from whatever folder it starts, or ends with an error.
+
+    Args:
+        project: the folder of a project's options, or of its pyproject.toml. None: the current folder may have one.
     """
-    if project != Path():
-        sys.argv[1:] = in_project(sys.argv[1:], "train", project)
-    command.run(run, check, Config, sweep, resume_overrides, job)
+    find_project = project_here if project is None else partial(project_at, project)
+    command.run(run, check, Config, sweep, resume_overrides, job, find_project)
 
 
 if __name__ == "__main__":

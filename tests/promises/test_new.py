@@ -23,7 +23,7 @@ from .commands import Command, record, weights
 
 TINY = [word for word in COMMON if not word.startswith(("model.n_mixer", "trainer.max"))]
 HELD = ["data.n_train=8", "data.n_held_out=2"]
-MINE = ["--config-dir", "conf", "experiment=mine", *TINY, *HELD, "trainer.max_steps=2"]
+MINE = [*TINY, *HELD, "trainer.max_steps=2"]
 GROUPS = (
     "callbacks", "datamodule", "evaluation", "geometry", "logger", "metrics", "noise", "optimizer", "schedule",
     "strategy", "trainer",
@@ -85,7 +85,7 @@ def test_a_project_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     package = {f"src/mine/{name}.py" for name in ("__init__", "data", "fit", "losses", "module", "network", "train")}
     options = {f"{group}/mine" for group in (*GROUPS, "experiment", "loss", "model", "module")}
     options |= {"data/bodies", "loss/edges"}
-    assert files == package | {f"conf/{name}.yaml" for name in options} | {
+    assert files == package | {f"src/mine/conf/{name}.yaml" for name in options} | {
         ".github/workflows/ci.yml", ".gitignore", "Makefile", "README.md", "notebooks/look.ipynb", "pyproject.toml",
         "tests/test_mine.py",
     }  # fmt: skip

@@ -206,6 +206,17 @@ def test_what_a_stranger_has_set_is_the_users_to_repeat(make: Make, override: st
     assert resume_overrides(["resume=runs/b", *theirs])[:2] == theirs
 
 
+def test_config_folders_are_added_to_those_of_the_run_that_are_still_there(make: Make, tmp_path: Path) -> None:
+    """The project of a run may have been moved."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "more").mkdir()
+    mine, more = (f"file://{tmp_path / name}" for name in ("mine", "more"))
+    make("a", f"hydra.searchpath=[{mine},file:///gone]", "seed=1")
+    assert resume_overrides(["resume=runs/a", f"hydra.searchpath=[{more}]"])[:2] == [
+        "seed=1", f"hydra.searchpath=[{more},{mine}]"
+    ]  # fmt: skip
+
+
 def test_the_line_for_who_stops_is_one_for_a_shell(make: Make) -> None:
     folder = make("a", "seed=1", steps=7).rename("a b")
     assert resume_hint(folder) == """interrupted after step 7, to resume: python -m qnmixer.train 'resume=a b'"""

@@ -2,22 +2,28 @@
 
 import re
 import shutil
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from qnmixer import train
 from qnmixer.new import TEMPLATE
 from qnmixer.settings.options import CONF
+from qnmixer.settings.project import NO_PROJECT, project_at
 
 from ..typed import Typed
 
+CONF_OF_PROJECT = "src/my_ct/conf"
+
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A folder with the options and the pyproject.toml that `new` writes."""
-    shutil.copytree(TEMPLATE / "conf", tmp_path / "conf")
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the code and the pyproject.toml that `new` writes."""
+    shutil.copytree(TEMPLATE / "src" / "my_ct" / "conf", tmp_path / CONF_OF_PROJECT)
     shutil.copy(TEMPLATE / "pyproject.toml", tmp_path)
-    (tmp_path / "my_ct").symlink_to(TEMPLATE / "src" / "my_ct")
+    monkeypatch.syspath_prepend(TEMPLATE / "src")
     return tmp_path
 
 
@@ -29,17 +35,78 @@ def test_a_command_finds_the_options_and_the_experiment_of_a_project(command: st
         assert getattr(outcome.config, "run", outcome.config).data.name == source
 
 
+@pytest.mark.parametrize("words", [["--config-dir", "more"], ["hydra.searchpath=[more]"], ["hydra.searchpath=[]"]])
+def test_a_folder_that_is_typed_is_added_to_the_projects(words: list[str], typed: Typed, project: Path) -> None:
+    """And comes before it. So it is for a project's own command, from any folder."""
+    for name in ("loss/mine", "loss/more"):
+        (project / "more" / f"{name}.yaml").parent.mkdir(parents=True, exist_ok=True)
+        (project / "more" / f"{name}.yaml").write_text("_target_: qnmixer.losses.l1\n")
+    outcome = typed("train", *words)
+    typed.monkeypatch.chdir(project / "more")
+    elsewhere = [word.replace("more", "../more") for word in words]
+    for config in (outcome.config, typed("train", *elsewhere, find_project=partial(project_at, project)).config):
+        assert config.model.target == "my_ct.network.MyNetwork"
+        assert config.loss.target == ("qnmixer.losses.l1" if "more" in str(words) else "my_ct.losses.charbonnier")
+
+
+def test_a_projects_command_trains_it_whatever_the_current_folder_is(typed: Typed, project: Path) -> None:
+    """Also beside another project, by each folder that projects have given to `main`."""
+    other = project / "other"
+    other.mkdir()
+    (other / "pyproject.toml").write_text('[tool.qnmixer]\nexperiment = "demo"\n')
+    typed.monkeypatch.chdir(other)
+    conf = project / CONF_OF_PROJECT
+    places = [partial(project_at, project), partial(project_at, conf)]
+    for find_project in places:
+        assert typed("train", find_project=find_project).config.model.target == "my_ct.network.MyNetwork"
+    typed.monkeypatch.setenv(NO_PROJECT, "1")  # a job of its sweep
+    assert typed("train").config.model.T == 14
+
+
+def test_without_pyproject_the_only_experiment_is_meant(typed: Typed, project: Path) -> None:
+    """As in a wheel."""
+    (project / "pyproject.toml").unlink()
+    conf = project / CONF_OF_PROJECT
+    find_project = partial(project_at, conf)
+    assert typed("train", find_project=find_project).config.model.target == "my_ct.network.MyNetwork"
+    shutil.copy(conf / "experiment" / "mine.yaml", conf / "experiment" / "second.yaml")
+    refused = typed("train", "seed=2", find_project=find_project)
+    assert refused.line == f"{conf} has several experiments: add experiment=mine or second"
+    assert typed("train", "experiment=second", find_project=find_project).code == 0
+
+
+@pytest.mark.parametrize("words", [[], ["--config-dir", "."], ["experiment=demo"]])
+def test_a_projects_command_without_its_project_is_one_line(
+    words: list[str], project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (project / "empty").mkdir()
+    (project / "empty" / "pyproject.toml").write_text("[project]\n")
+    for place, line in (
+        (Path("/nonexistent"), "/nonexistent has neither pyproject.toml nor experiment/*.yaml: give main(…) the"),
+        (project / "src", f"{project / 'src'} has neither pyproject.toml nor"),  # site-packages, for older projects
+        (project / "empty", f"{project / 'empty' / 'pyproject.toml'} has no [tool.qnmixer]: write conf and"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["train", *words])
+        with pytest.raises(SystemExit, match="1"):
+            train.main(place)
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"error: {line}")
+
+
 @pytest.mark.parametrize(
     ("table", "line"),
     [
         ('conf = "nowhere"', 'pyproject.toml: no folder nowhere: write conf = "FOLDER" in [tool.qnmixer]'),
         ('cnf = "conf"', "unknown key tool.qnmixer.cnf: did you mean tool.qnmixer.conf?"),
-        ("conf = ", "pyproject.toml of this folder cannot be read"),
+        ("conf = ", "pyproject.toml cannot be read"),
     ],
 )
 def test_a_wrong_table_of_a_project_is_one_line(table: str, line: str, typed: Typed, project: Path) -> None:
+    """Also for the command of the project."""
     (project / "pyproject.toml").write_text(f"[tool.qnmixer]\n{table}\n")
     assert line in typed("plan").line
+    for place in (project, project / CONF_OF_PROJECT):
+        assert line in typed("train", find_project=partial(project_at, place)).line
 
 
 def test_a_project_without_options_of_its_own_has_an_experiment(typed: Typed, tmp_path: Path) -> None:
@@ -60,7 +127,7 @@ def test_a_table_that_is_none(table: str, typed: Typed, tmp_path: Path) -> None:
 def test_a_project_has_an_example_of_each_group(typed: Typed, project: Path) -> None:
     """Of each with arguments of one's own. All are chosen at once, and each begins with what it is for."""
     groups = {path.name for path in CONF.iterdir() if path.is_dir()} - {"debug", "hydra", "memory"}
-    files = [*(project / "conf").rglob("*.yaml")]
+    files = [*(project / CONF_OF_PROJECT).rglob("*.yaml")]
     assert {file.parent.name for file in files} == groups
     assert all(re.match(r"(# @package .*\n)?# .{20}", file.read_text()) for file in files)
     chosen = [f"{group}=mine" for group in sorted(groups - {"data", "experiment"})]

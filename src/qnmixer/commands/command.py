@@ -7,8 +7,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from qnmixer.settings.compose import (
 from qnmixer.settings.error_lines import explain
 from qnmixer.settings.help import usage
 from qnmixer.settings.options import CONF, OF_A_RUN, options
-from qnmixer.settings.project import in_project
+from qnmixer.settings.project import Project, project_here
 from qnmixer.settings.typed_text import with_texts
 from qnmixer.settings.validation import NAMED, Section
 
@@ -59,6 +59,7 @@ def run(
     sweep: Sweep | None = None,
     complete: Complete = list,
     job: Callable[[DictConfig], object] | None = None,
+    find_project: Callable[[], Project] = project_here,
 ) -> None:
     """Run a command: compose its config, `check` it, then call `task` with what that returns.
 
@@ -70,31 +71,31 @@ def run(
         sweep: a context around the jobs of a sweep, from the overrides and the first config to one more override.
         complete: maps the given arguments to those that the command runs with.
         job: the task of each job of a sweep. None: as for one run.
+        find_project: gives the options and the experiment that the command line need not name.
     """
     wait_briefly()
     collect_garbage_rarely()
     lasting_output()
-    words, config_name = sys.argv[1:], schema.command
-    try:
-        # Weights are made to be given away. Everything else may show patients.
-        files = nullcontext() if config_name == "export" else private_files()
-        with warnings_in_one_line(), files:
-            words = completed(in_project(words, config_name), schema, complete)
+    words = sys.argv[1:]
+    # Weights are made to be given away. Everything else may show patients.
+    files = nullcontext() if schema.command == "export" else private_files()
+    with _errors_in_one_line(schema.command, words), warnings_in_one_line(), files:
+        # In place, so that a message knows the config folders of the project and of a resumed run too.
+        words[:] = completed(words, schema, complete, find_project)
+        if not _answer(words, schema.command):
             overrides = [word for word in words if not word.startswith("-")]
-            flags = _further_flags(words)
-            if "--version" in flags:
-                print(f"qnmixer {version('qnmixer')}")
-            elif {*words} & {"--help", "-h", "--help=all"}:
-                config = compose(config_name, [*filter(is_override, words)], with_hydra=True)
-                print(usage(config, config_name, every_key="--help=all" in words))
-            elif is_sweep(words):
-                if flags:
-                    raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(sorted(flags))}")
-                _run_jobs(job or (lambda cfg: task(check(cfg))), config_name, overrides, sweep or _plain_sweep)
-            elif flags:
-                _show(config_name, words)
+            if is_sweep(words):
+                job = job or (lambda cfg: task(check(cfg)))
+                _run_jobs(job, schema.command, overrides, sweep or _plain_sweep)
             else:
-                run_once(task, check, config_name, overrides)
+                run_once(task, check, schema.command, overrides)
+
+
+@contextmanager
+def _errors_in_one_line(config_name: str, words: list[str]) -> Iterator[None]:
+    """End the process with one line for an error that the user can fix. A bug keeps its traceback."""
+    try:
+        yield
     except KeyboardInterrupt as stop:
         say(str(stop) or "interrupted", sys.stderr)
         sys.exit(stop.code if isinstance(stop, Stopped) else 130)
@@ -106,6 +107,21 @@ def run(
             say(note, sys.stderr)
         say(f"error: {line}", sys.stderr)
         sys.exit(1)
+
+
+def _answer(words: list[str], config_name: str) -> bool:
+    """Print what a flag asks for. False without such a flag: then the command runs."""
+    flags = _further_flags(words)
+    if "--version" in flags:
+        print(f"qnmixer {version('qnmixer')}")
+    elif {*words} & {"--help", "-h", "--help=all"}:
+        config = compose(config_name, [*filter(is_override, words)], with_hydra=True)
+        print(usage(config, config_name, every_key="--help=all" in words))
+    elif flags and is_sweep(words):
+        raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(sorted(flags))}")
+    elif flags:
+        _show(config_name, words)
+    return bool(flags)
 
 
 def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -> Any:
@@ -175,16 +191,22 @@ def _show(config_name: str, words: list[str]) -> None:
         os.environ.pop(TRACEBACK) if value_before is None else os.environ.update({TRACEBACK: value_before})
 
 
-def completed(arguments: list[str], schema: type[Section], complete: Complete = list) -> list[str]:
-    """The arguments for Hydra, from those that the user gave. `schema`, `complete` and the errors are as in `run`."""
+def completed(
+    arguments: list[str],
+    schema: type[Section],
+    complete: Complete = list,
+    find_project: Callable[[], Project] = project_here,
+) -> list[str]:
+    """The arguments for Hydra, from those that the user gave. The others, and the errors, are as in `run`."""
     arguments = _in_hydras_form(arguments)
     flags = _further_flags(arguments)
     if not flags:
         check_ignored(arguments, schema.command)
-    arguments = with_search_path(arguments)
+    project = find_project()
+    arguments = with_search_path(project.with_experiment(arguments, schema.command), project.conf)
     if schema.command in OF_A_RUN:
         arguments = with_one_limit(arguments)
-    arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
+    arguments = with_search_path(complete(arguments), project.conf)  # again: a resumed run may bring its own
     arguments = with_texts(arguments, schema)
     if world_size() > 1 and not flags:
         arguments = _of_rank(arguments, schema.command)

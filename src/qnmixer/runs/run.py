@@ -34,7 +34,17 @@ from qnmixer.runs.records import (
     write_results,
 )
 from qnmixer.runs.terminal import Console
-from qnmixer.settings.compose import SEARCH_PATH, compose, key_of, of_hydra, quoted, values_of
+from qnmixer.settings.compose import (
+    SEARCH_PATH,
+    compose,
+    key_of,
+    of_hydra,
+    quoted,
+    search_path_in,
+    still_there,
+    values_of,
+    with_search_path,
+)
 from qnmixer.settings.options import CONF
 
 # Finding a run
@@ -377,9 +387,10 @@ def _by_key(overrides: list[str]) -> dict[str, str]:
 def _merged(run_overrides: list[str], command_overrides: list[str]) -> list[str]:
     """The overrides of a run with those given now in their place.
 
-    A new choice for a group removes the old keys of that group. A new length removes the old length.
+    A new choice for a group removes the old keys of that group. A new length removes the old length. Config folders are
+    added to those of the run.
     """
-    new_keys = {*map(key_of, command_overrides)}
+    new_keys = {*map(key_of, command_overrides)} - {SEARCH_PATH}
     dropped_prefixes = tuple(f"{key}." for key in new_keys if (CONF / key).is_dir())
     if not new_keys.isdisjoint(_LENGTH):
         dropped_prefixes += _LENGTH
@@ -388,6 +399,11 @@ def _merged(run_overrides: list[str], command_overrides: list[str]) -> list[str]
         for override in run_overrides
         if (key := key_of(override)) not in new_keys and not key.startswith(dropped_prefixes)
     ]
+    if search_path := search_path_in(command_overrides):
+        recorded = [still_there(path) for path in search_path_in(kept_overrides)]
+        (joined,) = with_search_path([*search_path, *recorded])
+        kept_overrides = _without_keys(kept_overrides, SEARCH_PATH)
+        command_overrides = [joined if override in search_path else override for override in command_overrides]
     return [*kept_overrides, *command_overrides]
 
 

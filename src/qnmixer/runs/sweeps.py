@@ -48,6 +48,7 @@ from qnmixer.runs.terminal import Console, csv_table, in_digits, markdown_table,
 from qnmixer.settings.compose import quoted
 from qnmixer.settings.parts import Metrics, modes_of
 from qnmixer.settings.plugins import digests_of_code
+from qnmixer.settings.project import NO_PROJECT
 from qnmixer.settings.run import Config, parse
 from qnmixer.settings.validation import validated
 
@@ -340,7 +341,7 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _JobProcess:
     job.folder.mkdir(parents=True, exist_ok=True)
     if read_results(job.folder):  # a resumed job must not show the end of its first part
         amend(job.folder, job.overrides, status="running", error=None)
-    environment = {**os.environ}
+    environment = os.environ | {NO_PROJECT: "1"}
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if n_threads is not None:

@@ -72,12 +72,18 @@ def of_hydra(override: str) -> bool:
     return re.search(r"(^|@)\s*hydra\b", key_of(override)) is not None
 
 
-def with_search_path(arguments: list[str]) -> list[str]:
+def with_search_path(arguments: list[str], last: Path | None = None) -> list[str]:
     """Put the user's config folders into one override, `hydra.searchpath=[…]`, with absolute paths.
 
     They come from `--config-dir FOLDER` and from that override. The record of a run then has them, like any other
-    override. Raises ConfigError for a folder that does not exist, or that has a file with the name of one of ours:
-    Hydra would take ours.
+    override. Hydra takes an option from the first folder that has it.
+
+    Args:
+        arguments: of a command line.
+        last: the folder of a project, which comes after those that are typed.
+
+    Raises ConfigError for a folder that does not exist, or that has a file with the name of one of ours: Hydra would
+    take ours.
     """
     other_words, folders, searched = [], [], list[str]()
     words = iter(arguments)
@@ -89,11 +95,22 @@ def with_search_path(arguments: list[str]) -> list[str]:
                 raise ConfigError(f"{flag} has no value: write {flag} FOLDER")
             folders.append(folder)
         elif key_of(word) == SEARCH_PATH:
-            searched = _places(word)
+            searched += _places(word)
         else:
             other_words.append(word)
-    places = [*map(_located, [*folders, *searched])]
-    return [f"{SEARCH_PATH}=[{','.join(map(quoted, places))}]", *other_words] if places else other_words
+    project = [] if last is None else [_located(str(last))]
+    typed = [place for place in map(_located, [*folders, *searched]) if place not in project]
+    places = [*dict.fromkeys(typed), *project]
+    return [_search_path(places), *other_words] if places else other_words
+
+
+def _search_path(places: Iterable[str]) -> str:
+    return f"{SEARCH_PATH}=[{','.join(map(quoted, places))}]"
+
+
+def still_there(override: str) -> str:
+    """A search path without its folders that are gone, such as those of a project that was moved."""
+    return _search_path(place for place in _places(override) if all(path.is_dir() for path in folders_of([place])))
 
 
 def search_path_in(overrides: list[str]) -> list[str]:

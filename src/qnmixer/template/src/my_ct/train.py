@@ -1,4 +1,4 @@
-"""Train: python -m my_ct.train [KEY=VALUE …]. pyproject.toml names its options and experiment.
+"""Train: python -m my_ct.train [KEY=VALUE …]. It trains the experiment that pyproject.toml names.
 
 python -m my_ct.train trainer.max_steps=2000 optimizer.lr=1e-3
 python -m my_ct.train strategy=ddp trainer.devices=2
@@ -11,4 +11,4 @@ from pathlib import Path
 from qnmixer.train import main
 
 if __name__ == "__main__":
-    main(Path(__file__).parents[2])
+    main(Path(__file__).parent / "conf")
