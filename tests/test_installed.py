@@ -99,29 +99,34 @@ def test_data_without_dicom_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_gets_an_import_error(tmp_path: Path) -> None:
-    code = "try:\n import qnmixer.lightning\nexcept ImportError as error:\n print(error)"
-    assert 'pip install "qnmixer[train]"' in python(tmp_path, PACKAGES["train"], "-c", code).stdout
+def test_the_script_of_a_command_without_an_extra_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "qnmixer-train").write_text("from qnmixer.train import main\nmain()\n")
+    done = python(tmp_path, PACKAGES["train"], "qnmixer-train")
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert done.stderr.startswith("error: this part of qnmixer needs ")
 
 
 SLICES = """
+import sys
 from qnmixer.data import NumpyReader, PhantomSource
 for name in ("DeepLesionReader", "DicomReader", "MixedSource"):
     try:
         exec(f"from qnmixer.data import {name}")
     except ImportError as error:
         print(error)
+assert sys.excepthook is sys.__excepthook__
 from qnmixer.data import SliceDataModule
 """
 
 
 @pytest.mark.slow
 def test_slices_without_train_are_an_import_error(tmp_path: Path) -> None:
+    """Of a program, whose hook for errors stays its own."""
     done = python(tmp_path, PACKAGES["train"], "-c", SLICES)
     assert done.returncode == 1
-    (uncaught,) = done.stderr.splitlines()
-    assert uncaught.startswith("error: ")
-    lines = [*done.stdout.splitlines(), uncaught.removeprefix("error: ")]
+    uncaught = done.stderr.splitlines()[-1]
+    assert uncaught.startswith("qnmixer.installed.NotInstalled: ")
+    lines = [*done.stdout.splitlines(), uncaught.partition(": ")[2]]
     for name, line in zip(["DeepLesionReader", "DicomReader", "MixedSource", "SliceDataModule"], lines, strict=True):
         assert line.startswith(f"qnmixer.data.{name} needs ")
         assert line.endswith('which is not installed: pip install "qnmixer[train]"')

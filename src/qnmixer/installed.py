@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from types import TracebackType
+from pathlib import Path
 
 from qnmixer.errors import ConfigError
 
@@ -62,18 +62,20 @@ def extras() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("qnmixer.extras"):
             raise
-        raise without_extras("this") from None
+        with one_line_of_a_command():
+            raise without_extras("this") from None
 
 
-_hook = sys.excepthook
+@contextmanager
+def one_line_of_a_command() -> Iterator[None]:
+    """End a command of qnmixer by its line if the block raises NotInstalled. Other programs get the error.
 
-
-def _one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print one that nobody catches without a traceback, also while a command is still importing its modules."""
-    if isinstance(error, NotInstalled):
-        print(f"error: {error}", file=sys.stderr)
-    else:
-        _hook(kind, error, traceback)
-
-
-sys.excepthook = _one_line
+    A command that cannot import its modules has nothing else yet that would print the line.
+    """
+    try:
+        yield
+    except NotInstalled as error:
+        spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+        if str(spec and spec.name).startswith("qnmixer.") or Path(sys.argv[0]).name.startswith("qnmixer-"):
+            sys.exit(f"error: {error}")
+        raise
