@@ -1,5 +1,6 @@
 """The learning rate of each step after a resume that changes the schedule, or does not."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,16 +115,28 @@ def test_a_schedule_by_a_metric_stays_as_it_was() -> None:
 )
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_that_resumes_with_another_schedule_follows_it_at_once(
-    tiny_config: Callable[..., Config], tmp_path: Path, before: list[str], after: list[str], optimizer: str
+    tiny_config: Callable[..., Config],
+    tmp_path: Path,
+    before: list[str],
+    after: list[str],
+    optimizer: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """And says where its rate goes on, if that is another one."""
     words = [f"optimizer={optimizer}", "callbacks=lr_monitor", "test_after_training=false"]
     first = tiny_config(*words, *before)
     fit(first, Run(tmp_path))
     resumed = tiny_config(*words, *after, f"resume={tmp_path}")
+    capsys.readouterr()
     fit(resumed, Run(tmp_path, resume=str(tmp_path)))
+    said = re.findall(r"^the schedule is another one now: .* at (\S+), not (\S+) \(", capsys.readouterr().out, re.M)
     rates = {name: values for name, values in metrics(tmp_path).items() if name.startswith("lr-")}
     assert len(rates) == {"adamw": 3, "muon": 4}[optimizer]
     factor, factor_before = learning_rate_factor(resumed.schedule, 8), learning_rate_factor(first.schedule, 4)
+    lr = metrics(tmp_path)["train/lr"][4]
+    assert [tuple(map(float, pair)) for pair in said] == [
+        pytest.approx((lr, lr / factor(4) * factor_before(4)), rel=0.01, abs=1e-12)
+    ]
     for values in [*rates.values(), metrics(tmp_path)["train/lr"]]:
         expected = [values[0] / factor_before(0) * factor(step) for step in range(4, 8)]
         assert values[4:] == pytest.approx(expected)

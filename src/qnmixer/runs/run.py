@@ -322,7 +322,10 @@ def _in_place(run: Path, command_overrides: list[str]) -> list[str]:
     record, values = read_results(run), values_of(command_overrides)
     if record.get("status") == "done" and not any(key in values for key in (*_LENGTH, "trainer.max_time")):
         steps = record.get("steps", 0)
-        raise CheckpointError(f"{run} is done ({steps} steps): to train longer, raise trainer.max_steps")
+        raise CheckpointError(
+            f"{run} is done ({steps} steps): to train longer, raise trainer.max_steps; the learning rate then follows "
+            "the schedule of the new length"
+        )
     run_overrides = _without_keys(overrides_of(run), "resume")
     where = [] if "hydra.run.dir" in values else [f"hydra.run.dir={quoted(run)}"]
     if not has_checkpoint(run):  # killed before its first checkpoint: it starts from step 0

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from qnmixer.errors import Stopped
+from qnmixer.errors import Stopped, say
 from qnmixer.files import atomic_file
 from qnmixer.module.base import RunModule
 from qnmixer.parallel.lightning_private import number_rows
@@ -80,7 +80,12 @@ class Checkpointing(Checkpoint):
         assert isinstance(pl_module, RunModule)
         if self._schedules_before is not None:
             for schedule, before in zip(self._schedules, self._schedules_before, strict=True):
-                schedule.resume(before)
+                rates = schedule.resume(before)
+                if rates is not None and not math.isclose(*rates) and rank() == 0:
+                    say(
+                        f"the schedule is another one now: the learning rate goes on at {rates[1]:.3g}, "
+                        f"not {rates[0]:.3g} (a new run with finetune= begins with a schedule of its own)"
+                    )
         forget_early_stops(trainer)  # that of the run before a resume
         defer_stop(is_rank() or not pl_module.settings.get("compile"))
         self._first_step = trainer.global_step
@@ -242,16 +247,19 @@ class BuiltSchedule:
         self.groups = [_values(group) for group in schedule.optimizer.param_groups] if _counts_steps(schedule) else []
         self.settings = repr((self.state, self.groups))
 
-    def resume(self, settings_before: str) -> None:
+    def resume(self, settings_before: str) -> tuple[float, float] | None:
         """Put the restored schedule to the place that it has after as many steps of its own.
 
         With the schedule of before that is the place where it is. A rate that something else has set stays.
+
+        Returns the learning rate of the first group for the next step: as it was restored, and as it is now. None if
+        nothing was changed.
         """
         schedule = self.schedule
         parts = schedules_in(schedule)
         is_changed = self.settings != settings_before
         if not _counts_steps(schedule) or not (is_changed or any(hasattr(part, "lr_lambdas") for part in parts)):
-            return
+            return None
         groups, n_steps = schedule.optimizer.param_groups, getattr(schedule, "last_epoch", parts[0].last_epoch)
         rates = [(group["lr"], rate) for group, rate in zip(groups, schedule.get_last_lr(), strict=True)]
         only_a_function = isinstance(schedule, LambdaLR) and not is_changed
@@ -269,6 +277,7 @@ class BuiltSchedule:
         for group, (rate, of_schedule) in zip(groups, rates, strict=True):
             if rate != of_schedule:
                 group["lr"] = rate
+        return float(rates[0][0]), float(groups[0]["lr"])
 
 
 def _counts_steps(schedule: Any) -> bool:
