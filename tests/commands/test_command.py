@@ -58,10 +58,11 @@ LINES = {
     "train model.codec={_target_:torch.nn.Identity}": "should be 'orthonormal' or 'strided'",
     # flags
     "train --optimizer.lr 3": "--optimizer.lr is not known: write KEY=VALUE, or a flag that --hydra-help lists",
-    "train --experimental-rerun=x": "--experimental-rerun=x is not known: write KEY=VALUE",
+    "train --experimental-rerun=x": "--experimental-rerun=x of Hydra would leave out train.yaml: choose",
+    "train -cn mine": "-cn mine of Hydra would leave out train.yaml: choose a file of your own with --config-dir",
     "train --experiment demo": "--experiment is not known",
     "train --multi": "--multi is not known",
-    "train --config-name=mine": "--config-name=mine is not known",
+    "train --config-name=mine": "--config-name=mine of Hydra would leave out train.yaml",
     "train --": "-- is not known",
     "train --info --cfg job": "--info --cfg job does not work (Only one of ",
     "train --cfg jb": "--cfg jb does not work (argument --cfg/-c: invalid choice: 'jb' (choose from ",
@@ -76,6 +77,11 @@ def test_a_wrong_word_is_one_short_line(typed: Typed, monkeypatch: pytest.Monkey
     line = typed(*words.split()).line
     assert LINES[words] in line
     assert len(line) < 1000
+
+
+def test_a_section_without_a_class_of_its_own_takes_no_other_argument(typed: Typed) -> None:
+    line = typed("evaluate", "run=pretrained", "data.n_test=3").line
+    assert line == "unknown key data.n_test: data=as_trained has _target_, root, simulation_factor, disc"
 
 
 @pytest.mark.parametrize("words", ["plan format=json", "train --cfg job", "train --help -c job", "doctor"])

@@ -166,7 +166,8 @@ def test_no_command_begins_where_another_process_writes(make: Make) -> None:
 def test_a_finished_run_resumes_only_for_longer(make: Make) -> None:
     make("b", status="done", steps=9)
     with pytest.raises(
-        CheckpointError, match=r"^runs/b is done \(9 steps\): to train longer, raise trainer.max_steps; the learning rate "
+        CheckpointError,
+        match=r"^runs/b is done \(9 steps\): to train longer, raise trainer.max_steps; the ",
     ):
         resume_overrides(["resume=latest"])
     for longer in ("trainer.max_steps=10", "trainer.max_epochs=3"):

@@ -1,11 +1,12 @@
 """A key stands at the argument of the class: types, bounds, defaults, Hydra's words, with a user's own classes."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
-from qnmixer.errors import ConfigError, UserError
+from qnmixer.errors import CheckpointError, ConfigError, UserError
 from qnmixer.module.parts import build_loss
 from qnmixer.reconstruction.checkpoints import load_run, load_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor
@@ -55,8 +56,8 @@ class Scaled(Wide):
         super().__init__(width)
 
 class Loose(Net):
-    def __init__(self, projector, n_iterations=2):
-        super().__init__(projector, n_iterations)
+    def __init__(self, projector, n_iterations=2, **kw):
+        super().__init__(projector, n_iterations, **kw)
 
 def huber(image, truth, delta):
     return torch.nn.functional.huber_loss(image, truth, reduction="none", delta=delta).mean((1, 2, 3))
@@ -98,6 +99,7 @@ def save(config: Config, path: Path) -> Path:
             ["model._target_=signatures_of_mine.Loose", "~model.channels", "model.n_iterations={a: 1}", *PIPELINE],
             "model.n_iterations={'a': 1} should be a valid integer",
         ),
+        (["model._target_=signatures_of_mine.Loose", "+model.scale=much"], "model.scale=much should be a valid number"),
         (["+model.part={_target_: nowhere.X}"], "model.part._target_=nowhere.X, but there is no module nowhere"),
         (["+model.part={_target_: signatures_of_mine.Wide, widht: 2}"], "model.part cannot be built: "),
     ],
@@ -119,6 +121,28 @@ def test_a_new_argument_is_one_place(mine: Path, tmp_path: Path) -> None:
     load_run(before, trust=["signatures_of_mine"])
     load_weights(Reconstructor(train(*NET, "+model.added=5")), before)
     assert train(*NET, "+model.added=7").model.settings()["added"] == 7
+
+
+LOOSE = ["model=custom", "model._target_=signatures_of_mine.Loose", "~model.channels"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ([*NET, "+model.scale=2", "+model.pair=[1,2]"], [*NET, "~model.channels", "model.n_iterations=3"]),
+        (NET, [*LOOSE, "+model.free='a: b'"]),
+        ([*LOOSE, "+model.free={a: [1, null], b: 'c d'}"], [*NET, "+model.scale=3"]),
+        ([*NET, "model.n_iterations=3"], ["model=learn"]),
+        (["model=learn", "model.n_iterations=2", "model.channels=4"], NET),
+    ],
+)
+def test_the_words_for_the_same_network_can_be_pasted(before: list[str], now: list[str], tmp_path: Path) -> None:
+    path = save(train(*before), tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match="has another network: to build the same one, set ") as error:
+        load_weights(Reconstructor(train(*now)), path)
+    words = shlex.split(str(error.value).partition("one, set ")[2])
+    another = any(word.startswith("model=") for word in words)  # a group is chosen once
+    load_weights(Reconstructor(train(*([] if another else now), *words)), path)
 
 
 def test_types_are_those_of_the_arguments() -> None:

@@ -177,18 +177,27 @@ def _show(config_name: str, words: list[str]) -> None:
     try:
         given, further = parser.parse_known_args(words)
         shows = given.cfg or given.info or given.hydra_help or given.shell_completion
-        if further or not shows or given.config_name or given.config_path or given.experimental_rerun:
-            asked = " ".join(further or [word for word in words if word.startswith("-")])
+        if given.config_name or given.config_path or given.experimental_rerun:
+            raise ConfigError(
+                f"{_flags_of(words)} of Hydra would leave out {config_name}.yaml: choose a file of your own with "
+                "--config-dir FOLDER experiment=NAME, and repeat a run with its overrides"
+            )
+        if further or not shows:
+            asked = " ".join(further) or _flags_of(words)
             raise ConfigError(f"{asked} is not known: write KEY=VALUE, or a flag that --hydra-help lists, as --cfg job")
         if not given.shell_completion:
             compose(config_name, [*filter(is_override, words)])  # for its line about what is wrong
         sys.argv[1:] = words
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(lambda cfg: None)()
     except (argparse.ArgumentError, KeyError, RuntimeError, ValueError, YAMLError) as error:
-        flags = " ".join(word for word in words if not is_override(word))
-        raise ConfigError(f"{flags} does not work ({first_line(error)})") from error
+        raise ConfigError(f"{_flags_of(words)} does not work ({first_line(error)})") from error
     finally:
         os.environ.pop(TRACEBACK) if value_before is None else os.environ.update({TRACEBACK: value_before})
+
+
+def _flags_of(words: list[str]) -> str:
+    """The flags of a command line with their values, for messages."""
+    return " ".join(word for word in words if not is_override(word))
 
 
 def completed(

@@ -1,6 +1,7 @@
 """Checkpoints and weights files with the config of their run: load, resume, fine-tune and write them."""
 
 import json
+import shlex
 from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,9 +33,9 @@ from qnmixer.reconstruction.reconstructor import (
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, find_checkpoint
 from qnmixer.runs.records import own_modules
 from qnmixer.runs.sharing import without_places
+from qnmixer.settings.compose import value_as_typed
 from qnmixer.settings.data import DataConfig
-from qnmixer.settings.options import TARGET
-from qnmixer.settings.parts import ModelConfig
+from qnmixer.settings.options import TARGET, values_of_option
 from qnmixer.settings.plugins import check_trusted, is_trusted
 from qnmixer.settings.run import Config, checked, effective_batch, parse_file, targets_of
 from qnmixer.settings.target import Target
@@ -100,19 +101,29 @@ def load_weights(module: Any, run: str | Path) -> None:
             f"{path} was trained at data.image_size={config.data.image_size}, this run has "
             f"{module.config.data.image_size}: the two must be equal"
         )
-    if differing := _differing(config, module.config, "model"):
-        words = _choice(config.model) if differing.pop(TARGET, None) else []
-        words += [f"model.{key}={'null' if value is None else value}" for key, (value, _) in differing.items()]
-        raise CheckpointError(f"{path} has another network: to build the same one, set {' '.join(words)}")
+    if _differing(config, module.config, "model"):
+        words = shlex.join(_words_for(config, module.config))
+        raise CheckpointError(f"{path} has another network: to build the same one, set {words}")
     load_state(module.network, state, path)
     if not same_scan(config, module.config):
         say_scan(config, module.config, follow_scan(module.network, build_projector(config)))
 
 
-def _choice(model: ModelConfig) -> list[str]:
-    """The overrides that choose a network."""
-    option = [f"model={model.name}"]
-    return option if model.name != model.target else ["model=custom", f"{model.key}={model.target}"]
+def _words_for(config: Config, current: Config) -> list[str]:
+    """The overrides that build the network of a config, after those of the current one."""
+    model, now = config.model, current.model
+    wanted, there, words = _settings(model, now), now.arguments, list[str]()
+    if model.target != now.target:
+        if model.name != model.target or now.name != now.target:  # another option, which brings its own keys
+            option = "custom" if model.name == model.target else model.name
+            there, words = values_of_option("model", option), [f"model={option}"]
+        if model.name == model.target:
+            words.append(f"{model.key}={model.target}")
+    values = there if model.target != now.target else now.defaults() | there
+    for key, value in wanted.items():
+        if key != TARGET and values.get(key, ...) != value:
+            words.append(f"{'' if key in there else '+'}model.{key}={value_as_typed(value)}")
+    return words + [f"~model.{key}" for key in there if key not in (*wanted, TARGET)]
 
 
 def built_from(config: Config, *sections: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ Hydra is imported when something is composed. A program that only loads a networ
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_of
 from qnmixer.settings.options import CONF, OF_A_RUN, option_files
+from qnmixer.settings.validation import as_typed
 
 SEARCH_PATH = "hydra.searchpath"
 SWEEP_MODE = "hydra.mode=MULTIRUN"
@@ -38,6 +39,15 @@ def quoted(value: Path | str) -> str:
         return text
     escaped = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + match[2].replace('"', '\\"'), text)
     return f'"{escaped}"'
+
+
+def value_as_typed(value: Any) -> str:
+    """A plain value as Hydra's command line takes it."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{value_as_typed(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(value_as_typed, value))}]"
+    return quoted(value) if isinstance(value, str) else as_typed(value)
 
 
 def is_override(word: str) -> bool:
@@ -181,7 +191,7 @@ _ONLY = {
     "trainer.val_check_interval": "trainer.val_every_n_steps=null",
     "trainer.check_val_every_n_epoch": "trainer.val_every_n_steps=null",
 }
-"""Keys of Lightning, and what then is off unless it is given too."""
+"""Keys of Lightning. Each turns off a key of a config file that does the same, unless that key is given too."""
 
 
 def with_one_limit(words: list[str]) -> list[str]:

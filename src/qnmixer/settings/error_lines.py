@@ -95,5 +95,7 @@ def _unknown_key(key: str, config_name: str, words: list[str]) -> str:
     assert isinstance(values, dict)
     keys = [name for name in flat_keys(values) if name.startswith("hydra.") == (group == "hydra")]
     line = str(unknown_key(key, keys, f"{group}={choices[group]}" if group in choices else config_name))
-    more = f"{group}.{TARGET}" in keys and "did you mean" not in line
+    section = values.get(group)
+    has_class = isinstance(section, dict) and section.get(TARGET) is not None  # data=as_trained has none of its own
+    more = has_class and "did you mean" not in line
     return f"{line}; +{key}=… names another argument of its class" if more else line

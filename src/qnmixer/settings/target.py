@@ -7,7 +7,7 @@ target. So `checked` does that: for the user's own command line, and for a file 
 import inspect
 import re
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -132,37 +132,48 @@ class Target(Section):
         arguments |= taken(function, {name: value for name, value in (supplied or {}).items() if name not in keywords})
         return partial(function, **arguments, **self.built(function, arguments))
 
-    def built(self, function: Any, bound: Collection[str] = ()) -> dict[str, Any]:
-        """The arguments of the config for its imported target, with what they name built. `bound`: those not of it."""
-        built = {key: self._built(f"{self.section}.{key}", value) for key, value in self.keywords().items()}
-        return self._typed(function, built, bound)
+    def built(self, function: Any, of_caller: Collection[str] = ()) -> dict[str, Any]:
+        """The arguments of the config for its imported target, with the objects that they name built.
+
+        of_caller: names of the arguments that the caller gives, and the config need not.
+        """
+        arguments = {key: self._with_parts(f"{self.section}.{key}", value) for key, value in self.keywords().items()}
+        return self._typed(function, arguments, of_caller)
 
     def positional(self, function: Any) -> int:
         """How many of its first arguments qnmixer gives."""
         return 0 if self.kind is FUNCTION_OR_MODULE and isinstance(function, type) else self.n_positional
 
-    def _typed(self, function: Any, arguments: dict[str, Any], bound: Collection[str] = ()) -> dict[str, Any]:
+    def _typed(self, function: Any, arguments: dict[str, Any], of_caller: Collection[str] = ()) -> dict[str, Any]:
         """The arguments as the types that its signature declares. Raises ConfigError for those it lacks or misses."""
-        n_positional = self.positional(function)
         parameters = parameters_of(function)
         if parameters is None:  # it is written in C
             return arguments
-        named = {p.name: p for p in parameters[n_positional:] if p.kind in _BY_NAME and p.name not in bound}
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        if (stray := next((name for name in arguments if name not in named), None)) and not takes_all:
+        by_config = parameters[self.positional(function) :]  # qnmixer gives the first
+        named = {p.name: p for p in by_config if p.kind in _BY_NAME and p.name not in of_caller}
+        self._check_names(arguments, named, takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters))
+        typed = {}
+        for name, value in arguments.items():
+            hint = _type_of(function, named[name]) if name in named else _type_in_parents(function, name)
+            becomes_anything = [*_parts(name, value)] and not _is_plain(hint)  # what a part builds has any type
+            is_checked = hint is not None and not becomes_anything
+            typed[name] = validated(hint, value, f"{self.section}.{name}") if is_checked else value
+        return typed
+
+    def _check_names(self, names: Iterable[str], named: Mapping[str, inspect.Parameter], takes_all: bool) -> None:
+        """Raise PluginError for an argument that the target does not have, or for one that it needs and does not get.
+
+        takes_all: it has **keywords.
+        """
+        stray = next((name for name in names if name not in named), None)
+        if stray is not None and not takes_all:
             keys = [f"{self.section}.{name}" for name in named]
             raise PluginError(str(unknown_key(f"{self.section}.{stray}", keys, self.target)))
         for name, parameter in named.items():
-            if parameter.default is parameter.empty and name not in (*arguments, *self.supplied):
+            if parameter.default is parameter.empty and name not in (*names, *self.supplied):
                 raise PluginError(f"{self.section} needs an argument {name}: give it as +{self.section}.{name}=VALUE")
-        typed = {}
-        for name, value in arguments.items():
-            hint = _type_of(function, named[name]) if name in named else None
-            is_free = hint is None or ([*_parts(name, value)] and not _is_plain(hint))  # a part may become anything
-            typed[name] = value if is_free else validated(hint, value, f"{self.section}.{name}")
-        return typed
 
-    def _built(self, key: str, value: Any) -> Any:
+    def _with_parts(self, key: str, value: Any) -> Any:
         """The value of an argument, with the targets inside it built as by Hydra."""
         parts = [*_parts(key, value)] if self.arguments.get("_recursive_", True) else []
         if not parts:
@@ -190,6 +201,15 @@ def _type_of(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     except (PydanticUserError, NameError, TypeError, AttributeError):
         return None
     return hint
+
+
+def _type_in_parents(function: Any, name: str) -> Any:
+    """The declared type of an argument that a class passes on to a parent by **keywords. None if no parent has it."""
+    for parent in function.__mro__[1:] if isinstance(function, type) else ():
+        for parameter in parameters_of(parent.__init__) or () if "__init__" in vars(parent) else ():
+            if parameter.name == name and parameter.kind in _BY_NAME:
+                return _type_of(parent, parameter)
+    return None
 
 
 def _is_plain(hint: Any) -> bool:
