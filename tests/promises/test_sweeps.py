@@ -74,6 +74,7 @@ def test_a_search_over_jobs_of_two_processes(start: Start, warm: Warm, tmp_path:
     pytest.importorskip("optuna")
     search = ["-m", "hydra/sweeper=search", "strategy=ddp", "trainer.devices=2", "hydra.sweep.dir=search"]
     search += ["hydra.sweeper.n_trials=2", "optimizer.lr=tag(log, interval(1e-4, 1e-2))"]
+    search += ["hydra.sweeper.storage=sqlite:///search.db", "hydra.sweeper.study_name=rates"]
     code, _, stderr = start(*search, folder=None, under=warm.under, env=FORK_RANKS).outcome()
     assert (code, stderr) == (0, "")
     records, rates = jobs(tmp_path / "search"), []
