@@ -206,7 +206,7 @@ def _type_of(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
 def _type_in_parents(function: Any, name: str) -> Any:
     """The declared type of an argument that a class passes on to a parent by **keywords. None if no parent has it."""
     for parent in function.__mro__[1:] if isinstance(function, type) else ():
-        for parameter in parameters_of(parent.__init__) or () if "__init__" in vars(parent) else ():
+        for parameter in parameters_of(vars(parent).get("__init__", object)) or ():
             if parameter.name == name and parameter.kind in _BY_NAME:
                 return _type_of(parent, parameter)
     return None
