@@ -6,7 +6,7 @@ import re
 
 MODULES = ("qnmixer", "qnmixer.models", "qnmixer.physics", "qnmixer.data", "qnmixer.lightning", "qnmixer.steps")
 PRIVATE = re.compile(
-    r"\bqnmixer\.(?:settings|runs|parallel|memory|training|evaluation|reconstruction|commands)\b"
+    r"\bqnmixer\.(?:settings|runs|parallel|memory|training|evaluation|measurement|reconstruction|commands)\b"
     r"|\bqnmixer\.(?!extras)[a-z_]+\.[a-z_]+\.\w+"
 )
 """Names inside of rooms: no file that users read or that a run writes has one."""

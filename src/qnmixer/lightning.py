@@ -11,6 +11,7 @@ import qnmixer.needs_train  # noqa: F401
 from qnmixer.data.batch import Batch, to_hu
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.metrics import psnr, rmse, ssim, ssim_percent
+from qnmixer.measurement.measurement import Measurement
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import UnrolledNetwork
 from qnmixer.module import ReconstructionModule
@@ -18,7 +19,6 @@ from qnmixer.module.base import RunModule
 from qnmixer.parallel.pipeline import PipelineStrategy
 from qnmixer.parallel.strategies import DDPStrategy, FSDPStrategy
 from qnmixer.physics import FanBeamGeometry
-from qnmixer.reconstruction.reconstructor import Measurement
 from qnmixer.runs.loggers import MetricsFile, WandbRun
 from qnmixer.settings.run import section
 from qnmixer.settings.sections import MemoryConfig

@@ -11,10 +11,10 @@ import qnmixer.needs_train  # noqa: F401
 from qnmixer.evaluation.evaluate import evaluate
 from qnmixer.evaluation.scores import by_patient
 from qnmixer.evaluation.statistics import difference, spread
+from qnmixer.measurement.measurement import build_network
 from qnmixer.memory.plan import Planner
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer, learning_rate_factor
-from qnmixer.reconstruction.reconstructor import build_network
 from qnmixer.runs.loggers import build_loggers
 from qnmixer.runs.run import Run
 from qnmixer.settings.compose import compose

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qnmixer.commands.checkup.rank import untrained
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.measurement.measurement import sample_measurement
 from qnmixer.memory import modes
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
@@ -32,7 +33,6 @@ from qnmixer.parallel.devices import allow_tf32, compile_blocks, has_bf16
 from qnmixer.parallel.strategies import build_precision
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
-from qnmixer.reconstruction.reconstructor import sample_measurement
 from qnmixer.settings.compose import compose
 from qnmixer.settings.override import override
 from qnmixer.settings.run import Config, parse

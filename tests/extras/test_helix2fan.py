@@ -17,11 +17,11 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.fan_tiff import open_fan
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.installed import NotInstalled
+from qnmixer.measurement.measurement import build_geometry
 from qnmixer.module.build import build_module
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.reconstruction.config import ReconstructConfig
 from qnmixer.reconstruction.reconstruct import reconstruct_input
-from qnmixer.reconstruction.reconstructor import build_geometry
 from qnmixer.reconstruction.sinograms import holds_sinograms
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose

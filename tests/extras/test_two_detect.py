@@ -12,8 +12,8 @@ import torch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.extras.pairs import views_of
+from qnmixer.measurement.measurement import build_geometry
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.reconstruction.reconstructor import build_geometry
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse, section
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
+from qnmixer.measurement.measurement import build_network, system_matrix_at
 from qnmixer.memory.config import PlanConfig, device_memory
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner, batch_of_replica, devices_per_replica, idle, in_flight, n_microbatches
@@ -16,7 +17,6 @@ from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
 from qnmixer.parallel.device_memory import MIB, Footprint
 from qnmixer.parallel.pipeline import Stage, layouts, loss_of_part, stages_of
-from qnmixer.reconstruction.reconstructor import build_network, system_matrix_at
 from qnmixer.settings.compose import compose
 from qnmixer.settings.override import override
 from qnmixer.settings.run import Config, parse

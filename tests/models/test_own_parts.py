@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from qnmixer.errors import ConfigError, PluginError
+from qnmixer.measurement.measurement import build_geometry
 from qnmixer.models.qn_mixer import QNMixer
 from qnmixer.models.regformer import RegFormer
 from qnmixer.physics import FanBeamProjector, KeyedNoise
-from qnmixer.reconstruction.reconstructor import build_geometry
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
 

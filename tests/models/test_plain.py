@@ -9,9 +9,9 @@ from torch import nn
 
 from qnmixer import load_pretrained
 from qnmixer.errors import ConfigError, PluginError
+from qnmixer.measurement.measurement import build_network, build_projector
 from qnmixer.models.plain import PlainNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.reconstruction.reconstructor import build_network, build_projector
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
 

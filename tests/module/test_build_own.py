@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from qnmixer.errors import PluginError
+from qnmixer.measurement.measurement import build_noise
 from qnmixer.module import ReconstructionModule
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer, learning_rate_factor
-from qnmixer.reconstruction.reconstructor import build_noise
 from qnmixer.settings.run import Config
 
 TinyConfig = Callable[..., Config]

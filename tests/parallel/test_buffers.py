@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from qnmixer.measurement.measurement import build_projector
 from qnmixer.parallel.buffers import line_on_buffers
-from qnmixer.reconstruction.reconstructor import build_projector
 from qnmixer.runs.processes.launch import launch
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse

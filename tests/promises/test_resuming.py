@@ -34,7 +34,7 @@ SLICES = (*PHANTOMS, "data.n_train=15")
 DRAWING = """
 import random, numpy, torch
 from qnmixer.module import build
-from qnmixer.reconstruction import reconstructor
+from qnmixer.measurement import measurement
 
 def build_network(config, projector):
     network = original(config, projector)
@@ -46,8 +46,8 @@ def build_network(config, projector):
     network.regularizers[0].register_forward_hook(noisy)
     return network
 
-original = reconstructor.build_network
-reconstructor.build_network = build.build_network = build_network  # build may have been imported before
+original = measurement.build_network
+measurement.build_network = build.build_network = build_network  # build may have been imported before
 """
 AT_START = f"""
 import sys

@@ -11,11 +11,11 @@ import torch
 
 from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.errors import DataError
+from qnmixer.measurement.measurement import build_geometry
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.projector import system_matrix
 from qnmixer.reconstruction.config import ReconstructConfig
 from qnmixer.reconstruction.reconstruct import reconstruct_input
-from qnmixer.reconstruction.reconstructor import build_geometry
 from qnmixer.reconstruction.regrid import regrid_scan
 from qnmixer.reconstruction.sinograms import read_mat
 from qnmixer.settings.compose import compose

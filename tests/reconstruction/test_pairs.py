@@ -15,9 +15,9 @@ import qnmixer
 from qnmixer.data.own_batches import OwnBatches
 from qnmixer.errors import DataError
 from qnmixer.fit import fit
+from qnmixer.measurement.measurement import build_projector
 from qnmixer.physics import PhysicalNoise
 from qnmixer.reconstruction.pairs import check_pairs
-from qnmixer.reconstruction.reconstructor import build_projector
 from qnmixer.runs.run import Run
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import Config, parse

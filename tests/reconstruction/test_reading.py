@@ -12,11 +12,11 @@ from tests.limits import within_limits
 
 from qnmixer.data.splits import PARTS
 from qnmixer.errors import CheckpointError
+from qnmixer.measurement.measurement import build_geometry, build_network
 from qnmixer.module import ReconstructionModule
 from qnmixer.module.build import build_module
 from qnmixer.reconstruction.checkpoints import encode, load_run, load_weights, read_checkpoint, resumable, split_of
 from qnmixer.reconstruction.pretrained import Outline, load
-from qnmixer.reconstruction.reconstructor import build_geometry, build_network
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, find_checkpoint
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import Config, parse

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 import qnmixer
+from qnmixer.measurement.measurement import build_network, build_noise, build_projector
 from qnmixer.models import TotalVariation
 from qnmixer.module.base import RunModule
 from qnmixer.module.build import build_module
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.reconstruction.checkpoints import load_weights
 from qnmixer.reconstruction.pretrained import outside_of_training
-from qnmixer.reconstruction.reconstructor import Reconstructor, build_network, build_noise, build_projector, on_scan
+from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
 

@@ -10,10 +10,11 @@ from qnmixer.evaluation.evaluate import PAGE, RunData, evaluate, evaluated_sourc
 from qnmixer.evaluation.logs import log_evaluation
 from qnmixer.evaluation.scores import Evaluation
 from qnmixer.files import path_of
+from qnmixer.measurement.measurement import build_geometry, sample_measurement
+from qnmixer.measurement.own_data import build_own_data
 from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstruction.checkpoints import load_run, run_of, split_of
-from qnmixer.reconstruction.datamodules import build_own_data
-from qnmixer.reconstruction.reconstructor import Reconstructor, build_geometry, on_scan, sample_measurement
+from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
 from qnmixer.reconstruction.sections import AsTrained, ScanOrAsTrained, scan_for
 from qnmixer.reconstruction.weights import SUFFIX, find_checkpoint, located
 from qnmixer.runs.loggers import scoring_loggers

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from qnmixer.errors import ConfigError, UserError, first_line
+from qnmixer.measurement.measurement import build_projector, fine_size, system_matrix_at
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.shapes import values_refused, without_data
 from qnmixer.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes
@@ -29,7 +30,6 @@ from qnmixer.parallel.pipeline import Packing, Stage, layouts, loss_of_part, sta
 from qnmixer.parallel.torch_private import tree_map_only
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
-from qnmixer.reconstruction.reconstructor import build_projector, fine_size, system_matrix_at
 from qnmixer.settings.override import override
 from qnmixer.settings.parts import ModelConfig, averages_weights
 from qnmixer.settings.run import Config, validate

@@ -14,12 +14,12 @@ from torchmetrics import MeanMetric
 from qnmixer.data.batch import Batch
 from qnmixer.data.own_datamodule import n_batches
 from qnmixer.errors import CheckpointError, ConfigError, first_line
+from qnmixer.measurement.measurement import Measurement
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.module.parts import parts_of
 from qnmixer.parallel.lightning_private import ONLY_THE_CLASS, set_hparams, set_position, trainer_of
 from qnmixer.parallel.shards import gather
 from qnmixer.reconstruction.checkpoints import load_run, run_of
-from qnmixer.reconstruction.reconstructor import Measurement
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, SUFFIX, TRAINED_KEY, find_checkpoint
 from qnmixer.runs.records import own_modules
 from qnmixer.settings.plugins import check_trusted, module_of, parameters_of, taken

@@ -5,17 +5,17 @@ from typing import Any
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import ConfigError
-from qnmixer.module.base import RunModule
-from qnmixer.module.parts import parts_of
-from qnmixer.physics import FanBeamProjector
-from qnmixer.reconstruction.datamodules import build_own_data
-from qnmixer.reconstruction.reconstructor import (
+from qnmixer.measurement.measurement import (
     build_geometry,
     build_measurement,
     build_network,
     require_shapes,
     sample_measurement,
 )
+from qnmixer.measurement.own_data import build_own_data
+from qnmixer.module.base import RunModule
+from qnmixer.module.parts import parts_of
+from qnmixer.physics import FanBeamProjector
 from qnmixer.settings.run import Config
 from qnmixer.settings.sections import PipelineConfig
 

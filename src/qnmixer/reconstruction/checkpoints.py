@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qnmixer.data.splits import SplitRecord, is_split_record
 from qnmixer.errors import CheckpointError
+from qnmixer.measurement.measurement import build_geometry, build_network, build_projector
 from qnmixer.models.data_term import follow_scan
 from qnmixer.reconstruction.pretrained import (
     digest_of_file,
@@ -22,14 +23,7 @@ from qnmixer.reconstruction.pretrained import (
     read,
     require_fit,
 )
-from qnmixer.reconstruction.reconstructor import (
-    Reconstructor,
-    build_geometry,
-    build_network,
-    build_projector,
-    same_scan,
-    say_scan,
-)
+from qnmixer.reconstruction.reconstructor import Reconstructor, same_scan, say_scan
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, find_checkpoint
 from qnmixer.runs.records import own_modules
 from qnmixer.runs.sharing import without_places

@@ -26,8 +26,9 @@ from qnmixer.data.slices import (
     unit_warning,
 )
 from qnmixer.errors import DataError
+from qnmixer.measurement.measurement import STREAMS
 from qnmixer.physics.units import FloatArray
-from qnmixer.reconstruction.reconstructor import STREAMS, Reconstructor
+from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.scan import Scan, by_numbers, warn
 
 _NPY_MAGIC, _PNG_MAGIC = b"\x93NUMPY", b"\x89PNG\r\n\x1a\n"

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from qnmixer.errors import CheckpointError, ConfigError, GeometryError, PluginError, first_line, say
+from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line, say
 from qnmixer.files import digest
+from qnmixer.measurement.geometry import scan_of
 from qnmixer.models.data_term import follow_scan
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
@@ -43,8 +44,6 @@ _NETWORK = "network."
 _NO_FIT = "has weights that do not fit its own config: use the qnmixer version that wrote it"
 _TARGET = "_target_"
 _MODELS = "qnmixer.models"
-_LARGEST = 8192
-"""Pixels of a side, views and bins of a scan, as in `qnmixer.settings`."""
 _WORDS, _COUNTS = ("name", "beam", "fbp_filter"), ("n_views", "n_detectors")
 _FEWEST_VIEWS = 0.45
 """Views as a share of those in training, below which total variation is better."""
@@ -166,16 +165,6 @@ def _builder(section: Mapping[str, Any]) -> Callable[[FanBeamProjector], Unrolle
     for argument, value in arguments.items():
         require_bounds(argument, value, parameters[argument].annotation)
     return partial(network_class, **arguments)
-
-
-def scan_of(section: Mapping[str, Any], image_size: int) -> FanBeamGeometry:
-    """The scan of a section `geometry`, for images of this size. Raises GeometryError if it is impossible."""
-    keys = {key: value for key, value in section.items() if key not in ("name", "field_of_view", "fbp_filter")}
-    if not all(0 < n <= _LARGEST for n in (image_size, keys["n_views"], keys["n_detectors"])):
-        raise GeometryError(f"image_size, n_views or n_detectors is not in 1 to {_LARGEST}")
-    if keys["first_angle"] is None:  # half a step between views
-        keys["first_angle"] = 0.5 * keys["angle_span"] / keys["n_views"]
-    return FanBeamGeometry(image_size=image_size, pixel_size=section["field_of_view"] / image_size, **keys)
 
 
 @contextmanager

@@ -17,12 +17,12 @@ from qnmixer.data.slices import usable
 from qnmixer.errors import DataError
 from qnmixer.extras.calibration.config import CalibrateConfig
 from qnmixer.extras.calibration.dose import Variances
+from qnmixer.measurement.measurement import geometry_of
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.fbp import fbp_of_slices
 from qnmixer.physics.projector import system_matrix
 from qnmixer.physics.sparse import apply_linear
 from qnmixer.reconstruction.input_slices import InputSlice, read_slices, slice_files
-from qnmixer.reconstruction.reconstructor import geometry_of
 
 _FIX = "give a .npy of numbers, [repeats, views, bins]"
 _BLOCKS, _GROUPS, _FREEDOM = 24, 12, 200

@@ -11,9 +11,10 @@ from torch import Tensor
 from qnmixer.data.batch import Batch
 from qnmixer.extras.robustness import perturbations as physics
 from qnmixer.extras.robustness.config import RobustnessConfig
+from qnmixer.measurement.measurement import build_geometry, build_measurement
 from qnmixer.physics import PhysicalNoise
 from qnmixer.physics.noise import attenuation_per_value
-from qnmixer.reconstruction.reconstructor import Reconstructor, build_geometry, build_measurement, on_scan
+from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
 from qnmixer.settings.run import Config, section
 
 VIEWS = "views"

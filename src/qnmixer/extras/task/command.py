@@ -13,12 +13,13 @@ from qnmixer.extras.task import scores as of
 from qnmixer.extras.task.config import EvaluateTaskConfig, TaskConfig
 from qnmixer.extras.task.phantoms import Disc, TaskPhantom
 from qnmixer.extras.task.report import DoseScores, headings, scores_by_name, write_task
+from qnmixer.measurement.measurement import build_noise
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation
 from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.reconstruction.pretrained import digest_of_weights
-from qnmixer.reconstruction.reconstructor import Reconstructor, build_noise
+from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.runs.loggers import scoring_loggers
 from qnmixer.runs.run import Run
 from qnmixer.runs.terminal import Console, progress
