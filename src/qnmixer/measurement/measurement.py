@@ -94,13 +94,15 @@ class SampleMeasurement:
 
     Noise is drawn on the host. With sinograms on a GPU, the host would have to wait for each of them. The values equal
     those of `Measurement` on a CPU to the last bit.
+
+    Args:
+        noise: with the keys (seed, stream, sample).
+        seed: of the noise.
+        matrix: A for the images from which y is simulated; None: a scanner has measured all sinograms.
     """
 
-    def __init__(self, config: Config, noise: KeyedNoise) -> None:
-        self.seed, self.noise = config.seed, noise
-        self.matrix = None
-        if not config.data.measured:
-            self.matrix = system_matrix_at(config, config.data.image_size * config.data.simulation_factor)
+    def __init__(self, noise: KeyedNoise, seed: int, matrix: ScanMatrix | None) -> None:
+        self.noise, self.seed, self.matrix = noise, seed, matrix
 
     @torch.no_grad()
     def __call__(self, part: str, sample: Mapping[str, Any]) -> Tensor:
@@ -130,9 +132,11 @@ def sample_measurement(config: Config) -> SampleMeasurement | None:
 
     It is also None if a scanner has measured the sinograms, unless the noise is for those too.
     """
-    noise = build_noise(config)
-    none = isinstance(noise, NoNoise) or (config.data.measured and not noise.for_measured)
-    return None if none else SampleMeasurement(config, noise)
+    noise, data = build_noise(config), config.data
+    if isinstance(noise, NoNoise) or (data.measured and not noise.for_measured):
+        return None
+    matrix = None if data.measured else system_matrix_at(config, data.image_size * data.simulation_factor)
+    return SampleMeasurement(noise, config.seed, matrix)
 
 
 def fine_size(config: Config) -> int:
