@@ -11,7 +11,7 @@ import qnmixer.needs_train  # noqa: F401
 from qnmixer.evaluation.evaluate import evaluate
 from qnmixer.evaluation.scores import by_patient
 from qnmixer.evaluation.statistics import difference, spread
-from qnmixer.measurement.measurement import build_network
+from qnmixer.measurement.build import build_network
 from qnmixer.memory.plan import Planner
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer, learning_rate_factor

@@ -124,7 +124,7 @@ def check(cfg: DictConfig) -> Config:
     torch, which the classes that the config names need, and nothing else that is large."""
     config = parse(cfg)
     check_data(config.data)
-    from qnmixer.measurement.measurement import build_geometry  # torch
+    from qnmixer.measurement.build import build_geometry  # torch
 
     build_geometry(config)
     if config.finetune is not None:

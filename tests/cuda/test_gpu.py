@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qnmixer.commands.checkup.rank import untrained
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.measurement.measurement import sample_measurement
+from qnmixer.measurement.build import sample_measurement
 from qnmixer.memory import modes
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner

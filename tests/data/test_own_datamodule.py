@@ -21,7 +21,7 @@ from qnmixer.data.batch import SHAPES
 from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import DataError
 from qnmixer.fit import fit
-from qnmixer.measurement.measurement import build_geometry, build_projector
+from qnmixer.measurement.build import build_geometry, build_projector
 from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
 from qnmixer.settings.compose import compose

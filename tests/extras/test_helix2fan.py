@@ -17,7 +17,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.fan_tiff import open_fan
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.installed import NotInstalled
-from qnmixer.measurement.measurement import build_geometry
+from qnmixer.measurement.build import build_geometry
 from qnmixer.module.build import build_module
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.reconstruction.config import ReconstructConfig

@@ -16,7 +16,8 @@ from qnmixer.errors import ConfigError, DataError
 from qnmixer.evaluation.command import evaluate_run
 from qnmixer.evaluation.config import EvaluateConfig
 from qnmixer.evaluation.evaluate import title_of
-from qnmixer.measurement.measurement import STREAMS, build_geometry, build_noise
+from qnmixer.measurement.build import build_geometry, build_noise
+from qnmixer.measurement.measurement import STREAMS
 from qnmixer.module.build import build_data_module, build_module
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.runs.terminal import Console

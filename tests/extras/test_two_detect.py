@@ -12,7 +12,7 @@ import torch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.extras.pairs import views_of
-from qnmixer.measurement.measurement import build_geometry
+from qnmixer.measurement.build import build_geometry
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse, section

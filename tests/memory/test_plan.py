@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
-from qnmixer.measurement.measurement import build_network, system_matrix_at
+from qnmixer.measurement.build import build_network, system_matrix_at
 from qnmixer.memory.config import PlanConfig, device_memory
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner, batch_of_replica, devices_per_replica, idle, in_flight, n_microbatches

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from qnmixer.errors import ConfigError, PluginError
-from qnmixer.measurement.measurement import build_geometry
+from qnmixer.measurement.build import build_geometry
 from qnmixer.models.qn_mixer import QNMixer
 from qnmixer.models.regformer import RegFormer
 from qnmixer.physics import FanBeamProjector, KeyedNoise

@@ -9,7 +9,7 @@ from torch import nn
 
 from qnmixer import load_pretrained
 from qnmixer.errors import ConfigError, PluginError
-from qnmixer.measurement.measurement import build_network, build_projector
+from qnmixer.measurement.build import build_network, build_projector
 from qnmixer.models.plain import PlainNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.settings.compose import compose

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qnmixer.errors import PluginError
-from qnmixer.measurement.measurement import build_noise
+from qnmixer.measurement.build import build_noise
 from qnmixer.module import ReconstructionModule
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer, learning_rate_factor

@@ -15,7 +15,7 @@ from qnmixer.data.batch import Batch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.losses import l1
-from qnmixer.measurement.measurement import sample_measurement
+from qnmixer.measurement.build import sample_measurement
 from qnmixer.module import ReconstructionModule
 from qnmixer.training.callbacks import StepMetrics
 from qnmixer.training.steps import prepared_module

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.measurement.measurement import build_projector
+from qnmixer.measurement.build import build_projector
 from qnmixer.parallel.buffers import line_on_buffers
 from qnmixer.runs.processes.launch import launch
 from qnmixer.settings.compose import compose

@@ -21,7 +21,7 @@ import torch
 from qnmixer import load_pretrained
 from qnmixer.commands.command import TRACEBACK
 from qnmixer.data.phantoms.phantoms import phantom
-from qnmixer.measurement.measurement import build_projector
+from qnmixer.measurement.build import build_projector
 from qnmixer.new import new
 from qnmixer.runs.run import latest
 from qnmixer.settings.compose import compose

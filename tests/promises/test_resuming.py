@@ -33,8 +33,8 @@ SLICES = (*PHANTOMS, "data.n_train=15")
 # Draws from all random generators of a process, in a layer of the network and beside it.
 DRAWING = """
 import random, numpy, torch
+from qnmixer.measurement import build as builders
 from qnmixer.module import build
-from qnmixer.measurement import measurement
 
 def build_network(config, projector):
     network = original(config, projector)
@@ -46,8 +46,8 @@ def build_network(config, projector):
     network.regularizers[0].register_forward_hook(noisy)
     return network
 
-original = measurement.build_network
-measurement.build_network = build.build_network = build_network  # build may have been imported before
+original = builders.build_network
+builders.build_network = build.build_network = build_network  # build may have been imported before
 """
 AT_START = f"""
 import sys

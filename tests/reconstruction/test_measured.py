@@ -11,7 +11,7 @@ import torch
 
 from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.errors import DataError
-from qnmixer.measurement.measurement import build_geometry
+from qnmixer.measurement.build import build_geometry
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.projector import system_matrix
 from qnmixer.reconstruction.config import ReconstructConfig

@@ -15,7 +15,7 @@ import qnmixer
 from qnmixer.data.own_batches import OwnBatches
 from qnmixer.errors import DataError
 from qnmixer.fit import fit
-from qnmixer.measurement.measurement import build_projector
+from qnmixer.measurement.build import build_projector
 from qnmixer.physics import PhysicalNoise
 from qnmixer.reconstruction.pairs import check_pairs
 from qnmixer.runs.run import Run

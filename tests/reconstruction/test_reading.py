@@ -12,7 +12,7 @@ from tests.limits import within_limits
 
 from qnmixer.data.splits import PARTS
 from qnmixer.errors import CheckpointError
-from qnmixer.measurement.measurement import build_geometry, build_network
+from qnmixer.measurement.build import build_geometry, build_network
 from qnmixer.module import ReconstructionModule
 from qnmixer.module.build import build_module
 from qnmixer.reconstruction.checkpoints import encode, load_run, load_weights, read_checkpoint, resumable, split_of

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import qnmixer
-from qnmixer.measurement.measurement import build_network, build_noise, build_projector
+from qnmixer.measurement.build import build_network, build_noise, build_projector
 from qnmixer.models import TotalVariation
 from qnmixer.module.base import RunModule
 from qnmixer.module.build import build_module

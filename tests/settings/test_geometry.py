@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qnmixer.measurement.measurement import build_geometry
+from qnmixer.measurement.build import build_geometry
 from qnmixer.settings.compose import compose
 from qnmixer.settings.options import CONF
 from qnmixer.settings.run import Config, parse

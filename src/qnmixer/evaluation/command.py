@@ -10,7 +10,7 @@ from qnmixer.evaluation.evaluate import PAGE, RunData, evaluate, evaluated_sourc
 from qnmixer.evaluation.logs import log_evaluation
 from qnmixer.evaluation.scores import Evaluation
 from qnmixer.files import path_of
-from qnmixer.measurement.measurement import build_geometry, sample_measurement
+from qnmixer.measurement.build import build_geometry, sample_measurement
 from qnmixer.measurement.own_data import build_own_data
 from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstruction.checkpoints import load_run, run_of, split_of

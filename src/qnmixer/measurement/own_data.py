@@ -2,7 +2,7 @@
 
 from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import ConfigError
-from qnmixer.measurement.measurement import build_geometry
+from qnmixer.measurement.build import build_geometry
 from qnmixer.settings.run import Config
 from qnmixer.settings.sections import PipelineConfig
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from qnmixer.errors import ConfigError, UserError, first_line
-from qnmixer.measurement.measurement import build_projector, fine_size, system_matrix_at
+from qnmixer.measurement.build import build_projector, fine_size, system_matrix_at
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.shapes import values_refused, without_data
 from qnmixer.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes

@@ -5,7 +5,7 @@ from typing import Any
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import ConfigError
-from qnmixer.measurement.measurement import (
+from qnmixer.measurement.build import (
     build_geometry,
     build_measurement,
     build_network,

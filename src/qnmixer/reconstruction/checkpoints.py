@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qnmixer.data.splits import SplitRecord, is_split_record
 from qnmixer.errors import CheckpointError
-from qnmixer.measurement.measurement import build_geometry, build_network, build_projector
+from qnmixer.measurement.build import build_geometry, build_network, build_projector
 from qnmixer.models.data_term import follow_scan
 from qnmixer.reconstruction.pretrained import (
     digest_of_file,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qnmixer.data.batch import Batch
 from qnmixer.errors import say
-from qnmixer.measurement.measurement import build_geometry, build_measurement, build_network
+from qnmixer.measurement.build import build_geometry, build_measurement, build_network
 from qnmixer.models.data_term import follow_scan
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector, Symmetry, symmetries

@@ -170,7 +170,7 @@ def _check_inputs(config: Config, run: Run) -> None:
     """Raise UserError once, here, for slices that would be missing in every rank. It loads no Lightning."""
     from qnmixer.data.sources import parts_of
     from qnmixer.data.splits import RunSplit
-    from qnmixer.measurement.measurement import build_geometry
+    from qnmixer.measurement.build import build_geometry
     from qnmixer.reconstruction.checkpoints import resumable, split_of
 
     split = None if run.resume is None else split_of(resumable(config, Path(run.resume)))

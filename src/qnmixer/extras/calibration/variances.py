@@ -17,7 +17,7 @@ from qnmixer.data.slices import usable
 from qnmixer.errors import DataError
 from qnmixer.extras.calibration.config import CalibrateConfig
 from qnmixer.extras.calibration.dose import Variances
-from qnmixer.measurement.measurement import geometry_of
+from qnmixer.measurement.build import geometry_of
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.fbp import fbp_of_slices
 from qnmixer.physics.projector import system_matrix

@@ -11,7 +11,7 @@ from torch import Tensor
 from qnmixer.data.batch import Batch
 from qnmixer.extras.robustness import perturbations as physics
 from qnmixer.extras.robustness.config import RobustnessConfig
-from qnmixer.measurement.measurement import build_geometry, build_measurement
+from qnmixer.measurement.build import build_geometry, build_measurement
 from qnmixer.physics import PhysicalNoise
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan

@@ -13,7 +13,7 @@ from qnmixer.extras.task import scores as of
 from qnmixer.extras.task.config import EvaluateTaskConfig, TaskConfig
 from qnmixer.extras.task.phantoms import Disc, TaskPhantom
 from qnmixer.extras.task.report import DoseScores, headings, scores_by_name, write_task
-from qnmixer.measurement.measurement import build_noise
+from qnmixer.measurement.build import build_noise
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation
 from qnmixer.parallel.devices import choose_device

@@ -1,0 +1,115 @@
+"""The measurement of a run, and the network that knows it, from its config."""
+
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from qnmixer.errors import GeometryError, PluginError
+from qnmixer.measurement.geometry import scan_of
+from qnmixer.measurement.measurement import Measurement, SampleMeasurement
+from qnmixer.models.plain import PlainNetwork
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
+from qnmixer.physics.projector import system_matrix
+from qnmixer.physics.scan import ScanMatrix
+from qnmixer.settings.plugins import parameters_of
+from qnmixer.settings.run import Config
+from qnmixer.settings.sections import GeometryConfig
+
+
+def build_measurement(config: Config, projector: FanBeamProjector | None = None) -> Measurement:
+    """Build the scan and the noise of a run."""
+    return Measurement(
+        projector or build_projector(config),
+        build_noise(config),
+        config.seed,
+        finer=partial(system_matrix_at, config),
+        overfit=config.debug.name == "overfit",
+    )
+
+
+def sample_measurement(config: Config) -> SampleMeasurement | None:
+    """The measurement of a run's samples in its loaders; None if no noise is drawn on the host.
+
+    It is also None if a scanner has measured the sinograms, unless the noise is for those too.
+    """
+    noise, data = build_noise(config), config.data
+    if isinstance(noise, NoNoise) or (data.measured and not noise.for_measured):
+        return None
+    matrix = None if data.measured else system_matrix_at(config, data.image_size * data.simulation_factor)
+    return SampleMeasurement(noise, config.seed, matrix)
+
+
+def fine_size(config: Config) -> int:
+    """The size of the images from which a device of a run simulates on a finer grid; 0 if it does not.
+
+    With noise, the loaders simulate. Nothing does if a scanner has measured the sinograms.
+    """
+    data = config.data
+    by_device = data.simulation_factor > 1 and not data.measured and isinstance(build_noise(config), NoNoise)
+    return data.simulation_factor * data.image_size if by_device else 0
+
+
+def system_matrix_at(config: Config, image_size: int) -> ScanMatrix:
+    """Build A of the scan for images of another size, to simulate from."""
+    return system_matrix(build_geometry(config.changed(data=config.data.changed(image_size=image_size))))
+
+
+def build_geometry(config: Config) -> FanBeamGeometry:
+    """Build the scan. Raises GeometryError if it is impossible."""
+    return geometry_of(config.geometry, config.data.image_size)
+
+
+def geometry_of(section: GeometryConfig, image_size: int) -> FanBeamGeometry:
+    """Build the scan of a section `geometry`, for images of this size. Raises GeometryError if it is impossible."""
+    try:
+        return scan_of(section.plain(), image_size)
+    except GeometryError as error:  # it names its argument; on the command line the group comes first
+        raise GeometryError(f"geometry.{error}") from error
+
+
+def build_projector(config: Config) -> FanBeamProjector:
+    """Build A, Aᵀ and FBP of the scan."""
+    return FanBeamProjector(build_geometry(config), fbp_filter=config.geometry.fbp_filter)
+
+
+def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwork[Any]:
+    """Build the network that `model` names. Raises PluginError for one that does not fit.
+
+    A plain torch module becomes a `PlainNetwork`. A network with an argument `variance` gets a function from a sinogram
+    to the noise variance of each ray.
+    """
+    model = config.model
+    variance = partial(_variance, config)
+    network: UnrolledNetwork[Any]
+    if model.has_steps:
+        network = model.build(projector, supplied={"variance": variance})
+    else:
+        module = model.build(supplied={"variance": variance, "projector": projector})
+        takes_projector = any(parameter.name == "projector" for parameter in parameters_of(model.load()) or ())
+        network = PlainNetwork(projector, module, of_sinogram=takes_projector)
+    require_shapes(network, model.as_typed)
+    if model.has_weights and not any(p.requires_grad for p in network.parameters()):
+        raise PluginError(f"model._target_={model.target} has no weights to train: give it an nn.Parameter")
+    return network
+
+
+def require_shapes(module: nn.Module, name: str) -> None:
+    """Raise PluginError for lazy modules, whose weights have no shape before a first batch."""
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    if lazy := next((place for place, tensor in tensors if is_lazy(tensor)), None):
+        raise PluginError(f"{name} has {lazy} without a shape: give its sizes, and take no lazy module")
+
+
+def _variance(config: Config, y: Tensor) -> Tensor:
+    """The noise variance of each ray under the current noise of the config. An evaluation may change the noise."""
+    return build_noise(config).variance(y)
+
+
+def build_noise(config: Config) -> KeyedNoise:
+    """Build the measurement noise that `noise` names. Raises PluginError for one that does not fit."""
+    noise: KeyedNoise = config.noise.build(supplied={"hu_max": config.data.hu_max})
+    return noise
