@@ -20,9 +20,9 @@ from qnmixer.evaluation.page import write_page_of
 from qnmixer.evaluation.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.evaluation.scores import Conditions, Evaluation, ImageScore, titles_of, with_usual
 from qnmixer.files import digest, digest_of_bytes, write_text
+from qnmixer.measurement.pairs import check_pairs
 from qnmixer.models.total_variation import TotalVariation
 from qnmixer.physics import NoNoise, Symmetry, images_by_symmetry
-from qnmixer.reconstruction.pairs import check_pairs
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor, second_order, symmetries_of
 from qnmixer.runs.processes.process import rank

@@ -16,8 +16,8 @@ from qnmixer.data.own_batches import OwnBatches
 from qnmixer.errors import DataError
 from qnmixer.fit import fit
 from qnmixer.measurement.build import build_projector
+from qnmixer.measurement.pairs import check_pairs
 from qnmixer.physics import PhysicalNoise
-from qnmixer.reconstruction.pairs import check_pairs
 from qnmixer.runs.run import Run
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import Config, parse
