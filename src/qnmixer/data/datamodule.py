@@ -45,6 +45,7 @@ class SliceDataModule(LightningDataModule):
         measure: simulates the sinogram of a sample in the loader's workers; None: only those with a measured one have
             a sinogram. It gets these too, to return as they are, or with the noise of a lower dose.
         geometry: the scan, which slices at their true size and measured sinograms need.
+        dataset_class: of the slices. Those of a run have sinograms, if their noise is drawn on the host.
     """
 
     def __init__(
@@ -59,12 +60,13 @@ class SliceDataModule(LightningDataModule):
         split: RunSplit | None = None,
         measure: Callable[[str, Sample], Tensor] | None = None,
         geometry: FanBeamGeometry | None = None,
+        dataset_class: Callable[..., SliceDataset] = SliceDataset,
     ) -> None:
         super().__init__()
         self.config, self.first, self.overfit, self.batches = config, first, overfit, batches
         self.same_batches, self.test = same_batches, test
         self.split = split or RunSplit()
-        self.measure, self.geometry = measure, geometry
+        self.measure, self.geometry, self.dataset_class = measure, geometry, dataset_class
         self.parts: dict[str, Part] = {}
         self._start = (0, 0)
 
@@ -113,10 +115,9 @@ class SliceDataModule(LightningDataModule):
         self.setup()
         if not len(self.parts[part].source):
             raise DataError(nothing_for(part, self.config))
-        measure = None if self.measure is None else partial(self.measure, part)
-        return SliceDataset(
-            self.parts[part], self.config, part, augment=self.config.augment and part == "train", measure=measure
-        )
+        measure = {} if self.measure is None else {"measure": partial(self.measure, part)}
+        augment = self.config.augment and part == "train"
+        return self.dataset_class(self.parts[part], self.config, part, augment=augment, **measure)
 
     def train_dataloader(self) -> DataLoader[Sample]:
         """Shuffled training batches."""

@@ -253,7 +253,7 @@ class SliceDataset(Dataset[Sample]):
         measure: Callable[[Sample], Tensor] | None = None,
     ) -> None:
         self.part, self.config, self.augment, self.measure = part, config, augment, measure
-        self.stream = zlib.crc32(stream.encode())
+        self.stream = stream
         self.source: Any = part.source  # has `sinogram` too, if it has measured ones
 
     def __len__(self) -> int:
@@ -291,7 +291,7 @@ class SliceDataset(Dataset[Sample]):
         So they are the same with any number of workers and processes, and after a resume. For one sample, `load` of
         both grids and `sinogram` draw the same ones: all three are of the same slice.
         """
-        with draws([self.config.seed, self.stream, n]):
+        with draws([self.config.seed, zlib.crc32(self.stream.encode()), n]):
             return method(index)
 
     def _turned(self, hu: FloatArray, n: int) -> FloatArray:

@@ -1,5 +1,6 @@
 """The measurement of a run, and the network that knows it, from its config."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from qnmixer.data.dataset import SliceDataset
 from qnmixer.errors import GeometryError, PluginError
 from qnmixer.measurement.geometry import scan_of
-from qnmixer.measurement.measurement import Measurement, SampleMeasurement
+from qnmixer.measurement.measurement import Measurement
+from qnmixer.measurement.slices import MeasuredSlices
 from qnmixer.models.plain import PlainNetwork
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
@@ -31,16 +34,16 @@ def build_measurement(config: Config, projector: FanBeamProjector | None = None)
     )
 
 
-def sample_measurement(config: Config) -> SampleMeasurement | None:
-    """The measurement of a run's samples in its loaders; None if no noise is drawn on the host.
+def dataset_class_of(config: Config) -> Callable[..., SliceDataset]:
+    """The class of the slices that a run's loaders give: with sinograms, if noise is drawn on the host.
 
-    It is also None if a scanner has measured the sinograms, unless the noise is for those too.
+    Without, if a scanner has measured the sinograms, unless the noise is for those too.
     """
     noise, data = build_noise(config), config.data
     if isinstance(noise, NoNoise) or (data.measured and not noise.for_measured):
-        return None
+        return SliceDataset
     matrix = None if data.measured else system_matrix_at(config, data.image_size * data.simulation_factor)
-    return SampleMeasurement(noise, config.seed, matrix)
+    return partial(MeasuredSlices, noise=noise, seed=config.seed, matrix=matrix)
 
 
 def fine_size(config: Config) -> int:

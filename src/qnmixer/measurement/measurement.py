@@ -1,9 +1,8 @@
 """The measurement: x → A x + noise → y. Plain torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,35 +75,6 @@ class Measurement(nn.Module):
             self.fine_matrix = self._finer(fine.shape[-1])
         matrix = self.fine_matrix.to(fine.device)
         return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
-
-
-class SampleMeasurement:
-    """Measures samples on the host, one by one: A x + noise → y. The workers of a loader do it ahead of time.
-
-    A measured sinogram gets only noise that is for measured ones.
-
-    Noise is drawn on the host. With sinograms on a GPU, the host would have to wait for each of them. The values equal
-    those of `Measurement` on a CPU to the last bit.
-
-    Args:
-        noise: with the keys (seed, stream, sample).
-        seed: of the noise.
-        matrix: A for the images from which y is simulated; None: a scanner has measured all sinograms.
-    """
-
-    def __init__(self, noise: KeyedNoise, seed: int, matrix: ScanMatrix | None) -> None:
-        self.noise, self.seed, self.matrix = noise, seed, matrix
-
-    @torch.no_grad()
-    def __call__(self, part: str, sample: Mapping[str, Any]) -> Tensor:
-        """The noisy sinogram [1, V, D] of a sample of train, val or test."""
-        if self.matrix is None or "sinogram" in sample:
-            if not self.noise.for_measured:
-                return sample["sinogram"]
-            y = sample["sinogram"][None]
-        else:
-            y = apply_linear(sample.get("fine", sample["image"])[None], self.matrix, self.matrix.transpose)
-        return self.noise(y, [(self.seed, STREAMS[part], sample["sample"])])[0]
 
 
 def _matrix_at(geometry: FanBeamGeometry, image_size: int) -> ScanMatrix:

@@ -142,6 +142,8 @@ class RunModule(L.LightningModule):
 
         stream: train, val or test.
         """
+        if "sinogram" in batch:
+            return batch["sinogram"]
         if not hasattr(self, "measurement"):
             self.measurement = Measurement(self.network.projector)
         y: Tensor = self.measurement(batch, stream)

@@ -9,8 +9,8 @@ from qnmixer.measurement.build import (
     build_geometry,
     build_measurement,
     build_network,
+    dataset_class_of,
     require_shapes,
-    sample_measurement,
 )
 from qnmixer.measurement.own_data import build_own_data
 from qnmixer.module.base import RunModule
@@ -47,6 +47,7 @@ def build_data_module(config: Config, **options: Any) -> SliceDataModule | OwnDa
     """
     if not config.datamodule.is_of_slices:
         return build_own_data(config)
-    measure, geometry = sample_measurement(config), build_geometry(config)
-    data: SliceDataModule = config.datamodule.build(config.data, measure=measure, geometry=geometry, **options)
+    data: SliceDataModule = config.datamodule.build(
+        config.data, dataset_class=dataset_class_of(config), geometry=build_geometry(config), **options
+    )
     return data

@@ -1,0 +1,55 @@
+"""Slices with their noisy sinograms, which the workers of a loader make ahead of time: A x + noise → y."""
+
+import torch
+
+from qnmixer.data.dataset import Part, Pick, Sample, SliceDataset
+from qnmixer.measurement.measurement import STREAMS
+from qnmixer.physics import KeyedNoise
+from qnmixer.physics.scan import ScanMatrix
+from qnmixer.physics.sparse import apply_linear
+from qnmixer.settings.data import DataConfig
+
+
+class MeasuredSlices(SliceDataset):
+    """Slices, each with its sinogram. A measured sinogram gets only noise that is for measured ones.
+
+    Noise is drawn on the host. With sinograms on a GPU, the host would have to wait for each of them. The values equal
+    those of `Measurement` on a CPU to the last bit.
+
+    Args:
+        part: the slices.
+        config: as in `SliceDataset`.
+        stream: train, val or test.
+        augment: as in `SliceDataset`.
+        noise: with the keys (seed, stream, sample).
+        seed: of the noise.
+        matrix: A for the images from which y is simulated; None: a scanner has measured all sinograms.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        config: DataConfig,
+        stream: str,
+        *,
+        augment: bool,
+        noise: KeyedNoise,
+        seed: int,
+        matrix: ScanMatrix | None,
+    ) -> None:
+        super().__init__(part, config, stream, augment=augment)
+        self.noise, self.seed, self.matrix = noise, seed, matrix
+
+    @torch.no_grad()
+    def __getitem__(self, item: Pick | int) -> Sample:
+        sample = super().__getitem__(item)
+        # The finer image is large, and no longer needed: workers would send it to the training process.
+        image = sample.pop("fine", sample["image"])
+        if self.matrix is not None and "sinogram" not in sample:
+            y = apply_linear(image[None], self.matrix, self.matrix.transpose)
+        elif self.noise.for_measured:
+            y = sample["sinogram"][None]
+        else:
+            return sample
+        sample["sinogram"] = self.noise(y, [(self.seed, STREAMS[self.stream], sample["sample"])])[0]
+        return sample
