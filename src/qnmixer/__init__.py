@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from qnmixer.installed import require
 
@@ -15,7 +15,12 @@ __all__ = ["load_pretrained", "phantom"]
 
 
 def load_pretrained(
-    run: str | Path = "pretrained", trust: Collection[str] = (), **geometry: Any
+    run: str | Path = "pretrained",
+    trust: Collection[str] = (),
+    *,
+    passes: int | Literal["auto"] = "auto",
+    start: Literal["auto", "fbp", "tv"] = "auto",
+    **geometry: Any,
 ) -> "UnrolledNetwork[Any]":
     """Load a trained network as a plain `torch.nn.Module`, on the CPU and in eval mode.
 
@@ -34,6 +39,9 @@ def load_pretrained(
         run: a run folder of `qnmixer.train`, a checkpoint, a .safetensors file, or hf://OWNER/NAME for weights on
             Hugging Face's hub. Default: the shipped weights.
         trust: modules outside qnmixer whose classes the file may name.
+        passes: how often the network runs, each time from its own last image. auto: with fewer views or a shorter arc
+            than in training, while ‖A x − y‖ falls.
+        start: of the first pass. auto: total variation on short arcs and with few views, else FBP.
         geometry: keys of the scan that differ from the training, as in conf/geometry: mm and radians.
 
     Raises:
@@ -43,18 +51,19 @@ def load_pretrained(
         NotInstalled: hf:// needs `qnmixer[hub]`; a network of one's own, or total variation, needs `qnmixer[train]`.
         PluginError: the file names a class of a module that is not in `trust`.
     """
+    from qnmixer.reconstruction.cures import Cures
     from qnmixer.reconstruction.pretrained import load_network
     from qnmixer.reconstruction.weights import find_checkpoint
 
     path = find_checkpoint(run)
-    if (network := load_network(path, **geometry)) is None:
+    if (network := load_network(path, cures := Cures(passes, start), **geometry)) is None:
         require("train", f"the network of {path}")
         from qnmixer.reconstruction.checkpoints import load_run
         from qnmixer.reconstruction.reconstructor import on_scan
 
         trained = load_run(path, trust=trust)
         scan = trained.config.geometry.changed(**geometry)
-        network = on_scan(trained, trained.config.changed(geometry=scan)).network
+        network = on_scan(trained, trained.config.changed(geometry=scan), cures).network
     return network.eval()
 
 

@@ -24,6 +24,7 @@ from qnmixer.physics import symmetries as symmetries_of_scan
 from qnmixer.physics.projector import system_matrix
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.reconstruction.config import ReconstructConfig
+from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.input_slices import read_slices, simulated_scans, slice_files
 from qnmixer.reconstruction.reconstruct import images_of, reconstruct_input
 from qnmixer.reconstruction.reconstructor import on_scan
@@ -509,14 +510,16 @@ def test_slices_and_sinograms_of_another_scan(
     """Its rays are used as they are, not interpolated to those of the training."""
     run = save(tiny_module(), tmp_path / "net.ckpt")
     path = series(tmp_path / "a.npy", 1)
-    key = f"geometry.n_views={views}"
-    config = ReconstructConfig.parse(
-        compose("reconstruct", [f"run={run}", f"input={path}", f"output={tmp_path / 'of_slices'}", key, "unit=value"])
-    )
+    words = [f"geometry.n_views={views}", "unit=value", "start=tv", "passes=3"]
+    places = [f"run={run}", f"input={path}", f"output={tmp_path / 'of_slices'}"]
+    config = ReconstructConfig.parse(compose("reconstruct", [*places, *words]))
     reconstruct_input(config)
-    assert f"geometry.n_views=8, not {views}: its step sizes follow the scan, ×" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"geometry.n_views=8, not {views}: its step sizes follow the scan, ×" in said
+    assert "start=tv: 400 iterations of TV come first; passes=3: 3 times" in said
     module = load_run(run)
-    scanned = on_scan(module, module.config.changed(geometry=module.config.geometry.changed(n_views=views)))
+    cures = Cures(passes=3, start="tv")
+    scanned = on_scan(module, module.config.changed(geometry=module.config.geometry.changed(n_views=views)), cures)
     (scan,) = simulated_scans(path, [path], scanned)
     assert scan.sinogram.shape[2] == views
     np.save(tmp_path / "y.npy", scan.sinogram[0, 0].numpy())

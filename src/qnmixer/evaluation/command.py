@@ -15,6 +15,7 @@ from qnmixer.measurement.build import build_geometry, dataset_class_of
 from qnmixer.measurement.own_data import build_own_data
 from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstruction.checkpoints import load_run, run_of, split_of
+from qnmixer.reconstruction.cures import NO_CHOICE, Cures
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
 from qnmixer.reconstruction.sections import AsTrained, ScanOrAsTrained, scan_for
 from qnmixer.reconstruction.weights import SUFFIX, find_checkpoint, located
@@ -42,7 +43,8 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     Raises CheckpointError, ConfigError or DataError.
     """
     console = Console()
-    module, slices, split_record = on_test(config, config.run, overrides, scan=config.geometry)
+    cures = Cures(config.passes, config.start)
+    module, slices, split_record = on_test(config, config.run, overrides, scan=config.geometry, cures=cures)
     if config.evaluation.first_order and module.network.first_order() is None:
         raise ConfigError(f"evaluation.first_order=true is for a network of second order: {config.run} has H = I")
     device = choose_device(config.accelerator)
@@ -67,6 +69,7 @@ def on_test(
     overrides: list[str],
     seed: int | None = None,
     scan: ScanOrAsTrained | None = None,
+    cures: Cures = NO_CHOICE,
 ) -> tuple[Reconstructor, RunData, SplitRecord | None]:
     """The trained network of a run with the noise of an evaluation, its slices, and the record of the run's split.
 
@@ -113,7 +116,7 @@ def on_test(
         raise ConfigError(
             f"noise={config.noise.name} has no effect on the sinograms of {source}, which were measured: leave it out"
         )
-    return on_scan(trained, test), slices, split_record
+    return on_scan(trained, test, cures), slices, split_record
 
 
 def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection[str] = ()) -> DataConfig:

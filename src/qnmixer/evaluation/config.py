@@ -10,8 +10,10 @@ from qnmixer.files import check_there
 from qnmixer.reconstruction.sections import (
     AsTrained,
     CheckpointName,
+    Passes,
     ScanOrAsTrained,
     SourceOrAsTrained,
+    Start,
     Symmetries,
     WithNoise,
 )
@@ -46,6 +48,8 @@ class RunEvaluationConfig(ScoringConfig):
     run: str
     geometry: ScanOrAsTrained
     symmetries: Symmetries
+    passes: Passes
+    start: Start
     logger: Loggers = Field(default_factory=dict)
 
 

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from qnmixer.reconstruction.sections import CheckpointName, ScanOrAsTrained, Symmetries, WithNoise
+from qnmixer.reconstruction.sections import CheckpointName, Passes, ScanOrAsTrained, Start, Symmetries, WithNoise
 from qnmixer.settings.sections import Accelerator, Count, File, Length, Texts, check_window
 
 OF_DATAMODULE = "predict_dataloader"
@@ -32,6 +32,8 @@ class ReconstructConfig(WithNoise):
     batch_size: Count | None  # None: chosen by the device
     geometry: ScanOrAsTrained
     symmetries: Symmetries
+    passes: Passes
+    start: Start
     trust: Texts
 
     @model_validator(mode="after")

@@ -10,7 +10,6 @@ import hashlib
 import inspect
 import io
 import json
-import math
 import pickle
 import warnings
 import zipfile
@@ -38,6 +37,7 @@ from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.bounds import require_bounds
 from qnmixer.physics.fbp import FBP_WINDOWS
+from qnmixer.reconstruction.cures import NO_CHOICE, Cures, put_on
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, SUFFIX
 
 _NETWORK = "network."
@@ -45,17 +45,15 @@ _NO_FIT = "has weights that do not fit its own config: use the qnmixer version t
 _TARGET = "_target_"
 _MODELS = "qnmixer.models"
 _WORDS, _COUNTS = ("name", "beam", "fbp_filter"), ("n_views", "n_detectors")
-_FEWEST_VIEWS = 0.45
-"""Views as a share of those in training, below which total variation is better."""
 _MOST_VALUES, _DEEPEST = 1_000_000, 32
 """Limits of a checkpoint. Measured: 16 values for each tensor of weights, 7 levels deep."""
 
 
-def load_network(path: Path, **changes: Any) -> UnrolledNetwork[Any] | None:
+def load_network(path: Path, cures: Cures = NO_CHOICE, **changes: Any) -> UnrolledNetwork[Any] | None:
     """The network of a checkpoint or weights file, on the CPU, if it is one of `qnmixer.models` with plain arguments.
 
     None for another one, such as a class of the user's: `load_run` of `qnmixer.reconstruction.checkpoints` builds it.
-    `changes`: of its scan. Then its step sizes follow, and a line says so.
+    `changes`: of its scan. Then its step sizes follow, and lines say so and what cures it gets.
 
     Raises:
         CheckpointError: the file cannot be read, or its weights do not fit.
@@ -79,6 +77,8 @@ def load_network(path: Path, **changes: Any) -> UnrolledNetwork[Any] | None:
     load_state(network, state, path)
     if changes:
         network = _on_scan(network, build, config, changes)
+    if line := put_on(network, trained, cures):
+        say(line)
     return network
 
 
@@ -97,7 +97,6 @@ def _on_scan(
         moved = build(FanBeamProjector(geometry, fbp_filter=section["fbp_filter"]))
     moved.load_state_dict(network.state_dict())
     say(line_of_scan(config["geometry"], section, follow_scan(moved, trained)))
-    say_outside(moved, trained.geometry)
     return moved
 
 
@@ -123,31 +122,6 @@ def line_of_scan(before: Mapping[str, Any], now: Mapping[str, Any], factor: floa
     differing = [f"{key}={value}, not {now[key]}" for key, value in before.items() if now[key] != value]
     follows = "" if factor == 1 else f": its step sizes follow the scan, × {factor:.4g}"
     return f"the network was trained with geometry.{', '.join(differing)}{follows}"
-
-
-def outside_of_training(scan: FanBeamGeometry, trained: FanBeamGeometry) -> str:
-    """Why a network is likely worse than total variation on another scan than that of its training, else "".
-
-    It follows from the two scans alone: an arc that does not see each line, if that of the training is longer; and few
-    views. The limits are measured: on the test patients of the shipped weights, 64 views in training, the network fell
-    below total variation between 32 and 23 views, and by 6 dB on 150°. On 180° plus the fan angle it lost nothing.
-    """
-    needed, arc = min(scan.short_scan, abs(trained.angle_span)), abs(scan.angle_span)
-    if arc < needed * (1 - 1e-6):
-        whose = "180° plus the fan angle" if needed == scan.short_scan else "that of the training"
-        return f"its arc of {math.degrees(arc):.4g}° is shorter than {math.degrees(needed):.4g}°, {whose}"
-    if scan.n_views < _FEWEST_VIEWS * trained.n_views:
-        return f"its {scan.n_views} views are fewer than {_FEWEST_VIEWS:g} times the {trained.n_views} of the training"
-    return ""
-
-
-def say_outside(network: UnrolledNetwork[Any], trained: FanBeamGeometry) -> None:
-    """Print a line if a network is outside of where it holds."""
-    if network.has_weights and (why := outside_of_training(network.projector.geometry, trained)):
-        say(
-            f"this scan is outside of where the network holds: {why}. Total variation is likely better: "
-            "python -m qnmixer.robustness compares the two"
-        )
 
 
 def _builder(section: Mapping[str, Any]) -> Callable[[FanBeamProjector], UnrolledNetwork[Any]] | None:

@@ -22,6 +22,7 @@ from qnmixer.physics import MixedNoise, NoNoise, Symmetry, images_by_symmetry
 from qnmixer.physics.units import FloatArray
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.reconstruction.config import OF_DATAMODULE, ReconstructConfig
+from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.input_slices import simulated_scans, slice_files
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan, symmetries_of
 from qnmixer.reconstruction.scan import Scan, misfit, warn
@@ -62,7 +63,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
         geometry=scan_for(config.geometry, trained.config.geometry), noise=config.noise or trained.config.noise
     )
     one_scale(given.data, given.noise)
-    module = on_scan(trained, given).to(choose_device(config.accelerator)).eval()
+    module = on_scan(trained, given, Cures(config.passes, config.start)).to(choose_device(config.accelerator)).eval()
     turns = symmetries_of(module.projector, config.symmetries)
     path, geometry, files = Path(config.input), module.projector.geometry, list[Path]()
     if config.input == OF_DATAMODULE:

@@ -14,13 +14,17 @@ from qnmixer.measurement.build import build_geometry, build_measurement, build_n
 from qnmixer.models.data_term import follow_scan
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector, Symmetry, symmetries
-from qnmixer.reconstruction.pretrained import line_of_scan, say_outside
+from qnmixer.reconstruction.cures import NO_CHOICE, Cures, put_on
+from qnmixer.reconstruction.pretrained import line_of_scan
 from qnmixer.runs.processes.process import rank
 from qnmixer.settings.run import Config
 
 
 class Reconstructor(nn.Module):
     """A network with its measurement, as the config says: x → A x + noise → y → x_T. For all that does not train."""
+
+    cures: Cures = NO_CHOICE
+    """What its network gets where its scan is not that of the training."""
 
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
         super().__init__()
@@ -47,20 +51,22 @@ class Reconstructor(nn.Module):
         return self.measurement(batch, stream)
 
 
-def on_scan(trained: Reconstructor, config: Config) -> Reconstructor:
+def on_scan(trained: Reconstructor, config: Config, cures: Cures | None = None) -> Reconstructor:
     """A trained network under another config: other slices, noise or scan.
 
-    If the scan differs, the step sizes follow it, and a line says so. Another line says that the network does not hold
-    there. Else the network is the same bit for bit. Raises GeometryError for an impossible scan, and RuntimeError
-    for a network whose weights do not fit the scan.
+    If the scan differs, the step sizes follow it, and it gets cures; lines say so. Else the network is the same bit for
+    bit, unless cures ask for more. `cures`: None: those of the trained one. Raises GeometryError for an impossible
+    scan, and RuntimeError for a network whose weights do not fit the scan.
     """
     is_same = same_scan(trained.config, config)
     module = Reconstructor(config, trained.projector if is_same else None)
     module.load_state_dict(trained.state_dict())
     if not is_same:
         say_scan(trained.config, config, follow_scan(module.network, trained.projector))
-        if rank() == 0:
-            say_outside(module.network, trained.projector.geometry)
+    module.cures = cures or trained.cures
+    line = put_on(module.network, trained.projector, module.cures, module.measurement.noise.variance)
+    if line and rank() == 0:
+        say(line)
     return module
 
 

@@ -16,6 +16,8 @@ from qnmixer.settings.validation import Section
 
 CheckpointName = Literal["best", "last"]
 Symmetries = Literal[1, 2, 4, 8]
+Passes = Literal["auto"] | Annotated[int, Ge(1), Le(100)]
+Start = Literal["auto", "fbp", "tv"]
 
 
 class AsTrained(Section):

@@ -63,16 +63,20 @@ WORDS = ["data=phantoms", "data.num_workers=0", "n_slices=1", "accelerator=cpu"]
 
 
 def test_one_table_over_all_conditions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_runs: Callable[[Path], list[Any]]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    offline_runs: Callable[[Path], list[Any]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run, folder = save(tmp_path / "run", *TINY), tmp_path / "run" / "robustness"
     few = [
         "photons=[2.5e4,4e5]", "noises=[none]", "views=[0.5,1]", "patient_size=[1.1]", "arc=[120]",
         "scatter=[1e-3]", "smooth_scatter=[1e-2]", "crosstalk=[0.2]", "motion=[20]", "truncation=[1.5]",
-        "metal=[30]", "detector_offset=[1]", "source_distance=[200]",
+        "metal=[30]", "detector_offset=[1]", "source_distance=[200]", "passes=2",
     ]  # fmt: skip
     words = [f"run={run}", *WORDS, *few, "logger=wandb", "evaluation.tv_weight=null", f"hydra.run.dir={folder}"]
     assert command(monkeypatch, *words) == 0
+    assert "passes=2: 2 times" in capsys.readouterr().out
     psnr = rows_of(folder)
     conditions = dict.fromkeys(condition for condition, _, _ in psnr)
     assert [*conditions] == [

@@ -14,6 +14,7 @@ from qnmixer.extras.robustness.config import RobustnessConfig
 from qnmixer.measurement.build import build_geometry, build_measurement
 from qnmixer.physics import PhysicalNoise
 from qnmixer.physics.noise import attenuation_per_value
+from qnmixer.reconstruction.cures import put_on
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
 from qnmixer.settings.run import Config, section
 
@@ -71,6 +72,7 @@ class OffScanReconstructor(Reconstructor):
     def __init__(self, module: Reconstructor, condition: Condition) -> None:
         super().__init__(module.config.changed(noise=condition.scanner.noise), module.projector)
         self.load_state_dict(module.state_dict())
+        put_on(self.network, module.projector, module.cures, self.measurement.noise.variance)
         same = condition.scanner.geometry == module.config.geometry
         self.off_scan = build_measurement(condition.scanner, module.projector if same else None)
         self.perturbation = condition.perturbation

@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from qnmixer.errors import ConfigError
 from qnmixer.evaluation.config import ScoringConfig
-from qnmixer.reconstruction.sections import Symmetries
+from qnmixer.reconstruction.sections import Passes, Start, Symmetries
 from qnmixer.settings.options import options
 from qnmixer.settings.parts import Loggers
 from qnmixer.settings.sections import Count, EvaluationConfig, Length
@@ -24,6 +24,8 @@ class RobustnessConfig(ScoringConfig):
     run: str
     n_slices: Count | None  # None: all of the split
     symmetries: Symmetries
+    passes: Passes
+    start: Start
     photons: list[Length]
     noises: list[str]
     views: tuple[Fraction, Annotated[float, Ge(1), Le(64)]] | None  # times those of training

@@ -26,6 +26,7 @@ from qnmixer.files import write_text
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation
 from qnmixer.parallel.devices import choose_device
+from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.runs.loggers import scoring_loggers
@@ -87,7 +88,7 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
     Raises CheckpointError, ConfigError or DataError.
     """
     console = Console()
-    module, slices, _ = on_test(config, config.run, overrides)
+    module, slices, _ = on_test(config, config.run, overrides, cures=Cures(config.passes, config.start))
     if slices.measured:
         name = evaluated_name(module.config)
         raise ConfigError(f"{name} has measured sinograms: give slices, as data=phantoms or data=dicom")
@@ -110,7 +111,11 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
             results[condition] = {}
             return {}
         data = chosen_slices(slices, config.split, config.n_slices, condition.scene)
-        evaluation = evaluate(scanned, data, config.split, config.evaluation, device, config.symmetries)
+        scoring = config.evaluation
+        if scoring.tv_weight is not None:  # its best weight follows the views
+            ratio = module.config.geometry.n_views / condition.scanner.geometry.n_views
+            scoring = scoring.changed(tv_weight=scoring.tv_weight * ratio**0.5)
+        evaluation = evaluate(scanned, data, config.split, scoring, device, config.symmetries)
         results[condition] = scores_of(evaluation)
         write_text(folder / "table.csv", csv_table(lines(results)))  # what is measured stays, if the rest fails
         return results[condition]

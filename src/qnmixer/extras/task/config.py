@@ -47,8 +47,9 @@ class EvaluateTaskConfig(RunEvaluationConfig):
         same_scan = isinstance(config.geometry, GeometryChanges) and not any(
             value is not None for value in config.geometry.plain().values()
         )
-        if config.symmetries > 1 or not same_scan:
-            key = "symmetries" if config.symmetries > 1 else "geometry"
+        chosen_keys = {"symmetries": config.symmetries > 1, "geometry": not same_scan}
+        chosen_keys |= {key: getattr(config, key) != "auto" for key in ("passes", "start")}
+        if key := next((key for key, is_chosen in chosen_keys.items() if is_chosen), None):
             raise ConfigError(f"evaluation=task is of the network itself, on its own scan: leave out {key}=…")
         chosen = isinstance(config.data, DataConfig) or any(value is not None for value in config.data.plain().values())
         if chosen or config.split != "test":

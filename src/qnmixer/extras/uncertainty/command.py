@@ -18,6 +18,7 @@ from qnmixer.extras.uncertainty.coverage import GROUPS, by_patient, coverages, c
 from qnmixer.files import write_text
 from qnmixer.parallel.devices import choose_device
 from qnmixer.physics import Symmetry, images_by_symmetry
+from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor, symmetries_of
 from qnmixer.runs.loggers import scoring_loggers
@@ -33,7 +34,8 @@ def evaluate_uncertainty(config: EvaluateUncertaintyConfig, folder: Path, overri
     Raises CheckpointError, ConfigError for a scan without symmetries, or DataError for slices without a split.
     """
     settings, console = config.evaluation, Console()
-    module, slices, _ = on_test(config, config.run, overrides, scan=config.geometry)
+    cures = Cures(config.passes, config.start)
+    module, slices, _ = on_test(config, config.run, overrides, scan=config.geometry, cures=cures)
     if not isinstance(slices, SliceDataModule):
         raise ConfigError("evaluation=uncertainty needs patients of two splits: give data=…, not a datamodule of yours")
     turns = symmetries_of(module.projector, config.symmetries)
