@@ -77,12 +77,7 @@ def test_how_threads_wait_is_left_to_a_user_who_set_it(name: str, monkeypatch: p
     ids=["no Linux", "no limit", "docker", "slurm", "version 1"],
 )  # fmt: skip
 def test_limits(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    groups: str | None,
-    files: dict[str, str],
-    n: int,
-    memory: float,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str | None, files: dict[str, str], n: int, memory: float
 ) -> None:
     monkeypatch.setattr(machine, "_OWN_GROUP", tmp_path / "groups")
     monkeypatch.setattr(machine, "_ALL_GROUPS", tmp_path)

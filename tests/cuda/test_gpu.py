@@ -95,12 +95,7 @@ def allowed(model: str, precision: str) -> tuple[float, float]:
     list(product(NETWORKS, ("keep", "recompute", "offload"), ("32", "16-mixed", "bf16-mixed"))),
 )
 def test_losses_and_gradients_are_those_of_a_cpu(
-    device: torch.device,
-    findings: list[Row],
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    memory: str,
-    precision: str,
+    device: torch.device, findings: list[Row], monkeypatch: pytest.MonkeyPatch, model: str, memory: str, precision: str
 ) -> None:
     if precision == "bf16-mixed" and device.type == "cuda" and not has_bf16():
         pytest.skip(f"{torch.cuda.get_device_name()} has no bf16")

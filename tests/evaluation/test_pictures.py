@@ -82,9 +82,7 @@ def test_the_frame_is_around_what_is_magnified(tmp_path: Path) -> None:
 
 
 def test_the_first_slices_are_drawn_in_order_at_every_validation(
-    tiny_config: Callable[..., Config],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mean PSNR in the titles of the last iterates is val/psnr."""
     drawn: dict[str, Sequence[SliceImages]] = {}

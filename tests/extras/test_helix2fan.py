@@ -73,11 +73,7 @@ def test_rays_are_those_of_helix2fans_example(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("geometry.n_views=24", "geometry.angle_span=-6.283185307179586", "geometry.first_angle=1"),
-    ],
+    "overrides", [(), ("geometry.n_views=24", "geometry.angle_span=-6.283185307179586", "geometry.first_angle=1")]
 )
 def test_a_pair_is_one_object(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """The image is FBP of all views, in HU by the water of the file. Its sinogram has the views of the scan."""

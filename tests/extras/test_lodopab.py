@@ -86,10 +86,7 @@ def test_simulated_sinograms_need_no_observations(root: Path) -> None:
     [
         (["data.simulation_factor=2"], r"data\.simulation_factor=2 changes images"),
         (["data.hu_max=2000"], r"data\.hu_max=2000.0 is not that of data=lodopab: give 3071"),
-        (
-            ["data.scaling=minmax", "data.sinograms=simulated"],
-            r"data\.scaling=minmax is not that of data=lodopab",
-        ),
+        (["data.scaling=minmax", "data.sinograms=simulated"], r"data\.scaling=minmax is not that of data=lodopab"),
     ],
 )
 def test_settings_that_do_not_fit(overrides: list[str], says: str) -> None:
@@ -106,11 +103,7 @@ Y = np.zeros((1, 1000, 513), np.float32)
     [
         ("observation_train_000", {"data": ZEROS}, r"values \[3, 1000, 512\] in `data`, not \[n, 1000, 513\]"),
         ("observation_train_000", None, r"no whole HDF5 file of LoDoPaB-CT .*: unzip it again"),
-        (
-            "ground_truth_test_000",
-            {"data": ZEROS[:0, :362, :362]},
-            r"test_000\.hdf5 is missing or damaged",
-        ),
+        ("ground_truth_test_000", {"data": ZEROS[:0, :362, :362]}, r"test_000\.hdf5 is missing or damaged"),
         ("observation_test_000", {"data": Y * np.nan}, r"test_000#0 cannot be used \(NaN or infinite values"),
     ],
 )

@@ -247,10 +247,7 @@ def real_peak(config: Config, device: int) -> int:
 
 @pytest.mark.parametrize(
     ("overrides", "device"),
-    [
-        ("data.batch_size=2 memory=recompute strategy.microbatch_size=2", 1),
-        ("data.batch_size=2", 0),
-    ],
+    [("data.batch_size=2 memory=recompute strategy.microbatch_size=2", 1), ("data.batch_size=2", 0)],
 )
 def test_planned_devices_of_a_pipeline_hold_what_real_ones_do(planner: Planner, overrides: str, device: int) -> None:
     """The plan is an upper bound."""

@@ -78,10 +78,7 @@ def test_a_module_is_no_part_of_the_network(tiny_config: TinyConfig) -> None:
     ("words", "message"),
     [
         (["loss", "options_of_mine.nope"], r"there is no nope in .*options_of_mine\.py"),
-        (
-            ["loss", "math.pi"],
-            r"loss\._target_=math\.pi is not a function \(image, truth\) or a subclass",
-        ),
+        (["loss", "math.pi"], r"loss\._target_=math\.pi is not a function \(image, truth\) or a subclass"),
         (["loss", "options_of_mine.scaled"], r"needs an argument factor: give it as \+loss\.factor=VALUE"),
         (["loss", "options_of_mine.scaled", "+loss.image=1"], r"unknown key loss\.image: .* has factor"),
         (["loss", "options_of_mine.scalar", "+loss.a=1"], r"unknown key loss\.a: .* has no such key"),

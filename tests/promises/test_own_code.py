@@ -231,10 +231,7 @@ def test_a_pipeline_trains_and_logs_what_one_process_does(here: Path, command: C
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        (
-            "+module.iterates=1",
-            "training_step asks for the iterates, but they are on other devices: choose ",
-        ),
+        ("+module.iterates=1", "training_step asks for the iterates, but they are on other devices: choose "),
         ("+module.mode=another", "training_step gives the network another sinogram than that of self.measure"),
     ],
 )

@@ -77,11 +77,7 @@ SHORT, PARALLEL = replace(FULL, angle_span=math.radians(120)), replace(FULL, bea
         (replace(FULL, n_views=28), FULL, "its 28 views are fewer than 0.45 times the 64 of the training"),
         (replace(FULL, n_views=128), FULL, ""),
         (replace(FULL, angle_span=math.radians(219)), FULL, ""),
-        (
-            replace(FULL, angle_span=-math.radians(218)),
-            FULL,
-            "its arc of 218° is shorter than 218.9°, 180° plus",
-        ),
+        (replace(FULL, angle_span=-math.radians(218)), FULL, "its arc of 218° is shorter than 218.9°, 180° plus"),
         (replace(PARALLEL, angle_span=math.pi), PARALLEL, ""),
         (replace(PARALLEL, angle_span=3.0), PARALLEL, "its arc of 171.9° is shorter than 180°, 180° plus the fan"),
         (SHORT, SHORT, ""),  # it learned to do without the missing lines

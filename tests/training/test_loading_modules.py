@@ -125,10 +125,7 @@ def test_it_comes_back_with_all_its_parts(here: Path, name: str) -> None:
     assert torch.equal(module.network.eval()(y), load_pretrained(here / name)(y))
     if name == "own":
         assert module.weights == (0.5, 2)
-        assert saved["hyper_parameters"] == {
-            "weights": [0.5, 2],
-            "critic": {"_target_": "my_parts.Critic", "width": 3},
-        }
+        assert saved["hyper_parameters"] == {"weights": [0.5, 2], "critic": {"_target_": "my_parts.Critic", "width": 3}}
     else:
         assert (module.smooth, saved["hyper_parameters"]) == (0.25, {"smooth": 0.25})
     assert dict(module.hparams) == saved["hyper_parameters"]

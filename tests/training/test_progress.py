@@ -135,10 +135,7 @@ def test_a_log_has_whole_lines_by_optimizer_steps(lines: Callable[..., list[str]
         (["trainer.max_steps=-1", "trainer.max_epochs=1"], "training ends after 1 epoch"),
         (["trainer.max_steps=1"], "training ends after 1 step"),
         (["trainer.max_steps=2", "trainer.max_epochs=3"], "training ends after 2 steps or 3 epochs"),
-        (
-            ["compile=true"],
-            "compiling in the first step: that takes minutes on a CPU, and compile=false takes none",
-        ),
+        (["compile=true"], "compiling in the first step: that takes minutes on a CPU, and compile=false takes none"),
     ],
 )
 def test_the_limit_and_the_wait_for_the_compiler_are_told(

@@ -57,10 +57,7 @@ def test_one_command_scales_on_validation_slices_and_tests_on_others(tmp_path: P
     folder = tmp_path / "uncertainty"
     given = [f"run={network}", "evaluation=uncertainty", "accelerator=cpu", f"hydra.run.dir={folder}"]
     code, _, stderr = run(evaluate, check, "evaluate", *given)
-    assert (code, stderr) == (
-        1,
-        "error: evaluation=uncertainty is the deviation over symmetries: give symmetries=8\n",
-    )
+    assert (code, stderr) == (1, "error: evaluation=uncertainty is the deviation over symmetries: give symmetries=8\n")
     code, stdout, stderr = run(evaluate, check, "evaluate", *given, "symmetries=8")
     assert (code, stderr) == (0, "")
     assert "deviation over 8 turns and flips" in stdout
