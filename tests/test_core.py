@@ -11,12 +11,8 @@ from .conftest import PHANTOMS, TINY, environment
 from .pages import ROOT
 
 CORE = [
-    "module/test_build.py",
-    "module/test_build_own.py",
-    "models",
-    "physics/test_geometry.py",
-    "runs/test_records.py",
-]
+    "module/test_build.py", "module/test_build_own.py", "models", "physics/test_geometry.py", "runs/test_records.py",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +48,11 @@ def test_the_run_is_resumed_and_evaluated(core: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        "compare sweep=sweep", "robustness run=pretrained", "calibrate input=a output=b", "export run=a output=b",
-        "evaluate run=pretrained evaluation=task", "evaluate run=pretrained evaluation=uncertainty symmetries=8",
-        "train data=lodopab data.root=.",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words", [
+    "compare sweep=sweep", "robustness run=pretrained", "calibrate input=a output=b", "export run=a output=b",
+    "evaluate run=pretrained evaluation=task", "evaluate run=pretrained evaluation=uncertainty symmetries=8",
+    "train data=lodopab data.root=.",
+])  # fmt: skip
 def test_what_needs_extras_is_one_line(core: Path, words: str) -> None:
     name, *arguments = words.split()
     refused = python(core, "-m", f"qnmixer.{name}", *arguments)

@@ -68,22 +68,18 @@ def test_physics_models_and_trained_networks_need_the_base_only(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        ("train", ["qnmixer.train"]),
-        ("train", ["qnmixer.new", "mine"]),
-        pytest.param("train", ["qnmixer.compare"], marks=pytest.mark.extras),
-        ("dicom", ["qnmixer.train", "data=dicom", "data.root=."]),
-        ("dicom", ["qnmixer.evaluate", "run=pretrained", "data=dicom", "data.root=."]),
-        ("dicom", ["qnmixer.reconstruct", "run=pretrained", "input=.", "output=out"]),
-        ("tensorboard", ["qnmixer.train", "logger=[csv,tensorboard]"]),
-        ("mlflow", ["qnmixer.train", "logger=mlflow"]),
-        ("hub", ["qnmixer.evaluate", "run=hf://mine/own"]),
-        ("search", ["qnmixer.train", "-m", "hydra/sweeper=search", "seed=1,2"]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("extra", "words"), [
+    ("train", ["qnmixer.train"]),
+    ("train", ["qnmixer.new", "mine"]),
+    pytest.param("train", ["qnmixer.compare"], marks=pytest.mark.extras),
+    ("dicom", ["qnmixer.train", "data=dicom", "data.root=."]),
+    ("dicom", ["qnmixer.evaluate", "run=pretrained", "data=dicom", "data.root=."]),
+    ("dicom", ["qnmixer.reconstruct", "run=pretrained", "input=.", "output=out"]),
+    ("tensorboard", ["qnmixer.train", "logger=[csv,tensorboard]"]),
+    ("mlflow", ["qnmixer.train", "logger=mlflow"]),
+    ("hub", ["qnmixer.evaluate", "run=hf://mine/own"]),
+    ("search", ["qnmixer.train", "-m", "hydra/sweeper=search", "seed=1,2"]),
+], ids=str)  # fmt: skip
 def test_without_an_extra_a_command_is_one_line(tmp_path: Path, extra: str, words: list[str]) -> None:
     done = python(tmp_path, PACKAGES.get(extra, HYDRAS), "-m", *words)
     assert (done.returncode, done.stdout) == (1, "")
@@ -166,14 +162,11 @@ def test_what_needs_more_than_the_base_is_left_to_the_whole(tmp_path: Path) -> N
         assert load_network(path) is None
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("model", "n_iterations", 10**9), ("model", "n_iterations", "2"), ("model", "codec", "other"),
-        ("model", "strange", 1), ("model", "_target_", "qnmixer.models.Nothing"), ("model", "channels", 1024),
-        ("data", "image_size", 65536), ("geometry", "n_views", 10**9), ("geometry", "beam", [1]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("section", "key", "value"), [
+    ("model", "n_iterations", 10**9), ("model", "n_iterations", "2"), ("model", "codec", "other"),
+    ("model", "strange", 1), ("model", "_target_", "qnmixer.models.Nothing"), ("model", "channels", 1024),
+    ("data", "image_size", 65536), ("geometry", "n_views", 10**9), ("geometry", "beam", [1]),
+])  # fmt: skip
 def test_a_file_that_somebody_made_is_refused_in_a_line(tmp_path: Path, section: str, key: str, value: Any) -> None:
     module = Reconstructor(config_of("model=qn_mixer", "model.channels=4", "model.n_iterations=2", *SCAN))
     config = module.config.plain()
@@ -186,11 +179,13 @@ def test_a_file_that_somebody_made_is_refused_in_a_line(tmp_path: Path, section:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"n_views": 8}, {"n_views": 6}, {"fbp_filter": "hann"}, {"angle_span": 3.5, "first_angle": None}],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {},
+    {"n_views": 8},
+    {"n_views": 6},
+    {"fbp_filter": "hann"},
+    {"angle_span": 3.5, "first_angle": None},
+], ids=str)  # fmt: skip
 def test_another_scan_is_the_same_with_the_base_and_with_all(
     tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,20 +204,17 @@ def test_another_scan_is_the_same_with_the_base_and_with_all(
         assert torch.equal(network(y), whole(y))
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"views": 6}, ConfigError, "geometry has no key views: did you mean n_views"),
-        ({"n_views": 6.5}, ConfigError, "geometry.n_views=6.5 must be a whole number"),
-        ({"n_views": True}, ConfigError, "geometry.n_views=True must be a whole number"),
-        ({"beam": 3}, ConfigError, "geometry.beam=3 must be text"),
-        ({"beam": "cone"}, GeometryError, "beam='cone'"),
-        ({"fbp_filter": "best"}, ConfigError, "best"),
-        ({"n_views": 10**9}, GeometryError, "n_views"),
-        ({"field_of_view": float("nan")}, GeometryError, "pixel_size"),
-        ({"source_to_axis": 1.0}, GeometryError, "source_to_axis"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "error", "words"), [
+    ({"views": 6}, ConfigError, "geometry has no key views: did you mean n_views"),
+    ({"n_views": 6.5}, ConfigError, "geometry.n_views=6.5 must be a whole number"),
+    ({"n_views": True}, ConfigError, "geometry.n_views=True must be a whole number"),
+    ({"beam": 3}, ConfigError, "geometry.beam=3 must be text"),
+    ({"beam": "cone"}, GeometryError, "beam='cone'"),
+    ({"fbp_filter": "best"}, ConfigError, "best"),
+    ({"n_views": 10**9}, GeometryError, "n_views"),
+    ({"field_of_view": float("nan")}, GeometryError, "pixel_size"),
+    ({"source_to_axis": 1.0}, GeometryError, "source_to_axis"),
+])  # fmt: skip
 def test_a_scan_that_is_none_is_one_line(
     tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str
 ) -> None:

@@ -65,17 +65,13 @@ def test_how_threads_wait_is_left_to_a_user_who_set_it(name: str, monkeypatch: p
     monkeypatch.delenv("GOMP_SPINCOUNT")
 
 
-@pytest.mark.parametrize(
-    ("groups", "files", "n", "memory"),
-    [
-        (None, {}, 64, math.inf),
-        ("0::/\n", {"cpu.max": "max 100000\n", "memory.max": "max\n"}, 64, math.inf),
-        ("0::/\n", {"cpu.max": "150000 100000\n", "memory.max": "1048576\n"}, 1, MIB),
-        (SLURM, {"slurm/job_7/memory.max": "1048576\n", "slurm/job_7/step_0/memory.max": "max\n"}, 64, MIB),
-        (V1, {"memory/memory.limit_in_bytes": "1048576"}, 64, math.inf),
-    ],
-    ids=["no Linux", "no limit", "docker", "slurm", "version 1"],
-)  # fmt: skip
+@pytest.mark.parametrize(("groups", "files", "n", "memory"), [
+    (None, {}, 64, math.inf),
+    ("0::/\n", {"cpu.max": "max 100000\n", "memory.max": "max\n"}, 64, math.inf),
+    ("0::/\n", {"cpu.max": "150000 100000\n", "memory.max": "1048576\n"}, 1, MIB),
+    (SLURM, {"slurm/job_7/memory.max": "1048576\n", "slurm/job_7/step_0/memory.max": "max\n"}, 64, MIB),
+    (V1, {"memory/memory.limit_in_bytes": "1048576"}, 64, math.inf),
+], ids=["no Linux", "no limit", "docker", "slurm", "version 1"])  # fmt: skip
 def test_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str | None, files: dict[str, str], n: int, memory: float
 ) -> None:

@@ -95,14 +95,11 @@ def test_one_command_writes_commits_and_tags_a_version(release: ModuleType) -> N
         git(release, "commit", "--quiet", "--all", "--message", "as before")
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        ("", "no version: for instance make release VERSION=0.2.0"),
-        ("98.0.0", "write a section '## 98.0.0'"),
-        ("99.0.0", "git commit or git stash"),
-    ],
-)
+@pytest.mark.parametrize(("number", "said"), [
+    ("", "no version: for instance make release VERSION=0.2.0"),
+    ("98.0.0", "write a section '## 98.0.0'"),
+    ("99.0.0", "git commit or git stash"),
+])  # fmt: skip
 def test_a_release_that_is_not_ready_changes_nothing(release: ModuleType, number: str, said: str) -> None:
     make_ready(release)
     (release.ROOT / "new.txt").write_text("not committed")

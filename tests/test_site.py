@@ -43,14 +43,10 @@ def test_links_to_other_files_lead_to_the_repository(hooks: ModuleType) -> None:
     assert written("<!-- table: levers -->").count("| `memory=recompute` |") == 1
 
 
-@pytest.mark.parametrize(
-    "tag",
-    [
-        '<script async src="https://a.b/c.js">',
-        "<img alt=a src=//a.b/c.png>",
-        '<link rel="stylesheet" href="https://fonts.googleapis.com/css">',
-    ],
-)
+@pytest.mark.parametrize("tag", [
+    '<script async src="https://a.b/c.js">', "<img alt=a src=//a.b/c.png>",
+    '<link rel="stylesheet" href="https://fonts.googleapis.com/css">',
+])  # fmt: skip
 def test_a_page_loads_nothing_from_another_server(hooks: ModuleType, tag: str) -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
     own = '<script src="../a.js"></script><link rel="canonical" href="https://a.b/"><a href="https://c.d">e</a>'

@@ -19,31 +19,25 @@ def gpus(driver: str, *capabilities: tuple[int, int]) -> list[GPU]:
     return [GPU(capability, driver) for capability in capabilities]
 
 
-@pytest.mark.parametrize(
-    ("machine", "build"),
-    [
-        ([], "cpu"),
-        (gpus(MIDDLE, P100), "cu126"),
-        (gpus(NEW, V100), "cu126"),
-        (gpus("580", A100), "cu130"),
-        (gpus("579.99", A100), "cu126"),
-        (gpus(NEW, V100, A100), "cu126"),
-        (gpus(NEW, RTX_2080, RTX_5090), "cu130"),
-    ],
-)
+@pytest.mark.parametrize(("machine", "build"), [
+    ([], "cpu"),
+    (gpus(MIDDLE, P100), "cu126"),
+    (gpus(NEW, V100), "cu126"),
+    (gpus("580", A100), "cu130"),
+    (gpus("579.99", A100), "cu126"),
+    (gpus(NEW, V100, A100), "cu126"),
+    (gpus(NEW, RTX_2080, RTX_5090), "cu130"),
+])  # fmt: skip
 def test_the_build_for_a_machine(machine: list[GPU], build: str) -> None:
     assert choose(machine) == build
 
 
-@pytest.mark.parametrize(
-    ("machine", "said"),
-    [
-        (gpus(NEW, V100, RTX_5090), "has kernels for compute capability 12.0, compute capability 7.0"),
-        (gpus(NEW, (3, 7)), "no build of torch .* has kernels for compute capability 3.7"),
-        (gpus(OLD, A100), "driver 470.256.02 is too old .* needs 525.60.13 or newer"),
-        (gpus("570.10", RTX_5090), "driver 570.10 is too old .* needs 580 or newer"),
-    ],
-)
+@pytest.mark.parametrize(("machine", "said"), [
+    (gpus(NEW, V100, RTX_5090), "has kernels for compute capability 12.0, compute capability 7.0"),
+    (gpus(NEW, (3, 7)), "no build of torch .* has kernels for compute capability 3.7"),
+    (gpus(OLD, A100), "driver 470.256.02 is too old .* needs 525.60.13 or newer"),
+    (gpus("570.10", RTX_5090), "driver 570.10 is too old .* needs 580 or newer"),
+])  # fmt: skip
 def test_a_machine_without_a_build_is_refused(machine: list[GPU], said: str) -> None:
     with pytest.raises(NoBuildError, match=said):
         choose(machine)

@@ -30,12 +30,10 @@ from qnmixer.settings.run import Config, parse
 from qnmixer.settings.sections import PipelineConfig
 
 CONFIGS = [
-    "model.n_iterations=4",
-    "memory=recompute data.batch_size=4 model.n_iterations=6",
-    "model.n_iterations=4 trainer.precision=bf16-mixed",
-    "model.n_iterations=4 data.image_size=128 data.batch_size=4",
+    "model.n_iterations=4", "memory=recompute data.batch_size=4 model.n_iterations=6",
+    "model.n_iterations=4 trainer.precision=bf16-mixed", "model.n_iterations=4 data.image_size=128 data.batch_size=4",
     "memory=recompute model.shared_regularizer=false trainer.accumulate_grad_batches=2 model.n_iterations=8",
-]
+]  # fmt: skip
 N_DEVICES = 4
 _DEEP = "model.n_iterations=16 model.channels=48 data.image_size=128 geometry.n_detectors=256"
 _STAGES = "strategy=pipeline strategy.schedule"

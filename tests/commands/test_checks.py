@@ -129,16 +129,10 @@ def test_faults_of_single_ranks_are_found_and_named(warm: Warm, own: Callable[..
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
-@pytest.mark.parametrize(
-    ("fault", "found"),
-    [
-        (
-            "rank.PATIENCE = 2\n    rank.note('importing it')\n    time.sleep(600)",
-            "no progress for 180 s in importing it",
-        ),
-        pytest.param("os.kill(os.getpid(), 11)", "was killed by SIGSEGV", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("fault", "found"), [
+    ("rank.PATIENCE = 2\n    rank.note('importing it')\n    time.sleep(600)", "no progress for 180 s in importing it"),
+    pytest.param("os.kill(os.getpid(), 11)", "was killed by SIGSEGV", marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_rank_that_hangs_or_dies_is_named(warm: Warm, own: Callable[..., Any], fault: str, found: str) -> None:
     with warm.forking_ranks():
         checks = by_name(list(check_run(own(ENDING.format(fault=fault)))))

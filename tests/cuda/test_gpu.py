@@ -263,13 +263,9 @@ class _Clock(Callback):
 
 
 STEPS = [
-    "",
-    "data.batch_size=4",
-    "data.batch_size=16",
-    "memory=recompute",
-    "trainer.precision=16-mixed",
+    "", "data.batch_size=4", "data.batch_size=16", "memory=recompute", "trainer.precision=16-mixed",
     "trainer.tf32=true",
-]
+]  # fmt: skip
 COMPILED = ["compile=true", "compile=true data.batch_size=4", "compile=true data.batch_size=16"]
 
 

@@ -119,17 +119,14 @@ def test_the_line_on_derived_images_names_the_key(make_ct: Any, body_hu: Any, tm
     assert len(opened(tmp_path / "root", 20, "dicom", derived=True)) == 4
 
 
-@pytest.mark.parametrize(
-    ("option", "files", "says"),
-    [
-        ("dicom", None, r"data\.root=.*root does not exist: give the folder with the slices"),
-        ("dicom", {}, "is empty"),
-        ("dicom", {"a.txt": b"hello"}, r"no usable slice.*1 not DICOM.*a\.txt.*give a folder with CT images in DICOM"),
-        ("numpy", {"line.npy": np.arange(9.0), "cut.npy": b"\x93NUMPY\x01\x00"}, "no usable slice"),
-        ("numpy", {"unit.npy": np.linspace(0, 1, 1600).reshape(40, 40)}, "not HU"),
-        ("numpy", {"nan.npy": np.full((40, 40), np.nan)}, "NaN or infinite"),
-    ],
-)
+@pytest.mark.parametrize(("option", "files", "says"), [
+    ("dicom", None, r"data\.root=.*root does not exist: give the folder with the slices"),
+    ("dicom", {}, "is empty"),
+    ("dicom", {"a.txt": b"hello"}, r"no usable slice.*1 not DICOM.*a\.txt.*give a folder with CT images in DICOM"),
+    ("numpy", {"line.npy": np.arange(9.0), "cut.npy": b"\x93NUMPY\x01\x00"}, "no usable slice"),
+    ("numpy", {"unit.npy": np.linspace(0, 1, 1600).reshape(40, 40)}, "not HU"),
+    ("numpy", {"nan.npy": np.full((40, 40), np.nan)}, "NaN or infinite"),
+])  # fmt: skip
 def test_folders_of_no_use_say_so(root: Path, option: str, files: dict[str, Any] | None, says: str) -> None:
     for path in root.iterdir():
         path.unlink()

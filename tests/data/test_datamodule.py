@@ -229,13 +229,10 @@ def test_all_slices_for_test_and_nothing_to_train_on(body_hu: Any, tmp_path: Pat
         module.train_dataloader()
 
 
-@pytest.mark.parametrize(
-    ("n_frames", "says"),
-    [
-        (1, "each of 4 files with one slice counts as a patient .*too narrow"),
-        (2, r"4 of 4 patients \(p01_0, .*\) have no air .*is this really in HU"),
-    ],
-)
+@pytest.mark.parametrize(("n_frames", "says"), [
+    (1, "each of 4 files with one slice counts as a patient .*too narrow"),
+    (2, r"4 of 4 patients \(p01_0, .*\) have no air .*is this really in HU"),
+])  # fmt: skip
 def test_what_a_user_should_know_of_a_folder(
     body_hu: Any, tmp_path: Path, n_frames: int, says: str, recwarn: pytest.WarningsRecorder
 ) -> None:

@@ -56,14 +56,11 @@ def test_padding_of_a_value_that_no_tissue_has_is_air_everywhere(
     assert found[20, 20] == -1000
 
 
-@pytest.mark.parametrize(
-    ("shift", "tags"),
-    [
-        (0, {"PixelPaddingValue": 0}),  # signed HU: water
-        (1024, {"PixelPaddingValue": 1024, "PixelRepresentation": 0}),
-        (0, {"PixelPaddingValue": 0, "PixelPaddingRangeLimit": 0}),
-    ],
-)
+@pytest.mark.parametrize(("shift", "tags"), [
+    (0, {"PixelPaddingValue": 0}),  # signed HU: water
+    (1024, {"PixelPaddingValue": 1024, "PixelRepresentation": 0}),
+    (0, {"PixelPaddingValue": 0, "PixelPaddingRangeLimit": 0}),
+])  # fmt: skip
 def test_padding_of_a_value_that_tissue_has_is_none_inside(
     make_ct: Any, body_hu: Any, tmp_path: Path, shift: int, tags: dict[str, Any]
 ) -> None:
@@ -120,18 +117,15 @@ def test_what_else_may_be_in_bits_beyond_those_stored(make_ct: Any, body_hu: Any
     np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, hu)
 
 
-@pytest.mark.parametrize(
-    ("orientation", "axial"),
-    [
-        ([1, 0, 0, 0, 0, -1], False),  # coronal
-        ([0, 1, 0, 0, 0, -1], False),  # sagittal
-        ([1, 0, 0, 0, 0.7, -0.7], False),
-        ([1, 0, 0, 0, 0.8660254, -0.5], True),  # a gantry tilts by up to 30°
-        ([-1, 0, 0, 0, -1, 0], True),
-        ([0.5, 0, 0, 0, 0.5, 0], True),
-        ([0, 0, 0, 0, 0, 0], True),  # says nothing
-    ],
-)
+@pytest.mark.parametrize(("orientation", "axial"), [
+    ([1, 0, 0, 0, 0, -1], False),  # coronal
+    ([0, 1, 0, 0, 0, -1], False),  # sagittal
+    ([1, 0, 0, 0, 0.7, -0.7], False),
+    ([1, 0, 0, 0, 0.8660254, -0.5], True),  # a gantry tilts by up to 30°
+    ([-1, 0, 0, 0, -1, 0], True),
+    ([0.5, 0, 0, 0, 0.5, 0], True),
+    ([0, 0, 0, 0, 0, 0], True),  # says nothing
+])  # fmt: skip
 @pytest.mark.parametrize("n_frames", [1, 2])
 def test_only_axial_planes_are_read(
     make_ct: Any, body_hu: Any, tmp_path: Path, orientation: list[float], axial: bool, n_frames: int
@@ -210,41 +204,34 @@ def test_a_deflated_file_is_not_unpacked(make_ct: Any, tmp_path: Path) -> None:
         read(tmp_path / "a")
 
 
-@pytest.mark.parametrize(
-    ("tags", "reason"),
-    [
-        ({"RescaleSlope": None}, "RescaleSlope"),
-        ({"RescaleIntercept": None}, "RescaleSlope"),
-        ({"Modality": "MR"}, "not a CT image"),
-        ({"SOPClassUID": "1.2.840.10008.5.1.4.1.1.7"}, "not a CT image"),
-        ({"ImageType": ["ORIGINAL", "PRIMARY", "LOCALIZER"]}, "localizer"),
-        ({"PixelData": None}, "no pixel data"),
-        ({"PixelSpacing": [0.8, 0.7]}, "pixels that are not square"),
-        ({"PhotometricInterpretation": "RGB"}, "a colour image"),  # JPEG 2000 of these can end a decoder
-        ({"RescaleType": "Z_EFF"}, "RescaleType Z_EFF, not HU"),
-        ({"RescaleType": "US", "ImageType": ["DERIVED", "SECONDARY", "AXIAL"]}, "RescaleType US, not HU"),
-        ({"RescaleType": "US", "ImageType": "DERIVED"}, "RescaleType US, not HU"),
-        ({"RescaleType": "US", "ImageType": None}, "RescaleType US, not HU"),
-        ({"RescaleType": "US", "MultienergyCTAcquisition": "YES"}, "RescaleType US, not HU"),
-    ],
-)
+@pytest.mark.parametrize(("tags", "reason"), [
+    ({"RescaleSlope": None}, "RescaleSlope"),
+    ({"RescaleIntercept": None}, "RescaleSlope"),
+    ({"Modality": "MR"}, "not a CT image"),
+    ({"SOPClassUID": "1.2.840.10008.5.1.4.1.1.7"}, "not a CT image"),
+    ({"ImageType": ["ORIGINAL", "PRIMARY", "LOCALIZER"]}, "localizer"),
+    ({"PixelData": None}, "no pixel data"),
+    ({"PixelSpacing": [0.8, 0.7]}, "pixels that are not square"),
+    ({"PhotometricInterpretation": "RGB"}, "a colour image"),  # JPEG 2000 of these can end a decoder
+    ({"RescaleType": "Z_EFF"}, "RescaleType Z_EFF, not HU"),
+    ({"RescaleType": "US", "ImageType": ["DERIVED", "SECONDARY", "AXIAL"]}, "RescaleType US, not HU"),
+    ({"RescaleType": "US", "ImageType": "DERIVED"}, "RescaleType US, not HU"),
+    ({"RescaleType": "US", "ImageType": None}, "RescaleType US, not HU"),
+    ({"RescaleType": "US", "MultienergyCTAcquisition": "YES"}, "RescaleType US, not HU"),
+])  # fmt: skip
 def test_files_of_no_use_say_why(make_ct: Any, tmp_path: Path, tags: dict[str, Any], reason: str) -> None:
     make_ct(tmp_path / "a", **tags)
     with pytest.raises(SkipFile, match=reason):
         read(tmp_path / "a")
 
 
-@pytest.mark.parametrize(
-    "tags",
-    [
-        {"RescaleType": "US"},  # as GDCM leaves them
-        {"RescaleType": "US", "ImageType": "ORIGINAL"},
-        {"RescaleType": "HU", "ImageType": ["DERIVED", "SECONDARY", "AXIAL"]},
-        {"ImageType": ["DERIVED", "SECONDARY", "AXIAL"]},  # none: DICOM asks for a type where it is not HU
-        {"RescaleType": ""},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("tags", [
+    {"RescaleType": "US"},  # as GDCM leaves them
+    {"RescaleType": "US", "ImageType": "ORIGINAL"},
+    {"RescaleType": "HU", "ImageType": ["DERIVED", "SECONDARY", "AXIAL"]},
+    {"ImageType": ["DERIVED", "SECONDARY", "AXIAL"]},  # none: DICOM asks for a type where it is not HU
+    {"RescaleType": ""},
+], ids=str)  # fmt: skip
 def test_what_dicom_takes_for_hu_is_read(make_ct: Any, body_hu: Any, tmp_path: Path, tags: dict[str, Any]) -> None:
     make_ct(tmp_path / "a", body_hu(), **tags)
     np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, body_hu())
@@ -269,22 +256,18 @@ def test_the_type_of_a_frame_counts(make_ct: Any, body_hu: Any, tmp_path: Path) 
         decode_frame(opened, 1)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["DERIVED", "SECONDARY", "AXIAL", "CT_SOM5 MIP"],
-        ["DERIVED", "PRIMARY", "AXIAL", "MAXIMUM"],
-        ["DERIVED", "SECONDARY", "MIN IP"],
-        ["DERIVED", "PRIMARY", "AXIAL", "SUBTRACTION"],
-        ["DERIVED", "SECONDARY", "AXIAL", "DE_IODINE"],
-        ["DERIVED", "PRIMARY", "VOLUME", "MAT_SPECIFIC"],
-        ["DERIVED", "PRIMARY", "GSI", "WATER IODINE"],
-        ["DERIVED", "SECONDARY", "SCREEN SAVE"],
-        ["ORIGINAL", "PRIMARY", "SCREEN SAVE"],
-        ["DERIVED", "PRIMARY", "AXIAL", "RCBF"],
-    ],
-    ids="-".join,
-)
+@pytest.mark.parametrize("words", [
+    ["DERIVED", "SECONDARY", "AXIAL", "CT_SOM5 MIP"],
+    ["DERIVED", "PRIMARY", "AXIAL", "MAXIMUM"],
+    ["DERIVED", "SECONDARY", "MIN IP"],
+    ["DERIVED", "PRIMARY", "AXIAL", "SUBTRACTION"],
+    ["DERIVED", "SECONDARY", "AXIAL", "DE_IODINE"],
+    ["DERIVED", "PRIMARY", "VOLUME", "MAT_SPECIFIC"],
+    ["DERIVED", "PRIMARY", "GSI", "WATER IODINE"],
+    ["DERIVED", "SECONDARY", "SCREEN SAVE"],
+    ["ORIGINAL", "PRIMARY", "SCREEN SAVE"],
+    ["DERIVED", "PRIMARY", "AXIAL", "RCBF"],
+], ids="-".join)  # fmt: skip
 @pytest.mark.parametrize("n_frames", [1, 2])
 def test_images_that_were_computed_of_slices_are_taken_if_asked_for(
     make_ct: Any, body_hu: Any, tmp_path: Path, words: list[str], n_frames: int
@@ -326,22 +309,18 @@ def test_a_frame_that_is_a_localizer_is_never_taken(
                 decode_frame(opened, frame, derived=derived)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["ORIGINAL", "PRIMARY", "AXIAL", "CT_SOM5 SPI"],
-        ["ORIGINAL", "PRIMARY", "AXIAL", "ADD"],
-        ["DERIVED", "SECONDARY", "AXIAL", "CT_SOM5 MPR"],
-        ["DERIVED", "SECONDARY", "REFORMATTED", "AVERAGE"],
-        ["DERIVED", "PRIMARY", "VOLUME", "MEAN"],
-        ["DERIVED", "PRIMARY", "VOLUME", "RESAMPLED"],
-        ["DERIVED", "PRIMARY", "AXIAL", "VMI"],
-        ["ORIGINAL", "PRIMARY", "MIPLEX"],
-        "DERIVED",
-        None,
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("words", [
+    ["ORIGINAL", "PRIMARY", "AXIAL", "CT_SOM5 SPI"],
+    ["ORIGINAL", "PRIMARY", "AXIAL", "ADD"],
+    ["DERIVED", "SECONDARY", "AXIAL", "CT_SOM5 MPR"],
+    ["DERIVED", "SECONDARY", "REFORMATTED", "AVERAGE"],
+    ["DERIVED", "PRIMARY", "VOLUME", "MEAN"],
+    ["DERIVED", "PRIMARY", "VOLUME", "RESAMPLED"],
+    ["DERIVED", "PRIMARY", "AXIAL", "VMI"],
+    ["ORIGINAL", "PRIMARY", "MIPLEX"],
+    "DERIVED",
+    None,
+], ids=str)  # fmt: skip
 def test_images_that_are_slices_in_hu_are_taken(make_ct: Any, body_hu: Any, tmp_path: Path, words: Any) -> None:
     make_ct(tmp_path / "a", body_hu(), ImageType=words)
     np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, body_hu())

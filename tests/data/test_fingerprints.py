@@ -69,22 +69,19 @@ def test_of_a_part_that_is_cut_short_only_its_slices_count(ct: Path) -> None:
     assert (len(cut.dataset("test")), cut.trained("test", record_of(ct))) == (3, (3, 0))
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (np.asarray, (4, 0)),  # in another format, without any tag
-        (np.flipud, (4, 0)),
-        (np.transpose, (4, 0)),
-        (lambda hu: np.pad(hu, ((0, 60), (7, 0)), constant_values=-3024), (4, 0)),
-        (lambda hu: hu[hu.max(1) > -500], (4, 0)),  # air rows cut off
-        (lambda hu: to_square(hu, 96), (0, 4)),
-        (lambda hu: to_square(hu, 300), (0, 4)),
-        (lambda hu: to_grid(hu, (1.0, 1.0), 128, 160.0), (0, 4)),  # smaller in the image
-        (lambda hu: to_square(np.rot90(hu).copy(), 100), (0, 4)),
-        (lambda hu: hu + np.random.default_rng(0).normal(0, 10, hu.shape), (0, 4)),  # as a lossy file
-        (lambda hu: hu[24:-24, 24:-24], (0, 0)),  # a part of the body: not known
-    ],
-)
+@pytest.mark.parametrize(("change", "expected"), [
+    (np.asarray, (4, 0)),  # in another format, without any tag
+    (np.flipud, (4, 0)),
+    (np.transpose, (4, 0)),
+    (lambda hu: np.pad(hu, ((0, 60), (7, 0)), constant_values=-3024), (4, 0)),
+    (lambda hu: hu[hu.max(1) > -500], (4, 0)),  # air rows cut off
+    (lambda hu: to_square(hu, 96), (0, 4)),
+    (lambda hu: to_square(hu, 300), (0, 4)),
+    (lambda hu: to_grid(hu, (1.0, 1.0), 128, 160.0), (0, 4)),  # smaller in the image
+    (lambda hu: to_square(np.rot90(hu).copy(), 100), (0, 4)),
+    (lambda hu: hu + np.random.default_rng(0).normal(0, 10, hu.shape), (0, 4)),  # as a lossy file
+    (lambda hu: hu[24:-24, 24:-24], (0, 0)),  # a part of the body: not known
+])  # fmt: skip
 def test_copies(ct: Path, tmp_path: Path, change: Callable[[Any], Any], expected: tuple[int, int]) -> None:
     for p in range(4):
         (tmp_path / "copies" / f"c{p}").mkdir(parents=True)

@@ -115,13 +115,10 @@ def images_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param("my_images.Images", marks=pytest.mark.extras),
-        pytest.param("my_slices.MySlices", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("target", [
+    pytest.param("my_images.Images", marks=pytest.mark.extras),
+    pytest.param("my_slices.MySlices", marks=pytest.mark.long),
+])  # fmt: skip
 def test_two_processes_share_its_slices(here: Path, warm: Warm, target: str) -> None:
     two = ["strategy=ddp", "trainer.devices=2", "data.batch_size=1", "trainer.max_epochs=1", "trainer.max_steps=-1"]
     run = f"two_{target}"
@@ -338,15 +335,12 @@ def test_a_stream_is_refused_if_all_devices_get_the_same_and_is_evaluated_by_one
 
 
 @pytest.mark.parametrize("method", ["train_dataloader", "val_dataloader", "test_dataloader"])
-@pytest.mark.parametrize(
-    ("loader", "line"),
-    [
-        (None, "gives None: give a DataLoader$"),
-        ([], "gives several loaders"),
-        (CombinedLoader([DataLoader([1])]), "gives several loaders"),
-        (DataLoader([]), "has no batches$"),
-    ],
-)
+@pytest.mark.parametrize(("loader", "line"), [
+    (None, "gives None: give a DataLoader$"),
+    ([], "gives several loaders"),
+    (CombinedLoader([DataLoader([1])]), "gives several loaders"),
+    (DataLoader([]), "has no batches$"),
+])  # fmt: skip
 def test_what_is_no_loader_is_refused(own: OwnDataModule, method: str, loader: Any, line: str) -> None:
     with pytest.raises(DataError, match=f"my_file.Mine has no {method}"):
         own.loader(method.removesuffix("_dataloader"))

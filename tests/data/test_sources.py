@@ -80,15 +80,12 @@ def test_a_class_that_takes_the_size_draws_at_it() -> None:
     torch.testing.assert_close(batch["fine"], torch.full((1, 1, 32, 32), 1032 / 3000))
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("Flat", r"slices_of_mine\.Flat: test 0 cannot be used \(it is no array"),
-        ("Named", r"mine 0 cannot be used \(NaN"),
-        ("Scaled", r"test 0 cannot be used \(values from 0 to 1, which are not HU, air −1000 and water 0\)"),
-        ("Mine", r"unknown key data\.values: did you mean data\.value\?"),
-    ],
-)
+@pytest.mark.parametrize(("target", "message"), [
+    ("Flat", r"slices_of_mine\.Flat: test 0 cannot be used \(it is no array"),
+    ("Named", r"mine 0 cannot be used \(NaN"),
+    ("Scaled", r"test 0 cannot be used \(values from 0 to 1, which are not HU, air −1000 and water 0\)"),
+    ("Mine", r"unknown key data\.values: did you mean data\.value\?"),
+])  # fmt: skip
 def test_what_is_no_slice_is_named(target: str, message: str) -> None:
     with pytest.raises((DataError, PluginError), match=message):
         next(iter(module(target, **({"values": 1} if target == "Mine" else {})).test_dataloader()))

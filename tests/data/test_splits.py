@@ -22,34 +22,28 @@ def split(patients: list[str], **options: Any) -> Split:
     return RunSplit().settle("data", patients, [0] * len(patients), config)[0]
 
 
-@pytest.mark.parametrize(
-    ("paths", "tag", "options", "patients"),
-    [
-        (["a/x", "b/c/y"], "", {}, ["a", "b"]),
-        (["all/a/s1/x", "all/b/s1/y", "all/b/s2/y"], "", {}, ["a", "b", "b"]),
-        (["x", "y"], "", {}, ["root", "root"]),
-        (["x.npy", "y.npy"], "", {}, ["x", "y"]),
-        (["a/x", "b/y"], "ANON", {}, ["ANON", "ANON"]),
-        (["a/x", "b/y"], "ANON", {"patient_from": "folder"}, ["a", "b"]),
-    ],
-)
+@pytest.mark.parametrize(("paths", "tag", "options", "patients"), [
+    (["a/x", "b/c/y"], "", {}, ["a", "b"]),
+    (["all/a/s1/x", "all/b/s1/y", "all/b/s2/y"], "", {}, ["a", "b", "b"]),
+    (["x", "y"], "", {}, ["root", "root"]),
+    (["x.npy", "y.npy"], "", {}, ["x", "y"]),
+    (["a/x", "b/y"], "ANON", {}, ["ANON", "ANON"]),
+    (["a/x", "b/y"], "ANON", {"patient_from": "folder"}, ["a", "b"]),
+])  # fmt: skip
 def test_a_patient_is_the_tag_or_a_folder(
     paths: list[str], tag: str, options: dict[str, str], patients: list[str]
 ) -> None:
     assert names(paths, tag, **options) == patients
 
 
-@pytest.mark.parametrize(
-    ("infos", "lone"),
-    [
-        (infos_of("p1_0.npy", "all/p1_1.npy"), ["p1_0.npy"]),
-        (infos_of("all/p1_0.npy", "all/p1_1.NPY"), ["all/p1_0.npy", "all/p1_1.NPY"]),
-        (infos_of("p1/p1.npy", "p2/s/p2.npy", "L067/L067.npy"), []),
-        (infos_of("x", "y"), []),
-        ([*infos_of("x.npy", patient="x"), *infos_of("y.npy", patient="y")], []),
-        ([SliceInfo(f"{k}.npy", 0, 2, "", f"{k}.npy", 0.0) for k in "ab"], []),
-    ],
-)
+@pytest.mark.parametrize(("infos", "lone"), [
+    (infos_of("p1_0.npy", "all/p1_1.npy"), ["p1_0.npy"]),
+    (infos_of("all/p1_0.npy", "all/p1_1.NPY"), ["all/p1_0.npy", "all/p1_1.NPY"]),
+    (infos_of("p1/p1.npy", "p2/s/p2.npy", "L067/L067.npy"), []),
+    (infos_of("x", "y"), []),
+    ([*infos_of("x.npy", patient="x"), *infos_of("y.npy", patient="y")], []),
+    ([SliceInfo(f"{k}.npy", 0, 2, "", f"{k}.npy", 0.0) for k in "ab"], []),
+])  # fmt: skip
 def test_files_of_one_slice_are_told_from_patients_with_a_folder_or_a_stack(
     infos: list[SliceInfo], lone: list[str]
 ) -> None:
@@ -75,15 +69,12 @@ def test_three_patients_go_one_to_each_part_and_the_largest_trains(fraction: flo
     assert len(parts["train"]) == 5
 
 
-@pytest.mark.parametrize(
-    ("patients", "options", "says"),
-    [
-        ([*"aab"], {}, r"2 patient\(s\) \(a, b\), too few.*patient_from=folder.*data\.split=all"),
-        (["abcd", "b", "c"], {"split": "explicit", "val_patients": ["abce"]}, "did you mean abcd"),
-        ([*"abc"], {"split": "explicit", "val_patients": ["b"], "test_patients": ["b"]}, r"also in data\.val_patients"),
-        ([*"abc"], {"split": "explicit", "val_patients": ["b"]}, "nothing for test"),
-    ],
-)
+@pytest.mark.parametrize(("patients", "options", "says"), [
+    ([*"aab"], {}, r"2 patient\(s\) \(a, b\), too few.*patient_from=folder.*data\.split=all"),
+    (["abcd", "b", "c"], {"split": "explicit", "val_patients": ["abce"]}, "did you mean abcd"),
+    ([*"abc"], {"split": "explicit", "val_patients": ["b"], "test_patients": ["b"]}, r"also in data\.val_patients"),
+    ([*"abc"], {"split": "explicit", "val_patients": ["b"]}, "nothing for test"),
+])  # fmt: skip
 def test_what_cannot_be_split_says_what_to_do(patients: list[str], options: dict[str, Any], says: str) -> None:
     with pytest.raises(DataError, match=says):
         split(patients, **options)

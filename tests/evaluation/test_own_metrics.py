@@ -94,11 +94,9 @@ def test_rmse_in_hu(tiny_config: TinyConfig) -> None:
     assert found["psnr"] == pytest.approx([40.0] * len(batch["image"]), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "target",
-    ["torchmetrics.MeanAbsoluteError", "torchmetrics.functional.mean_absolute_error"],
-    ids=["class", "function"],
-)
+@pytest.mark.parametrize("target", [
+    "torchmetrics.MeanAbsoluteError", "torchmetrics.functional.mean_absolute_error",
+], ids=["class", "function"])  # fmt: skip
 def test_a_metric_of_torchmetrics_is_of_each_image(tiny_config: TinyConfig, target: str) -> None:
     config = tiny_config(f"+metrics.mae._target_={target}", "+metrics.mae.mode=min")
     batch = some(config)
@@ -107,14 +105,11 @@ def test_a_metric_of_torchmetrics_is_of_each_image(tiny_config: TinyConfig, targ
         assert values(config, image, batch)["mae"] == pytest.approx([0.1, 0.3], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["picture"], "metrics.mine._target_=metrics_of_mine.picture gives a tensor [1, 1, 16, 16] for one image"),
-        (["broken"], "fails for images [1, 1, 16, 16] (it takes three channels)"),
-        (["Picky", "width=1"], "metrics.mine._target_=metrics_of_mine.Picky refuses its arguments (width is below 3)"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["picture"], "metrics.mine._target_=metrics_of_mine.picture gives a tensor [1, 1, 16, 16] for one image"),
+    (["broken"], "fails for images [1, 1, 16, 16] (it takes three channels)"),
+    (["Picky", "width=1"], "metrics.mine._target_=metrics_of_mine.Picky refuses its arguments (width is below 3)"),
+])  # fmt: skip
 def test_a_wrong_metric_is_one_line_before_training(tiny_config: TinyConfig, words: list[str], message: str) -> None:
     target, *arguments = words
     config = tiny_config(

@@ -150,14 +150,11 @@ def test_crosstalk_is_measured_and_taken_out(tmp_path: Path, capsys: pytest.Capt
     assert f" noise.crosstalk={dose.crosstalk:.2g}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("scan", "line"),
-    [
-        (lambda scans: np.convolve(scans.ravel(), [1 / 3] * 3, "same").reshape(scans.shape), "filtered or interp"),
-        (lambda scans: scans * np.where(np.arange(40)[:, None, None] < 20, 1, np.linspace(1, 1.03, 160)), "bins drift"),
-        (lambda scans: scans * np.random.default_rng(0).choice([1, 0.05], (1, 24, 1)), "The variances fit no I₀ and σ"),
-    ],
-)
+@pytest.mark.parametrize(("scan", "line"), [
+    (lambda scans: np.convolve(scans.ravel(), [1 / 3] * 3, "same").reshape(scans.shape), "filtered or interp"),
+    (lambda scans: scans * np.where(np.arange(40)[:, None, None] < 20, 1, np.linspace(1, 1.03, 160)), "bins drift"),
+    (lambda scans: scans * np.random.default_rng(0).choice([1, 0.05], (1, 24, 1)), "The variances fit no I₀ and σ"),
+])  # fmt: skip
 def test_what_does_not_fit_is_said_and_has_no_interval(scan: Any, line: str, tmp_path: Path) -> None:
     counts = np.random.default_rng(2).poisson(1e4 * np.exp(-repeats(1e9, 0.0, n=1)), (40, 24, 160)).astype(float)
     np.save(tmp_path / "scans.npy", -np.log(np.maximum(scan(counts), 1) / 1e4))
@@ -255,23 +252,20 @@ def test_the_memory_for_a_series_does_not_grow_with_its_slices(make_ct: MakeCt, 
     assert peaks[1] < 2 * peaks[0]
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("input=scans.npy", "output has no value: give one with output=…"),
-        ("input=absent.npy output=o", "absent.npy does not exist: give a .npy of repeated scans"),
-        ("input=scans.npy output=o region=[0,0,9]", "region is for a series of slices: leave it out"),
-        ("input=. output=o", "give a uniform disc in mm from the centre, region=[x,y,radius]"),
-        ("input=. output=o region=[0,0,9]", "no usable slice"),
-        ("input=. output=o region=[0,0,9] unit=counts", "unit=counts is for scans in .npy"),
-        ("input=scans.npy output=o air=scans.npy", "give unit=counts too"),
-        ("input=one.npy output=o", "one scan, which shows no noise: give at least two repeats"),
-        ("input=same.npy output=o", "no ray whose counts vary"),
-        ("input=text.npy output=o", "give a .npy of numbers, [repeats, views, bins]"),
-        ("input=scans.npy output=o unit=counts air=narrow.npy", "give counts above zero of 8 bins"),
-        ("input=scans.npy output=.", "output=. "),
-    ],
-)
+@pytest.mark.parametrize(("words", "line"), [
+    ("input=scans.npy", "output has no value: give one with output=…"),
+    ("input=absent.npy output=o", "absent.npy does not exist: give a .npy of repeated scans"),
+    ("input=scans.npy output=o region=[0,0,9]", "region is for a series of slices: leave it out"),
+    ("input=. output=o", "give a uniform disc in mm from the centre, region=[x,y,radius]"),
+    ("input=. output=o region=[0,0,9]", "no usable slice"),
+    ("input=. output=o region=[0,0,9] unit=counts", "unit=counts is for scans in .npy"),
+    ("input=scans.npy output=o air=scans.npy", "give unit=counts too"),
+    ("input=one.npy output=o", "one scan, which shows no noise: give at least two repeats"),
+    ("input=same.npy output=o", "no ray whose counts vary"),
+    ("input=text.npy output=o", "give a .npy of numbers, [repeats, views, bins]"),
+    ("input=scans.npy output=o unit=counts air=narrow.npy", "give counts above zero of 8 bins"),
+    ("input=scans.npy output=.", "output=. "),
+])  # fmt: skip
 def test_bad_input_is_one_line(
     words: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

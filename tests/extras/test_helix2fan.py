@@ -132,20 +132,13 @@ def test_slices_without_all_views_are_left_out(tmp_path: Path) -> None:
     assert data.part.patients == [0, 0, 0, 0]  # one file
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (
-            ["geometry.n_views=14"],
-            "view 1 of geometry, at 25.71°, is not one of the 96 measured views: use geometry=helix2fan .*divisor",
-        ),
-        (
-            ["geometry.n_detectors=90", "geometry.source_to_axis=600"],
-            "other rays than those of the config: give geometry.n_detectors=96 geometry.source_to_axis=595$",
-        ),
-        (["geometry.beam=fan_curved"], "give geometry.beam=fan_flat$"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "says"), [
+    (["geometry.n_views=14"],
+     "view 1 of geometry, at 25.71°, is not one of the 96 measured views: use geometry=helix2fan .*divisor"),
+    (["geometry.n_detectors=90", "geometry.source_to_axis=600"],
+     "other rays than those of the config: give geometry.n_detectors=96 geometry.source_to_axis=595$"),
+    (["geometry.beam=fan_curved"], "give geometry.beam=fan_flat$"),
+])  # fmt: skip
 def test_another_scan_is_one_line_that_says_what_to_give(tmp_path: Path, overrides: list[str], says: str) -> None:
     write(tmp_path)
     with pytest.raises(ConfigError, match=says):

@@ -8,15 +8,12 @@ from qnmixer.settings.typed_text import with_texts
 from ..schemas import SCHEMAS
 
 
-@pytest.mark.parametrize(
-    ("command", "keys"),
-    [
-        ("robustness", "run noises logger.wandb.entity"),
-        ("compare", "sweep output"),
-        ("export", "run output"),
-        ("calibrate", "input output air"),
-    ],
-)
+@pytest.mark.parametrize(("command", "keys"), [
+    ("robustness", "run noises logger.wandb.entity"),
+    ("compare", "sweep output"),
+    ("export", "run output"),
+    ("calibrate", "input output air"),
+])  # fmt: skip
 def test_every_key_of_text(command: str, keys: str) -> None:
     texts = with_texts([f"{key}=1.10" for key in keys.split()], SCHEMAS[command])
     assert texts == [f'{key}="1.10"' for key in keys.split()]

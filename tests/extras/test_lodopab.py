@@ -81,14 +81,11 @@ def test_simulated_sinograms_need_no_observations(root: Path) -> None:
     assert (sample["image"].shape, sample["fine"].shape) == ((1, 64, 64), (1, 128, 128))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["data.simulation_factor=2"], r"data\.simulation_factor=2 changes images"),
-        (["data.hu_max=2000"], r"data\.hu_max=2000.0 is not that of data=lodopab: give 3071"),
-        (["data.scaling=minmax", "data.sinograms=simulated"], r"data\.scaling=minmax is not that of data=lodopab"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "says"), [
+    (["data.simulation_factor=2"], r"data\.simulation_factor=2 changes images"),
+    (["data.hu_max=2000"], r"data\.hu_max=2000.0 is not that of data=lodopab: give 3071"),
+    (["data.scaling=minmax", "data.sinograms=simulated"], r"data\.scaling=minmax is not that of data=lodopab"),
+])  # fmt: skip
 def test_settings_that_do_not_fit(overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config(*overrides)
@@ -98,15 +95,12 @@ ZEROS = np.zeros((3, 1000, 512), np.float32)
 Y = np.zeros((1, 1000, 513), np.float32)
 
 
-@pytest.mark.parametrize(
-    ("name", "datasets", "says"),
-    [
-        ("observation_train_000", {"data": ZEROS}, r"values \[3, 1000, 512\] in `data`, not \[n, 1000, 513\]"),
-        ("observation_train_000", None, r"no whole HDF5 file of LoDoPaB-CT .*: unzip it again"),
-        ("ground_truth_test_000", {"data": ZEROS[:0, :362, :362]}, r"test_000\.hdf5 is missing or damaged"),
-        ("observation_test_000", {"data": Y * np.nan}, r"test_000#0 cannot be used \(NaN or infinite values"),
-    ],
-)
+@pytest.mark.parametrize(("name", "datasets", "says"), [
+    ("observation_train_000", {"data": ZEROS}, r"values \[3, 1000, 512\] in `data`, not \[n, 1000, 513\]"),
+    ("observation_train_000", None, r"no whole HDF5 file of LoDoPaB-CT .*: unzip it again"),
+    ("ground_truth_test_000", {"data": ZEROS[:0, :362, :362]}, r"test_000\.hdf5 is missing or damaged"),
+    ("observation_test_000", {"data": Y * np.nan}, r"test_000#0 cannot be used \(NaN or infinite values"),
+])  # fmt: skip
 def test_bad_files_are_named(root: Path, name: str, datasets: dict[str, Any] | None, says: str) -> None:
     path = root / f"{name}.hdf5"
     path.unlink()

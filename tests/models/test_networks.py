@@ -110,15 +110,12 @@ def test_sizes_are_the_published_ones(projector: FanBeamProjector, network: Any)
     assert n_weights(network(projector)) == SIZES[network]
 
 
-@pytest.mark.parametrize(
-    ("network", "options", "message"),
-    [
-        (LEARN, {"data_term": "fpb"}, "choose fbp or adjoint"),
-        (QNMixer, {"hessian": "bgfs"}, "choose bfgs or identity or momentum or gradients"),
-        (QNMixer, {"codec": "vq"}, "choose orthonormal or strided"),
-        (QNMixer, {"regularizer": nn.Identity}, "set detail_channels=0"),
-    ],
-)
+@pytest.mark.parametrize(("network", "options", "message"), [
+    (LEARN, {"data_term": "fpb"}, "choose fbp or adjoint"),
+    (QNMixer, {"hessian": "bgfs"}, "choose bfgs or identity or momentum or gradients"),
+    (QNMixer, {"codec": "vq"}, "choose orthonormal or strided"),
+    (QNMixer, {"regularizer": nn.Identity}, "set detail_channels=0"),
+])  # fmt: skip
 def test_options_that_cannot_be_are_refused(
     projector: FanBeamProjector, network: Any, options: dict[str, Any], message: str
 ) -> None:

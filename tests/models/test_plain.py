@@ -91,14 +91,11 @@ def test_it_gets_fbp_or_the_sinogram(here: Path, target: str) -> None:
     assert torch.equal(network.iterates(y)[0], fbp)
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("memory=recompute", "^memory=recompute runs steps again, but model._target_=my_plain.UNet has none"),
-        ("module=all_iterates", "^module=all_iterates needs the iterates of steps, but"),
-        ("strategy=pipeline trainer.devices=2", "^strategy=pipeline cuts iterations into stages, but"),
-    ],
-)
+@pytest.mark.parametrize(("words", "line"), [
+    ("memory=recompute", "^memory=recompute runs steps again, but model._target_=my_plain.UNet has none"),
+    ("module=all_iterates", "^module=all_iterates needs the iterates of steps, but"),
+    ("strategy=pipeline trainer.devices=2", "^strategy=pipeline cuts iterations into stages, but"),
+])  # fmt: skip
 def test_what_needs_steps_says_so(here: Path, words: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         parse(compose("train", [*WORDS, *words.split()]))
@@ -110,15 +107,12 @@ def test_of_qnmixer_only_networks_are_taken() -> None:
         parse(compose("train", [*WORDS, "model._target_=qnmixer.physics.FanBeamProjector"]))
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("Lazy", r"^model\._target_=misnamed\.Lazy has module\.layer\.weight without a shape"),
-        ("Named", r"^Named\.image is a method"),
-        ("Named +model.kind=weight", r"^Named\.step is a method"),
-        ("Named +model.kind=buffer", r"^model\._target_=misnamed\.Named refuses .*attribute 'run' already exists"),
-    ],
-)
+@pytest.mark.parametrize(("words", "line"), [
+    ("Lazy", r"^model\._target_=misnamed\.Lazy has module\.layer\.weight without a shape"),
+    ("Named", r"^Named\.image is a method"),
+    ("Named +model.kind=weight", r"^Named\.step is a method"),
+    ("Named +model.kind=buffer", r"^model\._target_=misnamed\.Named refuses .*attribute 'run' already exists"),
+])  # fmt: skip
 def test_names_of_methods_and_lazy_modules_are_one_line(here: Path, words: str, line: str) -> None:
     """torch takes a module named like a method, and then calls the method."""
     (here / "misnamed.py").write_text(MISNAMED)

@@ -158,16 +158,13 @@ def test_a_step_that_is_no_number_shows_in_the_image(projector: FanBeamProjector
     assert network(projector(torch.rand(1, 1, 16, 16))).isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("options", "letters"),
-    [
-        ({"hessian": "bfgs", "learned_trust": True}, {"lambda": 4, "tau": 3}),
-        ({"hessian": "bfgs", "shared_step_size": True}, {"lambda": 1}),
-        ({"hessian": "momentum"}, {"lambda": 4, "beta": 3}),
-        ({"hessian": "gradients"}, {"lambda": 4, "alpha": 3}),
-        ({"hessian": "identity"}, {"lambda": 4}),
-    ],
-)
+@pytest.mark.parametrize(("options", "letters"), [
+    ({"hessian": "bfgs", "learned_trust": True}, {"lambda": 4, "tau": 3}),
+    ({"hessian": "bfgs", "shared_step_size": True}, {"lambda": 1}),
+    ({"hessian": "momentum"}, {"lambda": 4, "beta": 3}),
+    ({"hessian": "gradients"}, {"lambda": 4, "alpha": 3}),
+    ({"hessian": "identity"}, {"lambda": 4}),
+])  # fmt: skip
 def test_the_same_network_of_first_order(projector: FanBeamProjector, options: dict, letters: dict) -> None:
     network = small(projector, **{"shared_step_size": False, **options})
     assert {name: len(part) for name, part in network.scalars().items()} == letters

@@ -74,30 +74,24 @@ def test_a_module_is_no_part_of_the_network(tiny_config: TinyConfig) -> None:
     assert module.loss(image.to("meta"), torch.zeros(3, 1, 8, 8, device="meta")).device.type == "meta"  # it follows
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["loss", "options_of_mine.nope"], r"there is no nope in .*options_of_mine\.py"),
-        (["loss", "math.pi"], r"loss\._target_=math\.pi is not a function \(image, truth\) or a subclass"),
-        (["loss", "options_of_mine.scaled"], r"needs an argument factor: give it as \+loss\.factor=VALUE"),
-        (["loss", "options_of_mine.scaled", "+loss.image=1"], r"unknown key loss\.image: .* has factor"),
-        (["loss", "options_of_mine.scalar", "+loss.a=1"], r"unknown key loss\.a: .* has no such key"),
-        (["optimizer", "torch.optim.NAdam", "+optimizer.beta=0.1"], r"did you mean optimizer\.betas\?"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["loss", "options_of_mine.nope"], r"there is no nope in .*options_of_mine\.py"),
+    (["loss", "math.pi"], r"loss\._target_=math\.pi is not a function \(image, truth\) or a subclass"),
+    (["loss", "options_of_mine.scaled"], r"needs an argument factor: give it as \+loss\.factor=VALUE"),
+    (["loss", "options_of_mine.scaled", "+loss.image=1"], r"unknown key loss\.image: .* has factor"),
+    (["loss", "options_of_mine.scalar", "+loss.a=1"], r"unknown key loss\.a: .* has no such key"),
+    (["optimizer", "torch.optim.NAdam", "+optimizer.beta=0.1"], r"did you mean optimizer\.betas\?"),
+])  # fmt: skip
 def test_what_does_not_fit_is_one_line(tiny_config: TinyConfig, words: list[str], message: str) -> None:
     with pytest.raises(PluginError, match=message):
         tiny_config(*chosen(*words))
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("torch.nn.GaussianNLLLoss", r"fails for images \[2, 1, 16, 16\] \(.*missing 1 required .* 'var'\)"),
-        ("torch.nn.NLLLoss", r"fails for images \[2, 1, 16, 16\] \("),
-        ("torch.nn.MSELoss", r"gives a tensor \[\] for a batch of 2: it must give \[B\]"),
-    ],
-)
+@pytest.mark.parametrize(("target", "message"), [
+    ("torch.nn.GaussianNLLLoss", r"fails for images \[2, 1, 16, 16\] \(.*missing 1 required .* 'var'\)"),
+    ("torch.nn.NLLLoss", r"fails for images \[2, 1, 16, 16\] \("),
+    ("torch.nn.MSELoss", r"gives a tensor \[\] for a batch of 2: it must give \[B\]"),
+])  # fmt: skip
 def test_a_loss_that_takes_no_two_images_is_one_line(tiny_config: TinyConfig, target: str, message: str) -> None:
     config = tiny_config(*chosen("loss", target))
     with pytest.raises(PluginError, match=rf"^loss\._target_={target} {message}") as error:

@@ -169,13 +169,10 @@ class Manual(ReconstructionModule):
         self.automatic_optimization = False
 
 
-@pytest.mark.parametrize(
-    ("words", "way"),
-    [
-        ([], "trainer.gradient_clip_val=null"),
-        (["trainer.gradient_clip_val=null", "trainer.accumulate_grad_batches=2"], "trainer.accumulate_grad_batches=1"),
-    ],
-)
+@pytest.mark.parametrize(("words", "way"), [
+    ([], "trainer.gradient_clip_val=null"),
+    (["trainer.gradient_clip_val=null", "trainer.accumulate_grad_batches=2"], "trainer.accumulate_grad_batches=1"),
+])  # fmt: skip
 def test_what_a_module_that_optimizes_by_itself_cannot_take_is_told_when_it_is_built(
     tiny_config: Callable[..., Any], words: list[str], way: str
 ) -> None:

@@ -21,14 +21,11 @@ def test_paper_geometry_is_the_fingerprinted_one() -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(
-    ("beam", "rounded", "exact"),
-    [
-        ("fan_flat", (6.28318531, 6.2831853, 6.283185, 6.283186), 2 * math.pi),
-        ("parallel", (6.28318531, 6.2831853, 6.283185, 6.283186), 2 * math.pi),
-        ("parallel", (3.14159265, 3.1415927, 3.141593), math.pi),
-    ],
-)
+@pytest.mark.parametrize(("beam", "rounded", "exact"), [
+    ("fan_flat", (6.28318531, 6.2831853, 6.283185, 6.283186), 2 * math.pi),
+    ("parallel", (6.28318531, 6.2831853, 6.283185, 6.283186), 2 * math.pi),
+    ("parallel", (3.14159265, 3.1415927, 3.141593), math.pi),
+])  # fmt: skip
 def test_a_turn_that_is_typed_with_six_decimals_is_the_exact_one(
     beam: str, rounded: tuple[float, ...], exact: float, sign: int
 ) -> None:
@@ -42,28 +39,25 @@ def test_a_turn_that_is_typed_with_six_decimals_is_the_exact_one(
         assert replace(whole, angle_span=sign * other).angle_span == sign * other
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"n_views": 2.5}, "n_views=2.5"),
-        ({"n_detectors": -1}, "n_detectors=-1"),
-        ({"pixel_size": math.nan}, "pixel_size=nan"),
-        ({"detector_pitch": -1.875}, "detector_pitch=-1.875"),
-        ({"source_to_axis": math.inf}, "source_to_axis=inf"),
-        ({"source_to_axis": 280.0}, "inside the image"),
-        ({"axis_to_detector": -600.0}, "behind the source"),
-        ({"first_angle": "0"}, "first_angle='0'"),
-        ({"first_angle": 90.0}, "degrees must be converted"),
-        ({"angle_span": 1e-320}, "angle_span=1e-320"),
-        ({"angle_span": 360.0}, "degrees must be converted"),
-        ({"detector_pitch": 1e-4}, "cannot see the object"),
-        ({"beam": "cone"}, "beam='cone' is not known: choose fan_flat, fan_curved, parallel"),
-        ({"detector_offset": 1.7e308}, "detector_offset=1.7e\\+308"),
-        ({"beam": "fan_curved", "source_to_axis": 1e200}, "source_to_axis=1e\\+200"),
-        ({"detector_offset": -256.0}, "detector_offset=-256.0 cannot see the object"),
-        ({"beam": "fan_curved", "detector_pitch": 6.0}, "curved detector of more than 180°"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"n_views": 2.5}, "n_views=2.5"),
+    ({"n_detectors": -1}, "n_detectors=-1"),
+    ({"pixel_size": math.nan}, "pixel_size=nan"),
+    ({"detector_pitch": -1.875}, "detector_pitch=-1.875"),
+    ({"source_to_axis": math.inf}, "source_to_axis=inf"),
+    ({"source_to_axis": 280.0}, "inside the image"),
+    ({"axis_to_detector": -600.0}, "behind the source"),
+    ({"first_angle": "0"}, "first_angle='0'"),
+    ({"first_angle": 90.0}, "degrees must be converted"),
+    ({"angle_span": 1e-320}, "angle_span=1e-320"),
+    ({"angle_span": 360.0}, "degrees must be converted"),
+    ({"detector_pitch": 1e-4}, "cannot see the object"),
+    ({"beam": "cone"}, "beam='cone' is not known: choose fan_flat, fan_curved, parallel"),
+    ({"detector_offset": 1.7e308}, "detector_offset=1.7e\\+308"),
+    ({"beam": "fan_curved", "source_to_axis": 1e200}, "source_to_axis=1e\\+200"),
+    ({"detector_offset": -256.0}, "detector_offset=-256.0 cannot see the object"),
+    ({"beam": "fan_curved", "detector_pitch": 6.0}, "curved detector of more than 180°"),
+])  # fmt: skip
 def test_impossible_geometries_get_one_line(change: dict[str, float], words: str) -> None:
     with pytest.raises(GeometryError, match=words) as caught:
         replace(PAPER, **change)
@@ -92,18 +86,15 @@ def test_fan_angles_are_equal_on_an_arc_and_slopes_on_a_line() -> None:
     np.testing.assert_allclose(curved.ray_distances(), 600 * np.sin(curved.fan_angles()))
 
 
-@pytest.mark.parametrize(
-    ("beam", "views", "span", "offset", "distinct"),
-    [
-        ("fan_flat", 30, 2 * math.pi, 0.0, (30, 512)),
-        ("fan_curved", 32, -2 * math.pi, 0.25, (8, 512)),
-        ("fan_curved", 32, math.pi, 0.0, (32, 512)),
-        ("parallel", 32, 2 * math.pi, 0.25, (8, 512)),
-        ("parallel", 30, -math.pi, 0.0, (15, 256)),
-        ("parallel", 30, math.pi, 0.25, (30, 512)),
-        ("parallel", 31, math.pi, 0.0, (31, 512)),
-    ],
-)
+@pytest.mark.parametrize(("beam", "views", "span", "offset", "distinct"), [
+    ("fan_flat", 30, 2 * math.pi, 0.0, (30, 512)),
+    ("fan_curved", 32, -2 * math.pi, 0.25, (8, 512)),
+    ("fan_curved", 32, math.pi, 0.0, (32, 512)),
+    ("parallel", 32, 2 * math.pi, 0.25, (8, 512)),
+    ("parallel", 30, -math.pi, 0.0, (15, 256)),
+    ("parallel", 30, math.pi, 0.25, (30, 512)),
+    ("parallel", 31, math.pi, 0.0, (31, 512)),
+])  # fmt: skip
 def test_how_much_of_a_scan_tells_all(
     beam: str, views: int, span: float, offset: float, distinct: tuple[int, int]
 ) -> None:

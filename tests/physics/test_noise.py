@@ -78,11 +78,9 @@ def test_mixed_noise_gives_each_sample_one_of_the_two() -> None:
     assert 0.2 < float(strong.float().mean()) < 0.4
 
 
-@pytest.mark.parametrize(
-    "noise",
-    [FieldNoise(1e5, 0.3), PhysicalNoise(1e5, 0.0192, 20.0), PhysicalNoise(1e4, 0.0192, 0.0, 2000.0), NoNoise()],
-    ids=str,
-)
+@pytest.mark.parametrize("noise", [
+    FieldNoise(1e5, 0.3), PhysicalNoise(1e5, 0.0192, 20.0), PhysicalNoise(1e4, 0.0192, 0.0, 2000.0), NoNoise(),
+], ids=str)  # fmt: skip
 def test_the_variance_is_told_from_a_noisy_sinogram(noise: KeyedNoise) -> None:
     y = sinogram(2) * torch.tensor([1.0, 0.4]).view(2, 1, 1, 1)
     noisy = noise(y, [(7,), (8,)])

@@ -92,16 +92,12 @@ def test_agrees_with_astra_sinograms(real_ct: Path, views: int) -> None:
     assert relative_error(FanBeamProjector(geometry)(image[None, None])[0, 0], expected) <= 5e-3
 
 
-@pytest.mark.parametrize(
-    "geometry",
-    [
-        TINY,
-        replace(TINY, n_views=5, angle_span=4.0),
-        replace(TINY, beam="fan_curved", detector_offset=-2.25),
-        replace(TINY, beam="parallel", angle_span=math.pi, n_views=4, detector_offset=1.0),
-    ],
-    ids=["quarters", "full", "curved", "parallel"],
-)
+@pytest.mark.parametrize("geometry", [
+    TINY,
+    replace(TINY, n_views=5, angle_span=4.0),
+    replace(TINY, beam="fan_curved", detector_offset=-2.25),
+    replace(TINY, beam="parallel", angle_span=math.pi, n_views=4, detector_offset=1.0),
+], ids=["quarters", "full", "curved", "parallel"])  # fmt: skip
 @pytest.mark.parametrize("method", ["forward", "fbp", "filtered_adjoint"])
 def test_gradients_to_second_order(geometry: FanBeamGeometry, method: str) -> None:
     operator = FanBeamProjector(geometry).double()

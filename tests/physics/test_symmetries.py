@@ -22,35 +22,29 @@ ALL = [(quarters, flipped) for flipped in (False, True) for quarters in (0, 2, 1
 STEP = 2 * math.pi / 8
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, ALL),
-        ({"first_angle": 0.0}, ALL),
-        ({"angle_span": -2 * math.pi}, ALL),
-        ({"beam": "fan_curved", "n_detectors": 32, "image_size": 15}, ALL),
-        ({"first_angle": 0.1}, ALL[:4]),  # no view at −0.1
-        ({"first_angle": STEP / 4}, ALL[:4]),
-        ({"detector_offset": 0.25}, ALL[:4]),
-        ({"n_views": 6, "first_angle": math.pi / 6}, [*ALL[:2], *ALL[4:6]]),  # no quarter turn
-        ({"n_views": 6, "first_angle": 0.0}, [*ALL[:2], *ALL[4:6]]),
-        ({"n_views": 7, "first_angle": 0.0}, [(0, False), (0, True)]),
-        ({"angle_span": 2.0}, ALL[:1]),  # an arc
-        ({"angle_span": 3.9, "n_views": 7, "first_angle": 0.3}, ALL[:1]),
-        ({"angle_span": math.pi, "first_angle": math.pi / 16}, [(0, False), (2, True)]),  # an arc, symmetric to π/2
-        ({"beam": "parallel", "angle_span": math.pi, "first_angle": 0.0}, ALL),
-        ({"beam": "parallel", "angle_span": math.pi, "first_angle": 0.1}, ALL[:4]),
-        ({"beam": "parallel", "angle_span": math.pi, "detector_offset": 0.25, "first_angle": 0.0}, ALL[:1]),
-        ({"beam": "parallel", "angle_span": math.pi, "n_views": 5, "first_angle": 0.0}, [*ALL[:2], *ALL[4:6]]),
-        ({"beam": "parallel"}, ALL),
-        (
-            {"beam": "parallel", "detector_offset": 0.25},
-            ALL,
-        ),  # flips by the opposite views, whose bins keep their order
-        ({"beam": "parallel", "detector_offset": 0.25, "n_views": 6, "first_angle": 0.0}, [*ALL[:2], *ALL[4:6]]),
-        ({"beam": "parallel", "detector_offset": 0.25, "n_views": 7, "first_angle": 0.0}, [(0, False), (2, True)]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({}, ALL),
+    ({"first_angle": 0.0}, ALL),
+    ({"angle_span": -2 * math.pi}, ALL),
+    ({"beam": "fan_curved", "n_detectors": 32, "image_size": 15}, ALL),
+    ({"first_angle": 0.1}, ALL[:4]),  # no view at −0.1
+    ({"first_angle": STEP / 4}, ALL[:4]),
+    ({"detector_offset": 0.25}, ALL[:4]),
+    ({"n_views": 6, "first_angle": math.pi / 6}, [*ALL[:2], *ALL[4:6]]),  # no quarter turn
+    ({"n_views": 6, "first_angle": 0.0}, [*ALL[:2], *ALL[4:6]]),
+    ({"n_views": 7, "first_angle": 0.0}, [(0, False), (0, True)]),
+    ({"angle_span": 2.0}, ALL[:1]),  # an arc
+    ({"angle_span": 3.9, "n_views": 7, "first_angle": 0.3}, ALL[:1]),
+    ({"angle_span": math.pi, "first_angle": math.pi / 16}, [(0, False), (2, True)]),  # an arc, symmetric to π/2
+    ({"beam": "parallel", "angle_span": math.pi, "first_angle": 0.0}, ALL),
+    ({"beam": "parallel", "angle_span": math.pi, "first_angle": 0.1}, ALL[:4]),
+    ({"beam": "parallel", "angle_span": math.pi, "detector_offset": 0.25, "first_angle": 0.0}, ALL[:1]),
+    ({"beam": "parallel", "angle_span": math.pi, "n_views": 5, "first_angle": 0.0}, [*ALL[:2], *ALL[4:6]]),
+    ({"beam": "parallel"}, ALL),
+    ({"beam": "parallel", "detector_offset": 0.25}, ALL),  # flips by the opposite views, whose bins keep their order
+    ({"beam": "parallel", "detector_offset": 0.25, "n_views": 6, "first_angle": 0.0}, [*ALL[:2], *ALL[4:6]]),
+    ({"beam": "parallel", "detector_offset": 0.25, "n_views": 7, "first_angle": 0.0}, [(0, False), (2, True)]),
+])  # fmt: skip
 def test_a_scan_has_the_symmetries_of_its_angles_and_bins(changes: dict, expected: list) -> None:
     projector = FanBeamProjector(replace(FAN, **changes)).double()
     found = symmetries(projector)

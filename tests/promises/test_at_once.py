@@ -100,19 +100,15 @@ importlib.import_module("qnmixer.train").main()
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "answers"),
-    [
-        pytest.param(
-            ["-c", ALL],
-            ["n_iterations", *(f"python -m qnmixer.{name} " for name in ("evaluate", "export", "doctor"))],
-            marks=pytest.mark.extras,
-        ),
-        (["-m", "qnmixer.train", "--cfg", "job"], ["n_iterations"]),
-        (["-m", "qnmixer.train", "--info", "defaults"], ["qn_mixer"]),
-    ],
-    ids=["help of each command", "config", "defaults"],
-)
+@pytest.mark.parametrize(("words", "answers"), [
+    pytest.param(
+        ["-c", ALL],
+        ["n_iterations", *(f"python -m qnmixer.{name} " for name in ("evaluate", "export", "doctor"))],
+        marks=pytest.mark.extras,
+    ),
+    (["-m", "qnmixer.train", "--cfg", "job"], ["n_iterations"]),
+    (["-m", "qnmixer.train", "--info", "defaults"], ["qn_mixer"]),
+], ids=["help of each command", "config", "defaults"])  # fmt: skip
 def test_questions_are_answered_without_torch(
     installed: Path, tmp_path: Path, words: list[str], answers: list[str]
 ) -> None:
@@ -135,22 +131,14 @@ def test_a_traceback_is_there_for_who_asks(tmp_path: Path) -> None:
 # The first line
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (
-            "train experiment=demo model=learn hydra.run.dir=my/run",
-            "starting a run in {}/my/run: experiment=demo, model=learn, data=phantoms (loading Lightning …)",
-        ),
-        ("train resume=run", "resuming the run in {}/run: model=qn_mixer, data=phantoms (loading Lightning …)"),
-        ("evaluate run=pretrained", "evaluating pretrained (loading PyTorch …)"),
-        ("compare sweep=a_sweep", "comparing the jobs of a_sweep (loading PyTorch …)"),
-        (
-            "reconstruct run=pretrained input=a_sweep output=out",
-            "reconstructing a_sweep by pretrained (loading PyTorch …)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "line"), [
+    ("train experiment=demo model=learn hydra.run.dir=my/run",
+     "starting a run in {}/my/run: experiment=demo, model=learn, data=phantoms (loading Lightning …)"),
+    ("train resume=run", "resuming the run in {}/run: model=qn_mixer, data=phantoms (loading Lightning …)"),
+    ("evaluate run=pretrained", "evaluating pretrained (loading PyTorch …)"),
+    ("compare sweep=a_sweep", "comparing the jobs of a_sweep (loading PyTorch …)"),
+    ("reconstruct run=pretrained input=a_sweep output=out", "reconstructing a_sweep by pretrained (loading PyTorch …)"),
+])  # fmt: skip
 def test_a_command_says_at_once_what_it_does(forked: Python, tmp_path: Path, words: str, line: str) -> None:
     """Of a checkpoint it has a name alone: what is in it is not looked at before."""
     for path in ("run/checkpoints/last.ckpt", "a_sweep/sweep.json"):

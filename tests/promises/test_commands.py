@@ -144,29 +144,25 @@ def test_precision_is_what_was_asked_for(
     assert np.isfinite(metrics(tmp_path)["train/grad_norm"]).all()
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.val_every_n_steps=null", "noise=physical", "loss=l1"],
-        *(
-            pytest.param(overrides, marks=pytest.mark.long)
-            for overrides in (
-                ["monitor=val/loss", "schedule=constant", "optimizer=sgd", "data.scaling=minmax", "loss=ssim_mix"],
-                [
-                    *("model=qn_mixer_paper", "model.n_iterations=2", "model.channels=8"),
-                    *("schedule=step", "optimizer=adafactor"),
-                ],
-                [
-                    "geometry.n_views=7",
-                    "geometry.angle_span=4.0",
-                    "geometry.fbp_filter=hann",
-                    "model.data_term=adjoint",
-                ],
-            )
-        ),
-    ],
-    ids=lambda overrides: overrides[0],
-)
+@pytest.mark.parametrize("overrides", [
+    ["trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.val_every_n_steps=null", "noise=physical", "loss=l1"],
+    *(
+        pytest.param(overrides, marks=pytest.mark.long)
+        for overrides in (
+            ["monitor=val/loss", "schedule=constant", "optimizer=sgd", "data.scaling=minmax", "loss=ssim_mix"],
+            [
+                *("model=qn_mixer_paper", "model.n_iterations=2", "model.channels=8"),
+                *("schedule=step", "optimizer=adafactor"),
+            ],
+            [
+                "geometry.n_views=7",
+                "geometry.angle_span=4.0",
+                "geometry.fbp_filter=hann",
+                "model.data_term=adjoint",
+            ],
+        )
+    ),
+], ids=lambda overrides: overrides[0])  # fmt: skip
 def test_other_ways_to_train(tmp_path: Path, overrides: list[str]) -> None:
     assert training(tmp_path, *overrides).code == 0
     results = record(tmp_path)
@@ -215,16 +211,13 @@ def test_training_on_a_bad_folder(tmp_path: Path, content: str, words: str) -> N
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ("geometry.source_to_axis=100", "geometry.source_to_axis=100.0 mm puts the source inside the image"),
-        ("geometry.angle_span=360", "geometry.angle_span=360.0 is outside"),
-        ("trainer.accelerator=cuda", "trainer.accelerator=cuda"),
-        ("finetune={} data.image_size=16", "was trained at data.image_size=32, this run has 16"),
-        ("finetune={} model.n_iterations=3", "has another network: to build the same one, set model.n_iterations=2"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "words"), [
+    ("geometry.source_to_axis=100", "geometry.source_to_axis=100.0 mm puts the source inside the image"),
+    ("geometry.angle_span=360", "geometry.angle_span=360.0 is outside"),
+    ("trainer.accelerator=cuda", "trainer.accelerator=cuda"),
+    ("finetune={} data.image_size=16", "was trained at data.image_size=32, this run has 16"),
+    ("finetune={} model.n_iterations=3", "has another network: to build the same one, set model.n_iterations=2"),
+])  # fmt: skip
 def test_what_only_shows_when_a_run_is_built(trained: Path, tmp_path: Path, overrides: str, words: str) -> None:
     if "cuda" in overrides and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
@@ -300,15 +293,12 @@ def test_evaluation_on_another_folder_measures_every_slice(trained: Path, ct: Pa
         assert record(tmp_path / "out")["test"][method]["psnr"] == pytest.approx(np.mean(values))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["data.image_size=64"], "the run was trained with data.image_size=32"),
-        (["data.root=/nowhere"], "/nowhere does not exist"),
-        (["split=val"], "no slices for val"),
-        (["data.split=explicit"], "data.split=explicit finds nothing"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "words"), [
+    (["data.image_size=64"], "the run was trained with data.image_size=32"),
+    (["data.root=/nowhere"], "/nowhere does not exist"),
+    (["split=val"], "no slices for val"),
+    (["data.split=explicit"], "data.split=explicit finds nothing"),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*skipped 2 of its files")
 def test_evaluation_refuses(trained: Path, ct: Path, tmp_path: Path, overrides: list[str], words: str) -> None:
     source = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path / 'cache'}", "data.num_workers=0"]

@@ -103,13 +103,10 @@ def test_a_checkpoint_names_code_and_variables_in_vain(
         assert ("evil_of_a_stranger" if change is not looks_up_a_word else LOOKUP) in outcome.stderr
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("missing", "give "), ("empty", "has no checkpoints"), ("other program", "another program"),
-        ("code", "weights_only"), ("truncated", "damaged"), ("text", "no checkpoint"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "words"), [
+    ("missing", "give "), ("empty", "has no checkpoints"), ("other program", "another program"),
+    ("code", "weights_only"), ("truncated", "damaged"), ("text", "no checkpoint"),
+])  # fmt: skip
 def test_no_command_takes_a_checkpoint_that_is_none(
     noise_free: Path, ct: Path, tmp_path: Path, content: str, words: str
 ) -> None:

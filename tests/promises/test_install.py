@@ -151,15 +151,11 @@ CU130 = COMMON | {"torch": TORCH, "nvidia_cudnn_cu13": "9.20", "cudnn": "nvidia-
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS has one build")
-@pytest.mark.parametrize(
-    ("gpus", "build", "reason"),
-    [
-        ([V100] * 4, "cu126", "compute capability 7.0, driver 580.65.06"),
-        pytest.param([A100], "cu130", "compute capability 8.0, driver 580.65.06", marks=pytest.mark.long),
-        ([], "cpu", "no NVIDIA GPU here"),
-    ],
-    ids=["V100", "A100", "none"],
-)
+@pytest.mark.parametrize(("gpus", "build", "reason"), [
+    ([V100] * 4, "cu126", "compute capability 7.0, driver 580.65.06"),
+    pytest.param([A100], "cu130", "compute capability 8.0, driver 580.65.06", marks=pytest.mark.long),
+    ([], "cpu", "no NVIDIA GPU here"),
+], ids=["V100", "A100", "none"])  # fmt: skip
 def test_each_machine_gets_its_build(gpus: list[str], build: str, reason: str, machine: Callable[..., Machine]) -> None:
     """More machines: tests/test_torch_builds.py."""
     host = machine(*gpus)

@@ -92,22 +92,19 @@ def test_a_project_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert capsys.readouterr().out.endswith(f"cd '{folder}' && make train\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["here"], "exists and is not empty: give a new folder"),
-        ([], "give the name of one new folder: qnmixer-new my_ct"),
-        (["a", "b"], "give the name of one new folder: qnmixer-new my_ct"),
-        (["--force"], "give the name of one new folder: qnmixer-new my_ct"),
-        (["my-ct"], "my-ct cannot be the name of a Python package: give letters, digits and _, as my_ct"),
-        (["2d"], "2d cannot be the name of a Python package: give letters, digits and _, as my_ct"),
-        (["class"], "class cannot be the name of a Python package: give letters, digits and _, as my_ct"),
-        (["statistics"], "there is a module statistics already: give another name, as my_statistics"),
-        (["torch"], "there is a module torch already: give another name, as my_torch"),
-        (["elsewhere/qnmixer"], "there is a module qnmixer already: give another name, as my_qnmixer"),
-        (["hydra_core"], "there is a module hydra_core already: give another name, as my_hydra_core"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["here"], "exists and is not empty: give a new folder"),
+    ([], "give the name of one new folder: qnmixer-new my_ct"),
+    (["a", "b"], "give the name of one new folder: qnmixer-new my_ct"),
+    (["--force"], "give the name of one new folder: qnmixer-new my_ct"),
+    (["my-ct"], "my-ct cannot be the name of a Python package: give letters, digits and _, as my_ct"),
+    (["2d"], "2d cannot be the name of a Python package: give letters, digits and _, as my_ct"),
+    (["class"], "class cannot be the name of a Python package: give letters, digits and _, as my_ct"),
+    (["statistics"], "there is a module statistics already: give another name, as my_statistics"),
+    (["torch"], "there is a module torch already: give another name, as my_torch"),
+    (["elsewhere/qnmixer"], "there is a module qnmixer already: give another name, as my_qnmixer"),
+    (["hydra_core"], "there is a module hydra_core already: give another name, as my_hydra_core"),
+])  # fmt: skip
 def test_nothing_is_written_but_into_one_new_folder(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,20 +116,16 @@ def test_nothing_is_written_but_into_one_new_folder(
     assert [path.name for path in tmp_path.rglob("*")] == ["here", "conf"]
 
 
-@pytest.mark.parametrize(
-    ("origin", "expected"),
-    [
-        ({"url": "file:///a/b", "dir_info": {}}, "file:///a/b"),
-        ({"url": "file:///a/b.whl", "archive_info": {"hash": "sha256=1"}}, "file:///a/b.whl"),
-        ({"url": "https://a.b/c", "vcs_info": {"vcs": "git", "commit_id": "1f"}}, "git+https://a.b/c@1f"),
-        (
-            {"url": "https://a.b/c", "vcs_info": {"vcs": "git", "commit_id": "1f"}, "subdirectory": "d"},
-            "git+https://a.b/c@1f#subdirectory=d",
-        ),
-        (None, None),
-    ],
-    ids=["folder", "wheel", "git", "subfolder", "version"],
-)
+@pytest.mark.parametrize(("origin", "expected"), [
+    ({"url": "file:///a/b", "dir_info": {}}, "file:///a/b"),
+    ({"url": "file:///a/b.whl", "archive_info": {"hash": "sha256=1"}}, "file:///a/b.whl"),
+    ({"url": "https://a.b/c", "vcs_info": {"vcs": "git", "commit_id": "1f"}}, "git+https://a.b/c@1f"),
+    (
+        {"url": "https://a.b/c", "vcs_info": {"vcs": "git", "commit_id": "1f"}, "subdirectory": "d"},
+        "git+https://a.b/c@1f#subdirectory=d",
+    ),
+    (None, None),
+], ids=["folder", "wheel", "git", "subfolder", "version"])  # fmt: skip
 def test_a_project_names_the_library_as_it_was_installed(
     origin: dict | None, expected: str | None, tmp_path: Path
 ) -> None:
@@ -151,15 +144,12 @@ def test_a_project_names_the_library_as_it_was_installed(
     ), process.stderr
 
 
-@pytest.mark.parametrize(
-    ("version", "expected"),
-    [
-        (f"{TORCH}+cpu", f"torch=={TORCH}+cpu --index-url {INDEX}/cpu"),
-        (f"{TORCH}+cu126", f"torch=={TORCH}+cu126 --index-url {INDEX}/cu126"),
-        (TORCH, f"torch=={TORCH}"),  # PyPI's
-        ("2.99.0a0+git1f", ""),
-    ],
-)
+@pytest.mark.parametrize(("version", "expected"), [
+    (f"{TORCH}+cpu", f"torch=={TORCH}+cpu --index-url {INDEX}/cpu"),
+    (f"{TORCH}+cu126", f"torch=={TORCH}+cu126 --index-url {INDEX}/cu126"),
+    (TORCH, f"torch=={TORCH}"),  # PyPI's
+    ("2.99.0a0+git1f", ""),
+])  # fmt: skip
 def test_a_project_has_this_build_of_torch_and_is_linked_to_this_clone(
     version: str, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -123,13 +123,10 @@ def test_it_is_resumed_without_a_word(here: Path, command: Command) -> None:
     assert (here / "counted.0").read_text() == "3"
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("evaluate", ["run=run", "hydra.run.dir=evaluated"]),
-        pytest.param("export", ["run=run", "output=a.safetensors"], marks=pytest.mark.extras),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("evaluate", ["run=run", "hydra.run.dir=evaluated"]),
+    pytest.param("export", ["run=run", "output=a.safetensors"], marks=pytest.mark.extras),
+])  # fmt: skip
 def test_a_file_of_it_is_used_where_its_code_is_trusted(
     here: Path, command: Command, name: str, words: list[str], tmp_path: Path
 ) -> None:
@@ -179,17 +176,14 @@ def test_words_alone_name_it_too_over_two_processes(here: Path, command: Command
         assert parallel_checkpoint[CHECKPOINT_KEY]["config"][part] == single_checkpoint[CHECKPOINT_KEY]["config"][part]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["loss._target_=nowhere.huber"], "loss._target_=nowhere.huber, but there is no module nowhere"),
-        (["loss._target_=huber"], "loss._target_=huber is not module.name"),
-        (["+loss.delat=3"], "unknown key loss.delat: did you mean loss.delta?"),
-        (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
-        (["+loss.delta=1"], "Could not append to config. An item is already at 'loss.delta'"),
-        (["--config-dir=my_cnf"], "no config folder at my_cnf"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["loss._target_=nowhere.huber"], "loss._target_=nowhere.huber, but there is no module nowhere"),
+    (["loss._target_=huber"], "loss._target_=huber is not module.name"),
+    (["+loss.delat=3"], "unknown key loss.delat: did you mean loss.delta?"),
+    (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
+    (["+loss.delta=1"], "Could not append to config. An item is already at 'loss.delta'"),
+    (["--config-dir=my_cnf"], "no config folder at my_cnf"),
+])  # fmt: skip
 def test_a_slip_in_its_words_is_one_line(here: Path, command: Command, words: list[str], message: str) -> None:
     assert command(here, "train", *TINY, *WORDS, *words).error.startswith(message)
 
@@ -228,13 +222,10 @@ def test_a_pipeline_trains_and_logs_what_one_process_does(here: Path, command: C
     assert (weights[100] - weights[0]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("+module.iterates=1", "training_step asks for the iterates, but they are on other devices: choose "),
-        ("+module.mode=another", "training_step gives the network another sinogram than that of self.measure"),
-    ],
-)
+@pytest.mark.parametrize(("word", "message"), [
+    ("+module.iterates=1", "training_step asks for the iterates, but they are on other devices: choose "),
+    ("+module.mode=another", "training_step gives the network another sinogram than that of self.measure"),
+])  # fmt: skip
 def test_what_a_pipeline_cannot_do_is_refused_in_one_line(
     here: Path, command: Command, word: str, message: str
 ) -> None:

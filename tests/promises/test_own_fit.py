@@ -33,17 +33,13 @@ def here(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [
-        (["strategy=single"], 1),
-        *(
-            pytest.param([f"strategy={name}", "trainer.devices=2"], 2, marks=[pytest.mark.long] * (name != "ddp"))
-            for name in ("ddp", "fsdp", "pipeline")
-        ),
-    ],
-    ids=lambda value: value[0].removeprefix("strategy=") if isinstance(value, list) else str(value),
-)
+@pytest.mark.parametrize(("strategy", "ranks"), [
+    (["strategy=single"], 1),
+    *(
+        pytest.param([f"strategy={name}", "trainer.devices=2"], 2, marks=[pytest.mark.long] * (name != "ddp"))
+        for name in ("ddp", "fsdp", "pipeline")
+    ),
+], ids=lambda value: value[0].removeprefix("strategy=") if isinstance(value, list) else str(value))  # fmt: skip
 def test_it_trains_in_every_process(here: Path, command: Command, strategy: list[str], ranks: int) -> None:
     words = [*TINY, *PHANTOMS, *strategy, "fit=my_ct.fit.fit"]
     assert command(here, "train", *words, "hydra.run.dir=run").code == 0
@@ -57,15 +53,12 @@ def test_it_trains_in_every_process(here: Path, command: Command, strategy: list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("nowhere.fit", "fit=nowhere.fit, but there is no module nowhere: put nowhere.py into the folder"),
-        ("fit", "fit=fit is not module.name"),
-        ("my_ct.fit.fti", "fit=my_ct.fit.fti: there is no fti in "),
-        ("my_ct.fit.NUMBER", "fit=my_ct.fit.NUMBER is not a function (config, run)"),
-    ],
-)
+@pytest.mark.parametrize(("target", "message"), [
+    ("nowhere.fit", "fit=nowhere.fit, but there is no module nowhere: put nowhere.py into the folder"),
+    ("fit", "fit=fit is not module.name"),
+    ("my_ct.fit.fti", "fit=my_ct.fit.fti: there is no fti in "),
+    ("my_ct.fit.NUMBER", "fit=my_ct.fit.NUMBER is not a function (config, run)"),
+])  # fmt: skip
 def test_a_slip_is_one_line(here: Path, command: Command, target: str, message: str) -> None:
     outcome = command(here, "train", *TINY, *PHANTOMS, f"fit={target}", "hydra.run.dir=run")
     assert outcome.error.startswith(message)

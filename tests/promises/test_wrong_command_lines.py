@@ -124,15 +124,10 @@ def test_a_command_of_its_own_says_the_same(case: str, light: str, tmp_path: Pat
     check(case, Done(process.returncode, process.stdout, process.stderr), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "reconstruct run=pretrained output=out input=ct/a.nii.gz",
-        "reconstruct run=pretrained output=out input=ct",
-        "train data=dicom data.root=ct",
-        "evaluate run=pretrained data=numpy data.root=ct",
-    ],
-)
+@pytest.mark.parametrize("case", [
+    "reconstruct run=pretrained output=out input=ct/a.nii.gz", "reconstruct run=pretrained output=out input=ct",
+    "train data=dicom data.root=ct", "evaluate run=pretrained data=numpy data.root=ct",
+])  # fmt: skip
 def test_nifti_is_refused(case: str, cold: Warm, light: str, tmp_path: Path) -> None:
     """As one file, and in a folder without other files."""
     for name in ("a.nii.gz", "deep/B.NII"):

@@ -62,14 +62,11 @@ def test_dicom_keeps_the_patient_and_says_that_it_is_derived(make_ct: Any, tmp_p
     assert np.abs(hu_of(tmp_path / "out.dcm") - noise(20)).max() <= 0.5
 
 
-@pytest.mark.parametrize(
-    ("shape", "spacing", "new", "first"),
-    [
-        ((40, 60), [0.8, 0.8], [2.4, 2.4], [-10 + 0.8, -20 + 0.8 - 10 * 0.8, 30]),  # padded to a square of 60
-        ((40, 40), [60, 30], [120, 60], [5, 10, 30]),  # not believed: taken for square pixels
-        (None, None, [1.5625, 1.5625], [0, 0, 0]),  # no source
-    ],
-)
+@pytest.mark.parametrize(("shape", "spacing", "new", "first"), [
+    ((40, 60), [0.8, 0.8], [2.4, 2.4], [-10 + 0.8, -20 + 0.8 - 10 * 0.8, 30]),  # padded to a square of 60
+    ((40, 40), [60, 30], [120, 60], [5, 10, 30]),  # not believed: taken for square pixels
+    (None, None, [1.5625, 1.5625], [0, 0, 0]),  # no source
+])  # fmt: skip
 def test_a_point_lies_at_the_same_millimetres_before_and_after(
     make_ct: Any, body_hu: Any, tmp_path: Path, shape: Any, spacing: Any, new: list[float], first: list[float]
 ) -> None:

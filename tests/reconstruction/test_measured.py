@@ -53,14 +53,11 @@ def fitted(scanner: FanBeamGeometry, geometry: FanBeamGeometry) -> tuple[np.ndar
     return regrid_scan(scan_of(scanner), scanner.angles(), scanner, geometry, "a scan")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"angle_span": -2 * math.pi},
-        {"angle_span": 1.0, "first_angle": 0.3, "beam": "fan_curved", "detector_offset": 1.25},
-        {"beam": "parallel", "angle_span": math.pi},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"angle_span": -2 * math.pi},
+    {"angle_span": 1.0, "first_angle": 0.3, "beam": "fan_curved", "detector_offset": 1.25},
+    {"beam": "parallel", "angle_span": math.pi},
+])  # fmt: skip
 def test_a_scan_of_the_same_rays_stays_as_it_is(options: dict[str, Any]) -> None:
     geometry = scanner(**options)
     y, missing = fitted(geometry, geometry)
@@ -85,19 +82,16 @@ def test_a_tenth_of_the_views_missing_costs_little() -> None:
 PARALLEL = {"beam": "parallel", "detector_pitch": 3.0, "n_detectors": 200}
 
 
-@pytest.mark.parametrize(
-    ("trained", "measured"),
-    [
-        ({}, {"n_detectors": 480, "detector_pitch": 2.0}),  # narrower bins are averaged, wider ones interpolated
-        ({}, {"n_detectors": 150, "detector_pitch": 7.0}),
-        ({}, {"axis_to_detector": 0.0, "detector_pitch": 5.0 * 600 / 890}),  # of the same magnification
-        ({"detector_offset": -0.25}, {}),
-        ({}, {"detector_offset": 3.0, "detector_pitch": 2.5, "n_detectors": 400}),
-        ({"beam": "fan_curved"}, {"beam": "fan_curved", "axis_to_detector": 100.0, "detector_pitch": 4.0}),
-        (PARALLEL, PARALLEL | {"detector_offset": 0.5, "source_to_axis": 1.0}),
-        (PARALLEL | {"detector_pitch": 4.0}, PARALLEL | {"detector_pitch": 1.5, "n_detectors": 400}),
-    ],
-)
+@pytest.mark.parametrize(("trained", "measured"), [
+    ({}, {"n_detectors": 480, "detector_pitch": 2.0}),  # narrower bins are averaged, wider ones interpolated
+    ({}, {"n_detectors": 150, "detector_pitch": 7.0}),
+    ({}, {"axis_to_detector": 0.0, "detector_pitch": 5.0 * 600 / 890}),  # of the same magnification
+    ({"detector_offset": -0.25}, {}),
+    ({}, {"detector_offset": 3.0, "detector_pitch": 2.5, "n_detectors": 400}),
+    ({"beam": "fan_curved"}, {"beam": "fan_curved", "axis_to_detector": 100.0, "detector_pitch": 4.0}),
+    (PARALLEL, PARALLEL | {"detector_offset": 0.5, "source_to_axis": 1.0}),
+    (PARALLEL | {"detector_pitch": 4.0}, PARALLEL | {"detector_pitch": 1.5, "n_detectors": 400}),
+])  # fmt: skip
 def test_rays_of_another_detector_are_found(trained: dict[str, Any], measured: dict[str, Any]) -> None:
     geometry = scanner(**trained)
     y, missing = fitted(scanner(**measured), geometry)
@@ -114,29 +108,23 @@ def test_views_at_other_angles(n_views: int) -> None:
     assert distance(y, scan_of(geometry)) < (0.03 if n_views % 48 else 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("measured", "words"),
-    [
-        ({"beam": "parallel"}, "with beam parallel .* the run was trained for fan_flat"),
-        ({"source_to_axis": 500.0}, "500 mm from the axis"),
-        ({"n_detectors": 52}, "cuts the object off"),
-        ({"n_detectors": 110, "detector_offset": 20.0}, "cuts the object off"),  # on one side
-        ({"n_views": 21}, "has 21 measured views"),
-    ],
-)
+@pytest.mark.parametrize(("measured", "words"), [
+    ({"beam": "parallel"}, "with beam parallel .* the run was trained for fan_flat"),
+    ({"source_to_axis": 500.0}, "500 mm from the axis"),
+    ({"n_detectors": 52}, "cuts the object off"),
+    ({"n_detectors": 110, "detector_offset": 20.0}, "cuts the object off"),  # on one side
+    ({"n_views": 21}, "has 21 measured views"),
+])  # fmt: skip
 def test_a_scanner_whose_rays_cannot_be_made_good_is_refused(measured: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=f"a scan .*{words}"):
         fitted(scanner(**measured), scanner())
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("dead bin", "interpolate the dead bins"), ("infinite", "interpolate the dead bins"), ("end", "number 31"),
-        ("gap", "no views near 5 of the 32"), ("few", "has 21 measured views"), ("all", "has 0 measured views"),
-        ("backwards", "no views near"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fault", "words"), [
+    ("dead bin", "interpolate the dead bins"), ("infinite", "interpolate the dead bins"), ("end", "number 31"),
+    ("gap", "no views near 5 of the 32"), ("few", "has 21 measured views"), ("all", "has 0 measured views"),
+    ("backwards", "no views near"),
+])  # fmt: skip
 def test_views_that_cannot_be_made_good_are_refused(fault: str, words: str) -> None:
     geometry = scanner(**({"angle_span": 2.0} if fault in ("end", "backwards") else {}))
     y, angles = scan_of(geometry).copy(), geometry.angles()

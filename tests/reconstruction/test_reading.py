@@ -183,16 +183,12 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tiny_module: Build,
     assert "larger when unpacked" in refusal(tmp_path / "a.ckpt")
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        3,
-        {"split": "text"},
-        {"split": {part: {"patients": torch.ones(2), "slices": torch.ones(2)} for part in PARTS}},
-        {"split": {part: {"patients": torch.ones(1, 2).long(), "slices": torch.ones(2).long()} for part in PARTS}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("record", [
+    3,
+    {"split": "text"},
+    {"split": {part: {"patients": torch.ones(2), "slices": torch.ones(2)} for part in PARTS}},
+    {"split": {part: {"patients": torch.ones(1, 2).long(), "slices": torch.ones(2).long()} for part in PARTS}},
+], ids=str)  # fmt: skip
 def test_an_unreadable_record_of_the_split_is_refused(tmp_path: Path, record: object) -> None:
     torch.save({RUN_KEY: record}, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"a\.ckpt has a record of its training patients that cannot be read"):
@@ -228,14 +224,11 @@ def test_a_config_that_somebody_made_is_refused_before_anything_is_built(tiny_mo
             refusal(path)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        "model.n_iterations=1000 model.channels=1024 model.n_mixer_layers=1000 model.shared_regularizer=false",
-        "data.image_size=256 model.patch_size=256 model.channels=1024",  # 60 TB at once
-        "model=learn model.n_iterations=2 model.channels=1024",
-    ],
-)
+@pytest.mark.parametrize("overrides", [
+    "model.n_iterations=1000 model.channels=1024 model.n_mixer_layers=1000 model.shared_regularizer=false",
+    "data.image_size=256 model.patch_size=256 model.channels=1024",  # 60 TB at once
+    "model=learn model.n_iterations=2 model.channels=1024",
+])  # fmt: skip
 def test_a_network_that_is_larger_than_its_file_is_not_built(
     other_config: Callable[..., Config], tmp_path: Path, overrides: str
 ) -> None:

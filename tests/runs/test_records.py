@@ -21,26 +21,22 @@ def rows(folder: Path) -> object:
     return MetricsFile(folder, resumed_at=9).kept_rows
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "read"),
-    [
-        ("metrics.csv", b"step,a\n1,2\n\0\0\0\n", rows),
-        ("metrics.csv", b"step,a\n1,caf\xe9\n", rows),
-        ("metrics.csv", b"step,a\n1,2,3\n", rows),
-        ("metrics.csv", b"step,a\n1\n", rows),
-        ("metrics.csv", b"a,b\n1,2\n", rows),
-        ("metrics.csv", b"step,a\n" + b"1" * 5000 + b",2\n", rows),
-        ("metrics.csv", b"step,a\n1," + b"x" * 200_000 + b"\n", rows),
-        ("results.json", BRACKETS, read_results),
-        ("results.json", b"{}" + b" " * 2**24, read_results),
-        ("results.json", b'{"overrides": [1, {}]}', overrides_of),
-        ("results.json", b'{"status": ["done"]}', read_results),
-        ("results.json", b'{"status": "done", "steps": "many"}', read_results),
-        ("sweep.json", json.dumps(SWEEP | {"jobs": ["0"]}).encode(), rows_of),
-        ("sweep.json", json.dumps(SWEEP | {"jobs": {"0": "seed=1"}}).encode(), rows_of),
-    ],
-    ids=lambda it: it[:40].decode("latin-1") if isinstance(it, bytes) else None,
-)
+@pytest.mark.parametrize(("name", "content", "read"), [
+    ("metrics.csv", b"step,a\n1,2\n\0\0\0\n", rows),
+    ("metrics.csv", b"step,a\n1,caf\xe9\n", rows),
+    ("metrics.csv", b"step,a\n1,2,3\n", rows),
+    ("metrics.csv", b"step,a\n1\n", rows),
+    ("metrics.csv", b"a,b\n1,2\n", rows),
+    ("metrics.csv", b"step,a\n" + b"1" * 5000 + b",2\n", rows),
+    ("metrics.csv", b"step,a\n1," + b"x" * 200_000 + b"\n", rows),
+    ("results.json", BRACKETS, read_results),
+    ("results.json", b"{}" + b" " * 2**24, read_results),
+    ("results.json", b'{"overrides": [1, {}]}', overrides_of),
+    ("results.json", b'{"status": ["done"]}', read_results),
+    ("results.json", b'{"status": "done", "steps": "many"}', read_results),
+    ("sweep.json", json.dumps(SWEEP | {"jobs": ["0"]}).encode(), rows_of),
+    ("sweep.json", json.dumps(SWEEP | {"jobs": {"0": "seed=1"}}).encode(), rows_of),
+], ids=lambda it: it[:40].decode("latin-1") if isinstance(it, bytes) else None)  # fmt: skip
 def test_a_damaged_record_is_one_line(
     tmp_path: Path, name: str, content: bytes, read: Callable[[Path], object]
 ) -> None:

@@ -16,15 +16,10 @@ def read(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (None, "done"),
-        (ValueError("bad\nlines"), "failed"),
-        (SystemExit(3), "failed"),
-        (KeyboardInterrupt(), "interrupted"),
-    ],
-)
+@pytest.mark.parametrize(("error", "status"), [
+    (None, "done"), (ValueError("bad\nlines"), "failed"), (SystemExit(3), "failed"),
+    (KeyboardInterrupt(), "interrupted"),
+])  # fmt: skip
 def test_what_was_known_is_kept_and_an_error_passes_on(
     tmp_path: Path, error: BaseException | None, status: str
 ) -> None:

@@ -111,18 +111,12 @@ def test_the_same_command_resumes_the_run_in_its_folder(make: Make, tmp_path: Pa
     assert resume_overrides([*words]) == [*words, "resume=runs/2", NEXT]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["seed=2", "hydra.run.dir=runs/a"], "runs/a has a run with seed=1, not seed=2: resume it with resume=runs/a"),
-        (["seed=1", "loss=l1", "hydra.run.dir=runs/a"], "runs/a has a run with no loss, not loss=l1: "),
-        (["hydra.run.dir=runs/a"], "runs/a has a run with seed=1, not without: "),
-        (
-            ["seed=1", "hydra.run.dir=runs/done"],
-            "runs/done has a run that is done: resume it with resume=runs/done, or",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["seed=2", "hydra.run.dir=runs/a"], "runs/a has a run with seed=1, not seed=2: resume it with resume=runs/a"),
+    (["seed=1", "loss=l1", "hydra.run.dir=runs/a"], "runs/a has a run with no loss, not loss=l1: "),
+    (["hydra.run.dir=runs/a"], "runs/a has a run with seed=1, not without: "),
+    (["seed=1", "hydra.run.dir=runs/done"], "runs/done has a run that is done: resume it with resume=runs/done, or"),
+])  # fmt: skip
 def test_another_run_is_not_begun_where_one_is(make: Make, words: list[str], message: str) -> None:
     make("a", "seed=1")
     make("done", "seed=1", status="done", checkpoint=False)  # its checkpoints have been removed

@@ -56,22 +56,16 @@ def test_the_same_sweep_has_the_same_folder(tmp_path: Path, monkeypatch: pytest.
     assert described("seed=1,2", "seed=3", "optimizer.lr=1,2")[1] == ["optimizer.lr"]
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (
-            "optimizer.lr=interval(1,0)",
-            "optimizer.lr=interval(1,0) cannot be searched (The `low` value must be smaller",
-        ),
-        ("optimizer.lr=tag(log,interval(0,1))", "cannot be searched (The `low` value must be larger than 0"),
-        ("optimizer.lr=interval(nan,1)", "optimizer.lr=interval(nan,1) cannot be searched"),
-        ("seed=glob(*)", "seed=glob(*) has no value: give at least one"),
-        ("+hydra.sweeper.params.seed='interval(3,1)'", "seed=interval(3,1) cannot be searched"),
-        ("hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0 should be greater than or equal to 1"),
-        ("hydra.sweeper.n_jobs=0", "hydra.sweeper.n_jobs=0 should be greater than or equal to 1"),
-        ("seed=range(3,1)", "seed=range(3,1) has no value: give at least one"),
-    ],
-)
+@pytest.mark.parametrize(("words", "part"), [
+    ("optimizer.lr=interval(1,0)", "optimizer.lr=interval(1,0) cannot be searched (The `low` value must be smaller",),
+    ("optimizer.lr=tag(log,interval(0,1))", "cannot be searched (The `low` value must be larger than 0"),
+    ("optimizer.lr=interval(nan,1)", "optimizer.lr=interval(nan,1) cannot be searched"),
+    ("seed=glob(*)", "seed=glob(*) has no value: give at least one"),
+    ("+hydra.sweeper.params.seed='interval(3,1)'", "seed=interval(3,1) cannot be searched"),
+    ("hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0 should be greater than or equal to 1"),
+    ("hydra.sweeper.n_jobs=0", "hydra.sweeper.n_jobs=0 should be greater than or equal to 1"),
+    ("seed=range(3,1)", "seed=range(3,1) has no value: give at least one"),
+])  # fmt: skip
 def test_a_search_that_cannot_run_is_refused_before_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, part: str
 ) -> None:

@@ -19,30 +19,24 @@ from ..studies import SEARCH_PATH
 ROOT, SLICES = "data.root=/ct", "data.sources.slices.root=/ct"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "values"),
-    [
-        ("experiment=demo", {"model.n_iterations": 6, "model.channels": 32, "geometry.n_detectors": 128}),
-        ("experiment=demo model=tv", {"model.n_iterations": 5000, "geometry.n_views": 16}),
-        ("experiment=demo model=tv model.n_iterations=7", {"model.n_iterations": 7}),
-        ("experiment=demo model=qn_mixer", {"model.n_iterations": 14, "model.channels": 96}),
-        ("experiment=demo optimizer=sgd logger=[wandb,tensorboard]", {"optimizer.lr": 0.1}),
-        (
-            f"experiment=pretrained optimizer=adamw {SLICES}",
-            {"optimizer.lr": 0.001, "optimizer.step_size_lr_factor": 10},
-        ),
-        ("experiment=demo geometry=htc2022", {"geometry.n_detectors": 560, "geometry.n_views": 16}),
-        (f"{SEARCH_PATH} experiment=measured data=numpy {ROOT}", {"data.simulation_factor": 2, "data.split": "random"}),
-        (f"experiment=pretrained data=dicom {ROOT}", {"data.augment": True, "geometry.n_views": 64}),
-        (f"{SEARCH_PATH} experiment=compare_small experiment/small=learn model=fbp", {"data.image_size": 128}),
-        (f"{SEARCH_PATH} experiment=compare_small optimizer=adamw", {"optimizer.lr": 0.001}),
-        pytest.param(f"experiment=lodopab model=learn {ROOT}", {"model.n_iterations": 50}, marks=pytest.mark.extras),
-        ("experiment=paper_aapm data=phantoms", {"data.scaling": "minmax", "data.n_val": 32}),
-        ("experiment=demo ~logger", {"logger": {}}),
-        ("logger=csv ~logger", {"logger": {}}),
-        ("callbacks=ema ~callbacks", {"callbacks": {}}),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "values"), [
+    ("experiment=demo", {"model.n_iterations": 6, "model.channels": 32, "geometry.n_detectors": 128}),
+    ("experiment=demo model=tv", {"model.n_iterations": 5000, "geometry.n_views": 16}),
+    ("experiment=demo model=tv model.n_iterations=7", {"model.n_iterations": 7}),
+    ("experiment=demo model=qn_mixer", {"model.n_iterations": 14, "model.channels": 96}),
+    ("experiment=demo optimizer=sgd logger=[wandb,tensorboard]", {"optimizer.lr": 0.1}),
+    (f"experiment=pretrained optimizer=adamw {SLICES}", {"optimizer.lr": 0.001, "optimizer.step_size_lr_factor": 10}),
+    ("experiment=demo geometry=htc2022", {"geometry.n_detectors": 560, "geometry.n_views": 16}),
+    (f"{SEARCH_PATH} experiment=measured data=numpy {ROOT}", {"data.simulation_factor": 2, "data.split": "random"}),
+    (f"experiment=pretrained data=dicom {ROOT}", {"data.augment": True, "geometry.n_views": 64}),
+    (f"{SEARCH_PATH} experiment=compare_small experiment/small=learn model=fbp", {"data.image_size": 128}),
+    (f"{SEARCH_PATH} experiment=compare_small optimizer=adamw", {"optimizer.lr": 0.001}),
+    pytest.param(f"experiment=lodopab model=learn {ROOT}", {"model.n_iterations": 50}, marks=pytest.mark.extras),
+    ("experiment=paper_aapm data=phantoms", {"data.scaling": "minmax", "data.n_val": 32}),
+    ("experiment=demo ~logger", {"logger": {}}),
+    ("logger=csv ~logger", {"logger": {}}),
+    ("callbacks=ema ~callbacks", {"callbacks": {}}),
+])  # fmt: skip
 def test_an_option_keeps_its_own_values(overrides: str, values: dict[str, Any]) -> None:
     """An experiment's sizes are those of its own network, scanner and optimizer; the setting stays."""
     config = OmegaConf.create(parse(compose("train", overrides.split())).plain())
@@ -82,16 +76,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--config-dir", "my conf, 1", "seed=1"],
-        ["seed=1", "--config-dir=my conf, 1"],
-        ["-cd", "my conf, 1", "seed=1"],
-        ["hydra.searchpath=['my conf, 1']", "seed=1"],
-        ["hydra.searchpath=['file://my conf, 1']", "seed=1"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    ["--config-dir", "my conf, 1", "seed=1"],
+    ["seed=1", "--config-dir=my conf, 1"],
+    ["-cd", "my conf, 1", "seed=1"],
+    ["hydra.searchpath=['my conf, 1']", "seed=1"],
+    ["hydra.searchpath=['file://my conf, 1']", "seed=1"],
+])  # fmt: skip
 def test_every_way_to_a_folder_is_one_override(here: Path, arguments: list[str]) -> None:
     found = with_search_path(arguments)
     assert found == [f'hydra.searchpath=["file://{here}/my conf, 1"]', "seed=1"]
@@ -107,16 +98,13 @@ def test_hydra_finds_what_is_there(here: Path) -> None:
     assert (config.loss.weight, config.schedule.name) == (0.25, "slow")
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("--config-dir=nowhere", r"^no config folder at nowhere: give it as --config-dir FOLDER"),
-        ("--config-dir", r"^--config-dir has no value: write --config-dir FOLDER"),
-        ("--config-dir=~nobody_is_so", r"^no config folder at ~nobody_is_so: give it as --config-dir FOLDER"),
-        ("hydra.searchpath=a", r"^hydra.searchpath=a is no list"),
-        ("--config-dir=ours", r"^ours/loss/mse.yaml has the name of a file of qnmixer"),  # Hydra would take ours
-    ],
-)
+@pytest.mark.parametrize(("word", "message"), [
+    ("--config-dir=nowhere", r"^no config folder at nowhere: give it as --config-dir FOLDER"),
+    ("--config-dir", r"^--config-dir has no value: write --config-dir FOLDER"),
+    ("--config-dir=~nobody_is_so", r"^no config folder at ~nobody_is_so: give it as --config-dir FOLDER"),
+    ("hydra.searchpath=a", r"^hydra.searchpath=a is no list"),
+    ("--config-dir=ours", r"^ours/loss/mse.yaml has the name of a file of qnmixer"),  # Hydra would take ours
+])  # fmt: skip
 def test_a_folder_that_cannot_be_used_is_named(here: Path, word: str, message: str) -> None:
     (here / "ours" / "loss").mkdir(parents=True)
     (here / "ours" / "loss" / "mse.yaml").write_text("name: mine\n")

@@ -17,15 +17,12 @@ def config(*overrides: str) -> Config:
     return parse(compose("train", list(overrides)))
 
 
-@pytest.mark.parametrize(
-    ("name", "fan", "field_of_view", "sparse"),
-    [
-        ("siemens_definition_as", 49.9, 502, 64),
-        ("siemens_force", 49.9, 502, 56),
-        ("siemens_sensation_64", 52.1, 501, 40),
-        ("ge_lightspeed", 54.9, 499, 24),
-    ],
-)
+@pytest.mark.parametrize(("name", "fan", "field_of_view", "sparse"), [
+    ("siemens_definition_as", 49.9, 502, 64),
+    ("siemens_force", 49.9, 502, 56),
+    ("siemens_sensation_64", 52.1, 501, 40),
+    ("ge_lightspeed", 54.9, 499, 24),
+])  # fmt: skip
 def test_a_scanner_by_name(name: str, fan: float, field_of_view: float, sparse: int) -> None:
     whole = build_geometry(config(f"geometry={name}"))
     width = whole.n_detectors * whole.detector_pitch / whole.source_to_detector

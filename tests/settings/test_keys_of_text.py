@@ -19,15 +19,12 @@ from ..typed import Typed
 DICOM = ["data=dicom", "data.root=/ct", "data.split=explicit"]
 
 
-@pytest.mark.parametrize(
-    ("typed", "patients"),
-    [
-        ("[1.10]", ["1.10"]),
-        ("[1_000, 007,2.0,P1]", ["1_000", "007", "2.0", "P1"]),
-        ("[+5,1e3,nan,true,2]", ["+5", "1e3", "nan", "true", "2"]),
-        ('["1.10",a]', ["1.10", "a"]),
-    ],
-)
+@pytest.mark.parametrize(("typed", "patients"), [
+    ("[1.10]", ["1.10"]),
+    ("[1_000, 007,2.0,P1]", ["1_000", "007", "2.0", "P1"]),
+    ("[+5,1e3,nan,true,2]", ["+5", "1e3", "nan", "true", "2"]),
+    ('["1.10",a]', ["1.10", "a"]),
+])  # fmt: skip
 def test_patients_are_those_that_were_typed(typed: str, patients: list[str]) -> None:
     config = parse(compose("train", with_texts([*DICOM, f"data.val_patients={typed}"], Config)))
     assert config.plain()["data"]["val_patients"] == patients
@@ -36,19 +33,13 @@ def test_patients_are_those_that_were_typed(typed: str, patients: list[str]) -> 
     assert config.plain()["data"]["sources"]["slices"]["val_patients"] == patients
 
 
-@pytest.mark.parametrize(
-    ("command", "keys"),
-    [
-        (
-            "train",
-            "data.root data.include data.cache_dir tags monitor finetune resume logger.wandb.project hydra.run.dir",
-        ),
-        ("plan", "data.root tags device"),
-        ("doctor", "data.root"),
-        ("evaluate", "run trust data.root"),
-        ("reconstruct", "run input output"),
-    ],
-)
+@pytest.mark.parametrize(("command", "keys"), [
+    ("train", "data.root data.include data.cache_dir tags monitor finetune resume logger.wandb.project hydra.run.dir"),
+    ("plan", "data.root tags device"),
+    ("doctor", "data.root"),
+    ("evaluate", "run trust data.root"),
+    ("reconstruct", "run input output"),
+])  # fmt: skip
 def test_every_key_of_text(command: str, keys: str) -> None:
     assert {*keys.split()} <= _keys_of_texts(SCHEMAS[command]).keys()
     assert with_texts([f"{key}=1.10" for key in keys.split()], SCHEMAS[command]) == [
@@ -213,17 +204,10 @@ def test_folders_of_hydra(typed: Typed, tmp_path: Path) -> None:
     assert (tmp_path / "1.10" / ".hydra").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("data.root", "~/ct/a=1"),
-        ("data.root", "/ct/josé, a"),
-        ("data.root", "/ct/1,2[3] (4)"),
-        ("data.include", "!x#*.dcm"),
-        ("tags", "[a=1, é b ,1.10,'c']"),
-        ("metrics.psnr.title", "12"),
-    ],
-)
+@pytest.mark.parametrize(("key", "text"), [
+    ("data.root", "~/ct/a=1"), ("data.root", "/ct/josé, a"), ("data.root", "/ct/1,2[3] (4)"),
+    ("data.include", "!x#*.dcm"), ("tags", "[a=1, é b ,1.10,'c']"), ("metrics.psnr.title", "12"),
+])  # fmt: skip
 def test_signs_that_hydra_does_not_take(key: str, text: str, typed: Typed) -> None:
     words = [word for word in TEXT_OF["dicom"] if key_of(word) != key]
     taken = _at(typed("train", *words, f"{key}={text}", check=parse).config.plain(), key)

@@ -20,18 +20,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("Thing", "model._target_=Thing is not module.name"),
-        ("of_mine.my thing", "is not module.name"),
-        ("of_yours.deep.Thing", "no module of_yours.deep: put of_yours/deep.py into the folder"),
-        ("of_them.part.Thing", "there is no module of_them.part"),
-        ("of_ruin.Thing", r"importing of_ruin fails \(ruin\)"),
-        ("of_mine.Other", r"there is no Other in .*of_mine\.py"),
-        ("sys.Nope", "there is no Nope in sys"),
-    ],
-)
+@pytest.mark.parametrize(("target", "message"), [
+    ("Thing", "model._target_=Thing is not module.name"),
+    ("of_mine.my thing", "is not module.name"),
+    ("of_yours.deep.Thing", "no module of_yours.deep: put of_yours/deep.py into the folder"),
+    ("of_them.part.Thing", "there is no module of_them.part"),
+    ("of_ruin.Thing", r"importing of_ruin fails \(ruin\)"),
+    ("of_mine.Other", r"there is no Other in .*of_mine\.py"),
+    ("sys.Nope", "there is no Nope in sys"),
+])  # fmt: skip
 def test_a_target_that_cannot_be_loaded_is_one_line(here: Path, target: str, message: str) -> None:
     (here / "of_ruin.py").write_text("raise SystemError('ruin')")
     check_plugin("model._target_", "of_ruin.Thing")  # which runs nothing
@@ -49,16 +46,10 @@ def test_only_the_kind_of_class_that_is_asked_for_is_loaded(here: Path, target: 
         load_plugin("data._target_", target, Kind("a kind of list", lambda it: it is list))
 
 
-@pytest.mark.parametrize(
-    ("target", "is_ours"),
-    [
-        ("qnmixer.models.fbp.FBP", True),
-        ("of_mine.Thing", True),
-        ("of_mine.part.Thing", True),
-        ("qnmixer_too.Thing", False),
-        ("of_mine_too.Thing", False),
-    ],
-)
+@pytest.mark.parametrize(("target", "is_ours"), [
+    ("qnmixer.models.fbp.FBP", True), ("of_mine.Thing", True), ("of_mine.part.Thing", True),
+    ("qnmixer_too.Thing", False), ("of_mine_too.Thing", False),
+])  # fmt: skip
 def test_a_module_is_trusted_by_its_whole_name(target: str, is_ours: bool) -> None:
     assert is_trusted(target, ["of_mine"]) == is_ours
 

@@ -117,24 +117,21 @@ def test_bounds(option: str) -> None:
         assert str(error.value).startswith(f"{group}.{word} should be ")
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("seed=null", "seed=null should be a valid integer"),  # not data.seed, which follows it
-        ("seed=true", "seed=true should be a number"),
-        ("model.regularizer=foo", "model.regularizer=foo should be callable"),
-        ("optimizer.weight_decay=1e300", "optimizer.weight_decay=1e+300 should be a 32-bit float"),
-        (f"optimizer.betas=[{','.join(['1'] * 2500)}]", "optimizer.betas=[1, 1, 1, 1,"),
-        (f"tags=[{'a' * 65}]", f"tags={'a' * 65}: string should have at most 64 characters"),
-        ("loss._args_=[1]", "unknown key loss._args_: qnmixer.losses.mse has no such key"),
-        ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is not a function (image, truth) or a"),
-        ("trainer.limit_train_batches=1.5", "trainer.limit_train_batches=1.5 should be less than or equal to 1"),
-        ("trainer.limit_train_batch=3", "unknown key trainer.limit_train_batch: did you mean trainer.limit_train_b"),
-        ("metrics.loss._target_=a.b", "metrics.loss: there is a column loss already"),
-        ("metrics.fbp/psnr._target_=a.b", "metrics.fbp/psnr: a name has letters, digits, _ and -"),
-        ("metrics.psnr.mode=mini", "metrics.psnr.mode=mini should be 'max' or 'min'"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("seed=null", "seed=null should be a valid integer"),  # not data.seed, which follows it
+    ("seed=true", "seed=true should be a number"),
+    ("model.regularizer=foo", "model.regularizer=foo should be callable"),
+    ("optimizer.weight_decay=1e300", "optimizer.weight_decay=1e+300 should be a 32-bit float"),
+    (f"optimizer.betas=[{','.join(['1'] * 2500)}]", "optimizer.betas=[1, 1, 1, 1,"),
+    (f"tags=[{'a' * 65}]", f"tags={'a' * 65}: string should have at most 64 characters"),
+    ("loss._args_=[1]", "unknown key loss._args_: qnmixer.losses.mse has no such key"),
+    ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is not a function (image, truth) or a"),
+    ("trainer.limit_train_batches=1.5", "trainer.limit_train_batches=1.5 should be less than or equal to 1"),
+    ("trainer.limit_train_batch=3", "unknown key trainer.limit_train_batch: did you mean trainer.limit_train_b"),
+    ("metrics.loss._target_=a.b", "metrics.loss: there is a column loss already"),
+    ("metrics.fbp/psnr._target_=a.b", "metrics.fbp/psnr: a name has letters, digits, _ and -"),
+    ("metrics.psnr.mode=mini", "metrics.psnr.mode=mini should be 'max' or 'min'"),
+])  # fmt: skip
 def test_a_value_that_does_not_fit_is_one_line(override: str, message: str) -> None:
     assert refusal(override).startswith(message)
 
@@ -142,49 +139,37 @@ def test_a_value_that_does_not_fit_is_one_line(override: str, message: str) -> N
 PIPELINE = ["strategy=pipeline", "trainer.devices=4"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.codec=strided", "model.latent_factor=1"], "model: latent_factor=1 does not fit"),
-        (
-            ["model=fbpconvnet", "data.image_size=24"],
-            "data.image_size=24 is not divisible by 16, as model.depth=4 needs",
-        ),
-        (["data=dicom", "data.val_fraction=0.6", "data.test_fraction=0.6"], "data.val_fraction + test_fraction leave"),
-        (["data=dicom", "data.val_patients=[a]"], "data.split=random uses no lists of patients"),
-        (["trainer.limit_train_batches=3", "trainer.accumulate_grad_batches=2"], "trainer.limit_train_batches=3 is no"),
-        (["model=tv", "strategy=ddp", "trainer.devices=2"], "model=tv has no weights to train on several devices"),
-        (["strategy=fsdp", "callbacks=ema"], "callbacks=ema does not work with strategy=fsdp"),
-        ([*PIPELINE, "callbacks=ema"], "callbacks=ema does not work with strategy=pipeline"),
-        (["model=fbpconvnet", *PIPELINE], "strategy=pipeline cuts iterations into stages, but model=fbpconvnet has 1"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["model.codec=strided", "model.latent_factor=1"], "model: latent_factor=1 does not fit"),
+    (["model=fbpconvnet", "data.image_size=24"], "data.image_size=24 is not divisible by 16, as model.depth=4 needs"),
+    (["data=dicom", "data.val_fraction=0.6", "data.test_fraction=0.6"], "data.val_fraction + test_fraction leave"),
+    (["data=dicom", "data.val_patients=[a]"], "data.split=random uses no lists of patients"),
+    (["trainer.limit_train_batches=3", "trainer.accumulate_grad_batches=2"], "trainer.limit_train_batches=3 is no"),
+    (["model=tv", "strategy=ddp", "trainer.devices=2"], "model=tv has no weights to train on several devices"),
+    (["strategy=fsdp", "callbacks=ema"], "callbacks=ema does not work with strategy=fsdp"),
+    ([*PIPELINE, "callbacks=ema"], "callbacks=ema does not work with strategy=pipeline"),
+    (["model=fbpconvnet", *PIPELINE], "strategy=pipeline cuts iterations into stages, but model=fbpconvnet has 1"),
+])  # fmt: skip
 def test_rules_between_keys(overrides: list[str], message: str) -> None:
     assert refusal(*overrides).startswith(message)
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data=lodopab"], "geometry.beam=fan_flat is not that of data=lodopab, parallel"),
-        (["data=lodopab", "geometry=lodopab", "data.hu_max=2000"], "data.hu_max=2000.0 is not that of data=lodopab"),
-        (["data=two_detect", "geometry=two_detect", "data.augment=true"], "data.augment=True changes images"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["data=lodopab"], "geometry.beam=fan_flat is not that of data=lodopab, parallel"),
+    (["data=lodopab", "geometry=lodopab", "data.hu_max=2000"], "data.hu_max=2000.0 is not that of data=lodopab"),
+    (["data=two_detect", "geometry=two_detect", "data.augment=true"], "data.augment=True changes images"),
+])  # fmt: skip
 def test_rules_of_public_sets(overrides: list[str], message: str) -> None:
     assert refusal(*overrides).startswith(message)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["strategy=ddp", "trainer.precision=16-mixed", "trainer.accumulate_grad_batches=4", "memory=recompute"],
-        ["strategy=fsdp", "trainer.num_nodes=2", "memory=offload", "noise=field", "data.scaling=minmax"],
-        ["strategy=pipeline", "strategy.schedule=sequential", "strategy.microbatch_size=4"],
-        ["strategy=pipeline", "strategy.devices_per_pipeline=2", "trainer.num_nodes=2"],
-    ],
-)
+@pytest.mark.parametrize("overrides", [
+    ["strategy=ddp", "trainer.precision=16-mixed", "trainer.accumulate_grad_batches=4", "memory=recompute"],
+    ["strategy=fsdp", "trainer.num_nodes=2", "memory=offload", "noise=field", "data.scaling=minmax"],
+    ["strategy=pipeline", "strategy.schedule=sequential", "strategy.microbatch_size=4"],
+    ["strategy=pipeline", "strategy.devices_per_pipeline=2", "trainer.num_nodes=2"],
+])  # fmt: skip
 def test_samples_of_a_step(overrides: list[str]) -> None:
     config = parse(changed("trainer.devices=4", *overrides))
     nodes, accumulate = config.trainer.num_nodes, config.trainer.accumulate_grad_batches
@@ -207,14 +192,11 @@ def test_files_of_other_versions() -> None:
         parse(later)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "length"),
-    [
-        (["experiment=demo", "trainer.max_epochs=10"], (-1, 10)),
-        (["trainer.max_epochs=10", "trainer.max_steps=7"], (7, 10)),
-        (["trainer.max_epochs=null"], (10000, None)),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "length"), [
+    (["experiment=demo", "trainer.max_epochs=10"], (-1, 10)),
+    (["trainer.max_epochs=10", "trainer.max_steps=7"], (7, 10)),
+    (["trainer.max_epochs=null"], (10000, None)),
+])  # fmt: skip
 def test_epochs_given_alone_are_the_only_limit(overrides: list[str], length: tuple[int, int | None]) -> None:
     trainer = train(*overrides).trainer
     assert (trainer.max_steps, trainer.max_epochs) == length
@@ -222,20 +204,11 @@ def test_epochs_given_alone_are_the_only_limit(overrides: list[str], length: tup
     assert with_one_limit(once) == once
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "logger=csv",
-        "logger=[csv,tensorboard]",
-        "logger=custom logger._target_=lightning.pytorch.loggers.CSVLogger",
-        "callbacks=[ema,early_stopping]",
-        "metrics=rmse_hu",
-        "seed=7",
-        "seed=7 data.seed=1",
-        "trainer.max_epochs=3",
-        "model.n_iterations=3 model=learn",
-    ],
-)
+@pytest.mark.parametrize("words", [
+    "logger=csv", "logger=[csv,tensorboard]", "logger=custom logger._target_=lightning.pytorch.loggers.CSVLogger",
+    "callbacks=[ema,early_stopping]", "metrics=rmse_hu", "seed=7", "seed=7 data.seed=1", "trainer.max_epochs=3",
+    "model.n_iterations=3 model=learn",
+])  # fmt: skip
 def test_a_program_gets_what_hydra_composes(words: str) -> None:
     assert override(train("experiment=demo"), words).plain() == train("experiment=demo", *words.split()).plain()
 
@@ -257,14 +230,11 @@ def test_evaluate_as_trained_and_otherwise() -> None:
     assert (other.data.root, other.noise and other.noise.name, other.trust) == ("/ct", "field", ["own"])
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("formats=[]", "formats=[] would write nothing"),
-        ("window=[240,-160]", "window=[240.0, -160.0] is not [low, high]"),
-        ("water_attenuation=0", "water_attenuation=0 should be greater than 0"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("formats=[]", "formats=[] would write nothing"),
+    ("window=[240,-160]", "window=[240.0, -160.0] is not [low, high]"),
+    ("water_attenuation=0", "water_attenuation=0 should be greater than 0"),
+])  # fmt: skip
 def test_reconstruct_refuses(override: str, message: str) -> None:
     usual: Any = ["run=x", "input=a", "output=b"]
     assert ReconstructConfig.parse(compose("reconstruct", usual)).formats

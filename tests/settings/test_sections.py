@@ -17,21 +17,18 @@ METRIC, CALLBACK = "+metrics.mine._target_=collections.Counter", "+callbacks.min
 LOGGER = ["logger._target_=collections.Counter", "+logger.key=3"]
 
 
-@pytest.mark.parametrize(
-    ("group", "overrides", "names"),
-    [
-        ("callbacks", ["callbacks=[early_stopping,lr_monitor]"], ["early_stopping", "lr_monitor", "pictures"]),
-        ("callbacks", ["~callbacks.pictures"], []),
-        ("callbacks", ["callbacks=none"], []),
-        ("callbacks", ["callbacks.pictures=null"], []),
-        ("metrics", ["metrics=[default,rmse_hu]"], ["psnr", "rmse_hu", "ssim"]),
-        ("metrics", [METRIC, "~metrics.ssim", "experiment=demo"], ["mine", "psnr"]),
-        ("logger", ["logger=[wandb,custom]", *LOGGER], ["custom", "wandb"]),
-        ("logger", ["+logger.mine._target_=collections.Counter"], ["mine", "wandb"]),
-        ("logger", ["logger=[csv,wandb]", "~logger.wandb"], ["csv"]),
-        ("logger", ["~logger"], []),
-    ],
-)
+@pytest.mark.parametrize(("group", "overrides", "names"), [
+    ("callbacks", ["callbacks=[early_stopping,lr_monitor]"], ["early_stopping", "lr_monitor", "pictures"]),
+    ("callbacks", ["~callbacks.pictures"], []),
+    ("callbacks", ["callbacks=none"], []),
+    ("callbacks", ["callbacks.pictures=null"], []),
+    ("metrics", ["metrics=[default,rmse_hu]"], ["psnr", "rmse_hu", "ssim"]),
+    ("metrics", [METRIC, "~metrics.ssim", "experiment=demo"], ["mine", "psnr"]),
+    ("logger", ["logger=[wandb,custom]", *LOGGER], ["custom", "wandb"]),
+    ("logger", ["+logger.mine._target_=collections.Counter"], ["mine", "wandb"]),
+    ("logger", ["logger=[csv,wandb]", "~logger.wandb"], ["csv"]),
+    ("logger", ["~logger"], []),
+])  # fmt: skip
 def test_they_are_chosen_added_and_dropped(group: str, overrides: list[str], names: list[str]) -> None:
     config = parse(compose("train", overrides))
     assert sorted(getattr(config, group)) == names
@@ -62,15 +59,12 @@ def test_what_is_this_machines_is_under_the_command_line(tmp_path: Path, monkeyp
     assert [*parse(compose("train", ["logger=csv"])).logger] == ["csv"]  # its settings of another logger
 
 
-@pytest.mark.parametrize(
-    ("keys", "lr", "weight_decay"),
-    [
-        ({"_target_": "torch.optim.NAdam"}, 2e-3, 0.0),
-        ({"_target_": "torch.optim.AdamW"}, 1e-3, 0.01),
-        ({"_target_": "torch.optim.AdamW", "lr": 0.5, "weight_decay": 0.25}, 0.5, 0.25),
-        ({"_target_": "qnmixer.muon.Muon"}, 1e-3, 0.0),  # its class has none
-    ],
-)
+@pytest.mark.parametrize(("keys", "lr", "weight_decay"), [
+    ({"_target_": "torch.optim.NAdam"}, 2e-3, 0.0),
+    ({"_target_": "torch.optim.AdamW"}, 1e-3, 0.01),
+    ({"_target_": "torch.optim.AdamW", "lr": 0.5, "weight_decay": 0.25}, 0.5, 0.25),
+    ({"_target_": "qnmixer.muon.Muon"}, 1e-3, 0.0),  # its class has none
+])  # fmt: skip
 def test_an_optimizer_of_ones_own_has_the_defaults_of_its_class_then_of_the_group(
     keys: dict[str, Any], lr: float, weight_decay: float
 ) -> None:

@@ -173,14 +173,11 @@ def test_hydras_words_are_those_of_hydra() -> None:
     assert config.model.targets()["model.part._target_"] == "signatures_of_mine.Wide"
 
 
-@pytest.mark.parametrize(
-    ("part", "width"),
-    [
-        ("signatures_of_mine.Wide", None),
-        ("{_target_: signatures_of_mine.Wide, width: 6}", 6),
-        ("{_target_: signatures_of_mine.Scaled, _partial_: true, width: 5}", 5),
-    ],
-)
+@pytest.mark.parametrize(("part", "width"), [
+    ("signatures_of_mine.Wide", None),
+    ("{_target_: signatures_of_mine.Wide, width: 6}", 6),
+    ("{_target_: signatures_of_mine.Scaled, _partial_: true, width: 5}", 5),
+])  # fmt: skip
 def test_a_regularizer_in_each_form(part: str, width: int | None) -> None:
     config = train(f"model.regularizer={part}", "model.detail_channels=0", "model.n_iterations=2")
     network = Reconstructor(config).network
@@ -189,16 +186,13 @@ def test_a_regularizer_in_each_form(part: str, width: int | None) -> None:
 
 
 @pytest.mark.parametrize("key", ["regularizer", "codec"])
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"_target_": "evil_of_mine.X"},
-        [{"a": {"_target_": "evil_of_mine.X"}}],
-        {"_target_": "qnmixer.files.write_text", "path": "written", "text": "x"},
-        {"_target_": "qnmixer.files.os.system", "command": "touch written"},
-        {"_target_": "torch.nn.Linear", "in_features": "${oc.env:HOME}", "out_features": 1},
-    ],
-)
+@pytest.mark.parametrize("part", [
+    {"_target_": "evil_of_mine.X"},
+    [{"a": {"_target_": "evil_of_mine.X"}}],
+    {"_target_": "qnmixer.files.write_text", "path": "written", "text": "x"},
+    {"_target_": "qnmixer.files.os.system", "command": "touch written"},
+    {"_target_": "torch.nn.Linear", "in_features": "${oc.env:HOME}", "out_features": 1},
+])  # fmt: skip
 def test_a_part_in_the_file_of_somebody_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, part: object
 ) -> None:

@@ -75,35 +75,32 @@ def test_what_no_run_takes_is_one_line_that_says_why(key: str) -> None:
     assert refusal(f"{key}=true") == refusal(f"++{key}=true") == line
 
 
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [
-        ("devices=auto", "auto"),
-        ("devices=-1", -1),
-        ("devices=2", 2),
-        ("devices='2'", 2),
-        ("devices=[0,1]", [0, 1]),
-        ("devices='0,1'", [0, 1]),
-        ("devices='1,'", [1]),
-        ("fast_dev_run=true", True),
-        ("fast_dev_run=3", 3),
-        ("val_check_interval=0.5", 0.5),
-        ("val_check_interval=1.0", 1.0),
-        ("val_check_interval=1", 1),
-        ("val_check_interval=00:00:30:00", "00:00:30:00"),
-        ("val_check_interval={minutes: 30}", {"minutes": 30}),
-        ("max_time=00:00:30:00", "00:00:30:00"),
-        ("max_time={hours: 2}", {"hours": 2}),
-        ("limit_val_batches=0.5", 0.5),
-        ("overfit_batches=4", 4),
-        ("num_sanity_val_steps=-1", -1),
-        ("precision=16", "16-mixed"),
-        ("precision=32-true", "32"),
-        ("deterministic=warn", "warn"),
-        ("max_epochs=-1", -1),
-        ("gradient_clip_val=0", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("words", "value"), [
+    ("devices=auto", "auto"),
+    ("devices=-1", -1),
+    ("devices=2", 2),
+    ("devices='2'", 2),
+    ("devices=[0,1]", [0, 1]),
+    ("devices='0,1'", [0, 1]),
+    ("devices='1,'", [1]),
+    ("fast_dev_run=true", True),
+    ("fast_dev_run=3", 3),
+    ("val_check_interval=0.5", 0.5),
+    ("val_check_interval=1.0", 1.0),
+    ("val_check_interval=1", 1),
+    ("val_check_interval=00:00:30:00", "00:00:30:00"),
+    ("val_check_interval={minutes: 30}", {"minutes": 30}),
+    ("max_time=00:00:30:00", "00:00:30:00"),
+    ("max_time={hours: 2}", {"hours": 2}),
+    ("limit_val_batches=0.5", 0.5),
+    ("overfit_batches=4", 4),
+    ("num_sanity_val_steps=-1", -1),
+    ("precision=16", "16-mixed"),
+    ("precision=32-true", "32"),
+    ("deterministic=warn", "warn"),
+    ("max_epochs=-1", -1),
+    ("gradient_clip_val=0", 0.0),
+])  # fmt: skip
 def test_values_of_lightning_are_taken(words: str, value: Any) -> None:
     strategy = ["strategy=ddp"] * words.startswith("devices")
     taken = getattr(config_of(f"trainer.{words}", *strategy).trainer, words.partition("=")[0])
@@ -119,29 +116,26 @@ def test_when_to_validate_is_said_once(words: str) -> None:
     assert "val_every_n_steps" in refusal(typed, "trainer.val_every_n_steps=3")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "trainer.devices=[1,1]",
-        "trainer.devices=[]",
-        "trainer.val_check_interval=1.5",
-        "trainer.val_check_interval=3h",
-        "trainer.val_check_interval=3 trainer.accumulate_grad_batches=2",
-        "trainer.val_check_interval=00:00:30:00 trainer.accumulate_grad_batches=2",
-        "trainer.val_check_interval=00:00:30:00 strategy=ddp trainer.devices=2",
-        "trainer.overfit_batches=3 trainer.accumulate_grad_batches=2",
-        "trainer.fast_dev_run=-1",
-        "trainer.profiler=xla",
-        "trainer.profiler=simple debug=profile",
-        "trainer.max_epochs=-1 trainer.max_steps=-1",
-        f"logger.wandb.name={'n' * 129}",
-        f"logger.wandb.group={'n' * 129}",
-        f"logger.wandb.tags=[{'t' * 65}]",
-        "logger.wandb.id=a/b",
-        "logger.wandb.resume=bogus",
-        "logger.wandb.log_model=true",
-    ],
-)
+@pytest.mark.parametrize("words", [
+    "trainer.devices=[1,1]",
+    "trainer.devices=[]",
+    "trainer.val_check_interval=1.5",
+    "trainer.val_check_interval=3h",
+    "trainer.val_check_interval=3 trainer.accumulate_grad_batches=2",
+    "trainer.val_check_interval=00:00:30:00 trainer.accumulate_grad_batches=2",
+    "trainer.val_check_interval=00:00:30:00 strategy=ddp trainer.devices=2",
+    "trainer.overfit_batches=3 trainer.accumulate_grad_batches=2",
+    "trainer.fast_dev_run=-1",
+    "trainer.profiler=xla",
+    "trainer.profiler=simple debug=profile",
+    "trainer.max_epochs=-1 trainer.max_steps=-1",
+    f"logger.wandb.name={'n' * 129}",
+    f"logger.wandb.group={'n' * 129}",
+    f"logger.wandb.tags=[{'t' * 65}]",
+    "logger.wandb.id=a/b",
+    "logger.wandb.resume=bogus",
+    "logger.wandb.log_model=true",
+])  # fmt: skip
 def test_what_cannot_be_is_one_line(words: str) -> None:
     line = refusal(*words.split(" "))
     assert words.partition("=")[0] in line

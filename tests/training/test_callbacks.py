@@ -62,17 +62,12 @@ def test_a_callback_in_a_file_of_this_folder_is_not_read_from_a_checkpoint(here:
     assert read_checkpoint(path)[0].callbacks == {}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"_target_": "my_callbacks.Every"}, "needs an argument every: give it as +callbacks.mine.every=VALUE"),
-        (
-            {"_target_": "my_callbacks.Every", "evry": 1},
-            "unknown key callbacks.mine.evry: did you mean callbacks.mine.every?",
-        ),
-        ({"_target_": "subprocess.Popen", "args": "ls"}, "is not a subclass of"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ({"_target_": "my_callbacks.Every"}, "needs an argument every: give it as +callbacks.mine.every=VALUE"),
+    ({"_target_": "my_callbacks.Every", "evry": 1},
+     "unknown key callbacks.mine.evry: did you mean callbacks.mine.every?"),
+    ({"_target_": "subprocess.Popen", "args": "ls"}, "is not a subclass of"),
+])  # fmt: skip
 def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError) as error:
         build_callbacks(validated(Callbacks, {"mine": given}, "callbacks"))

@@ -24,12 +24,8 @@ TinyConfig = Callable[..., Config]
 
 # Four steps an epoch with n_train=8; validations after 3 and 6 of 7 steps, and at the end.
 RUN = [
-    "trainer.max_steps=7",
-    "trainer.val_every_n_steps=3",
-    "test_after_training=false",
-    "noise=field",
-    "callbacks=none",
-]
+    "trainer.max_steps=7", "trainer.val_every_n_steps=3", "test_after_training=false", "noise=field", "callbacks=none",
+]  # fmt: skip
 
 
 class FromFinaliser:
@@ -219,21 +215,13 @@ for _ in range(40):  # deeper than a file may be
     NESTED = [NESTED]
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        (
-            {"callbacks": {"Best": {"best": [1.0, Path("slices")]}}},
-            r"^checkpoint\['callbacks'\]\['Best'\]\['best'\]\[1\] is a ",
-        ),
-        ({"mine": np.zeros(2)}, r"^checkpoint\['mine'\] is a numpy.ndarray that nothing could read back: give plain"),
-        (
-            {"state_dict": {"network._extra_state": {"n": 1}}},
-            r"^checkpoint\['state_dict'\]\['network._extra_state'\] is a",
-        ),
-        ({"history": NESTED}, r"^checkpoint\['history'\] is a builtins.list that nothing could read back"),
-    ],
-)
+@pytest.mark.parametrize(("entry", "message"), [
+    ({"callbacks": {"Best": {"best": [1.0, Path("slices")]}}},
+     r"^checkpoint\['callbacks'\]\['Best'\]\['best'\]\[1\] is a "),
+    ({"mine": np.zeros(2)}, r"^checkpoint\['mine'\] is a numpy.ndarray that nothing could read back: give plain"),
+    ({"state_dict": {"network._extra_state": {"n": 1}}}, r"^checkpoint\['state_dict'\]\['network._extra_state'\] is a"),
+    ({"history": NESTED}, r"^checkpoint\['history'\] is a builtins.list that nothing could read back"),
+])  # fmt: skip
 def test_what_nothing_could_read_back_is_not_written(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
     """The whole run trained, and then nothing could read its checkpoint."""
     path = tmp_path / "last.ckpt"

@@ -50,13 +50,10 @@ class Mine(CSVLogger):
 """
 
 
-@pytest.mark.parametrize(
-    ("overrides", "step"),
-    [
-        (["callbacks=early_stopping", "optimizer.lr=0.5", "trainer.val_every_n_steps=1", "trainer.max_steps=20"], 3),
-        pytest.param(["callbacks=none", "optimizer.lr=1000", "trainer.max_steps=1"], 1, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "step"), [
+    (["callbacks=early_stopping", "optimizer.lr=0.5", "trainer.val_every_n_steps=1", "trainer.max_steps=20"], 3),
+    pytest.param(["callbacks=none", "optimizer.lr=1000", "trainer.max_steps=1"], 1, marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_run_whose_last_validation_is_not_finite_has_failed(
     tiny_config: TinyConfig, tmp_path: Path, overrides: list[str], step: int
 ) -> None:

@@ -64,16 +64,13 @@ def test_after_the_second_step_a_line_says_what_the_plan_says_too(
     assert watching.measured_mib == pytest.approx(planned, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "measured_at", "slices"),
-    [
-        (["data.n_train=6"], 3, None),  # 4, 2, 4
-        (["data.n_train=5"], 3, None),
-        (["data.n_train=6", "trainer.max_steps=2"], None, 2),
-        (["data.n_train=3"], None, 3),  # every epoch is one step of three slices
-        (["data.n_train=9", "trainer.accumulate_grad_batches=2"], 2, None),  # filled with slices of no weight
-    ],
-)
+@pytest.mark.parametrize(("overrides", "measured_at", "slices"), [
+    (["data.n_train=6"], 3, None),  # 4, 2, 4
+    (["data.n_train=5"], 3, None),
+    (["data.n_train=6", "trainer.max_steps=2"], None, 2),
+    (["data.n_train=3"], None, 3),  # every epoch is one step of three slices
+    (["data.n_train=9", "trainer.accumulate_grad_batches=2"], 2, None),  # filled with slices of no weight
+])  # fmt: skip
 def test_a_step_of_fewer_slices_is_not_taken_for_a_whole_one(
     tiny_module: TinyModule, tmp_path: Path, overrides: list[str], measured_at: int | None, slices: int | None
 ) -> None:

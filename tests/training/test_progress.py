@@ -129,15 +129,12 @@ def test_a_log_has_whole_lines_by_optimizer_steps(lines: Callable[..., list[str]
     assert [line.split(" · ")[0] for line in more if "loss" in line] == ["step 5/6", "step 6/6"]
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["trainer.max_steps=-1", "trainer.max_epochs=1"], "training ends after 1 epoch"),
-        (["trainer.max_steps=1"], "training ends after 1 step"),
-        (["trainer.max_steps=2", "trainer.max_epochs=3"], "training ends after 2 steps or 3 epochs"),
-        (["compile=true"], "compiling in the first step: that takes minutes on a CPU, and compile=false takes none"),
-    ],
-)
+@pytest.mark.parametrize(("words", "line"), [
+    (["trainer.max_steps=-1", "trainer.max_epochs=1"], "training ends after 1 epoch"),
+    (["trainer.max_steps=1"], "training ends after 1 step"),
+    (["trainer.max_steps=2", "trainer.max_epochs=3"], "training ends after 2 steps or 3 epochs"),
+    (["compile=true"], "compiling in the first step: that takes minutes on a CPU, and compile=false takes none"),
+])  # fmt: skip
 def test_the_limit_and_the_wait_for_the_compiler_are_told(
     tiny_config: TinyConfig, tmp_path: Path, words: list[str], line: str
 ) -> None:

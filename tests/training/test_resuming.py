@@ -49,11 +49,9 @@ def test_other_batches_come_to_the_same_and_another_run_is_refused(
 
 
 @pytest.mark.long  # tests/promises/test_resuming.py compares the rows of one such run
-@pytest.mark.parametrize(
-    ("begun", "batches"),
-    [(3, PARTS), (2, PARTS), (2, TOGETHER), (3, TOGETHER)],
-    ids=["3 parts", "2 parts", "2 together", "3 together"],
-)
+@pytest.mark.parametrize(("begun", "batches"), [
+    (3, PARTS), (2, PARTS), (2, TOGETHER), (3, TOGETHER),
+], ids=["3 parts", "2 parts", "2 together", "3 together"])  # fmt: skip
 def test_the_rows_of_a_resumed_run_have_the_numbers_of_one_run(
     tiny_config: Callable[..., Config], tmp_path: Path, batches: list[str], begun: int
 ) -> None:

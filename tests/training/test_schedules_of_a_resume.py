@@ -106,13 +106,10 @@ def test_a_schedule_by_a_metric_stays_as_it_was() -> None:
     assert other.state_dict() == schedule.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (["schedule=cosine", "trainer.max_steps=4"], ["schedule=cosine", "trainer.max_steps=8"]),
-        (["schedule=constant", "trainer.max_steps=4"], ["schedule=cosine", "trainer.max_steps=8"]),
-    ],
-)
+@pytest.mark.parametrize(("before", "after"), [
+    (["schedule=cosine", "trainer.max_steps=4"], ["schedule=cosine", "trainer.max_steps=8"]),
+    (["schedule=constant", "trainer.max_steps=4"], ["schedule=cosine", "trainer.max_steps=8"]),
+])  # fmt: skip
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_that_resumes_with_another_schedule_follows_it_at_once(
     tiny_config: Callable[..., Config],

@@ -85,18 +85,14 @@ def test_fast_dev_run(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.Ca
     assert (len(seen.train), len(seen.val)) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["trainer.val_check_interval=0.5"], [2, 4, 6, 8]),
-        (["trainer.val_check_interval=3"], [3, 7, 8]),  # Lightning counts anew in each epoch; the last is ours
-        (["trainer.val_check_interval=3", "trainer.check_val_every_n_epoch=null"], [3, 6, 8]),
-        (["trainer.val_check_interval=00:00:00:00"], [1, 2, 3, 4, 5, 6, 7, 8]),
-        (["trainer.check_val_every_n_epoch=2"], [8]),
-        (["trainer.val_check_interval=0.3", "trainer.accumulate_grad_batches=2"], [1, 2, 3, 4]),  # no half step
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    (["trainer.val_check_interval=0.5"], [2, 4, 6, 8]),
+    (["trainer.val_check_interval=3"], [3, 7, 8]),  # Lightning counts anew in each epoch; the last is ours
+    (["trainer.val_check_interval=3", "trainer.check_val_every_n_epoch=null"], [3, 6, 8]),
+    (["trainer.val_check_interval=00:00:00:00"], [1, 2, 3, 4, 5, 6, 7, 8]),
+    (["trainer.check_val_every_n_epoch=2"], [8]),
+    (["trainer.val_check_interval=0.3", "trainer.accumulate_grad_batches=2"], [1, 2, 3, 4]),  # no half step
+], ids=str)  # fmt: skip
 def test_when_a_run_validates(tiny_config: TinyConfig, tmp_path: Path, words: list[str], expected: list[int]) -> None:
     config = tiny_config(*EPOCHS, *words, UNTESTED, "trainer.val_every_n_steps=null")
     fit(config, Run(tmp_path))

@@ -27,25 +27,21 @@ def sweep(folder: Path, jobs: list[list[str]]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("jobs", "names"),
-    [
-        ([["model=qn_mixer", "seed=1"], ["model=qn_mixer", "seed=2"], ["model=learn"]], ["QN-Mixer", "LEARN"]),
-        ([["seed=1"], ["seed=2", "test_after_training=false", "tags=[a]"], ["model=learn"]], ["QN-Mixer", "LEARN"]),
-        ([["model.hessian=bfgs"], ["model.hessian=identity"]], ["hessian=bfgs", "hessian=identity"]),
-        ([["model=qn_mixer", "noise=none"], ["model=qn_mixer", "noise=field"], ["model=tv", "noise=none"]],
-         ["QN-Mixer noise=none", "QN-Mixer noise=field", "TV"]),
-        ([["optimizer.lr=1e-3", "seed=1"], ["optimizer.lr=0.001", "seed=2"]], ["QN-Mixer"]),
-        ([["optimizer.lr=1e-3"], ["optimizer.lr=0.001", "seed=2"], ["optimizer.lr=0.01"]], ["lr=1e-3", "lr=0.01"]),
-        ([["model=qn_mixer"], ["model.n_iterations=14", "seed=2"]], ["QN-Mixer"]),
-        ([["logger=csv", "trainer.accelerator=cpu"], ["data.num_workers=3", "callbacks=lr_monitor", "seed=2"]],
-         ["QN-Mixer"]),
-        ([["callbacks=default"], ["callbacks=ema"]], ["callbacks=default", "callbacks=ema"]),
-        ([["strategy=ddp", "trainer.devices=2", "seed=1"], ["strategy=ddp", "trainer.devices=2", "seed=2"]],
-         ["QN-Mixer"]),
-        ([["strategy=ddp", "trainer.devices=2"], ["strategy=ddp", "trainer.devices=4"]], ["devices=2", "devices=4"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("jobs", "names"), [
+    ([["model=qn_mixer", "seed=1"], ["model=qn_mixer", "seed=2"], ["model=learn"]], ["QN-Mixer", "LEARN"]),
+    ([["seed=1"], ["seed=2", "test_after_training=false", "tags=[a]"], ["model=learn"]], ["QN-Mixer", "LEARN"]),
+    ([["model.hessian=bfgs"], ["model.hessian=identity"]], ["hessian=bfgs", "hessian=identity"]),
+    ([["model=qn_mixer", "noise=none"], ["model=qn_mixer", "noise=field"], ["model=tv", "noise=none"]],
+     ["QN-Mixer noise=none", "QN-Mixer noise=field", "TV"]),
+    ([["optimizer.lr=1e-3", "seed=1"], ["optimizer.lr=0.001", "seed=2"]], ["QN-Mixer"]),
+    ([["optimizer.lr=1e-3"], ["optimizer.lr=0.001", "seed=2"], ["optimizer.lr=0.01"]], ["lr=1e-3", "lr=0.01"]),
+    ([["model=qn_mixer"], ["model.n_iterations=14", "seed=2"]], ["QN-Mixer"]),
+    ([["logger=csv", "trainer.accelerator=cpu"], ["data.num_workers=3", "callbacks=lr_monitor", "seed=2"]],
+     ["QN-Mixer"]),
+    ([["callbacks=default"], ["callbacks=ema"]], ["callbacks=default", "callbacks=ema"]),
+    ([["strategy=ddp", "trainer.devices=2", "seed=1"], ["strategy=ddp", "trainer.devices=2", "seed=2"]], ["QN-Mixer"]),
+    ([["strategy=ddp", "trainer.devices=2"], ["strategy=ddp", "trainer.devices=4"]], ["devices=2", "devices=4"]),
+])  # fmt: skip
 def test_methods_are_jobs_that_differ_in_more_than_their_seed_and_their_tags(
     tmp_path: Path, jobs: list[list[str]], names: list[str]
 ) -> None:

@@ -120,17 +120,14 @@ def test_a_network_for_one_number_of_views_says_so(tmp_path: Path, monkeypatch: 
     assert "views 11: the network does not take it" in table
 
 
-@pytest.mark.parametrize(
-    ("word", "line"),
-    [
-        ("noises=[odd]", "noises=odd does not exist: choose "),
-        ("photons=[0]", "photons"),
-        ("views=[-1,2]", "views=-1 should be greater than 0"),
-        ("truncation=[1]", "truncation=1 should be greater than 1"),
-        ("tube_kv=[80]", "tube_kv=80 should be 120"),
-        ("source_distance=[-900]", "source_to_axis"),
-    ],
-)
+@pytest.mark.parametrize(("word", "line"), [
+    ("noises=[odd]", "noises=odd does not exist: choose "),
+    ("photons=[0]", "photons"),
+    ("views=[-1,2]", "views=-1 should be greater than 0"),
+    ("truncation=[1]", "truncation=1 should be greater than 1"),
+    ("tube_kv=[80]", "tube_kv=80 should be 120"),
+    ("source_distance=[-900]", "source_to_axis"),
+])  # fmt: skip
 def test_wrong_conditions_are_one_line(
     word: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,14 +154,11 @@ def test_slices_come_from_all_patients_in_turn() -> None:
     assert in_turn([None, None, None]) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("bad", "expected"),
-    [
-        (lambda n: n < 51, "fewer: it holds to 51 and falls at 49"),
-        (lambda n: n < 5, "fewer: it holds to 16"),
-        (lambda n: n > 100, "more: it holds to 100 and falls at 102"),
-    ],
-)
+@pytest.mark.parametrize(("bad", "expected"), [
+    (lambda n: n < 51, "fewer: it holds to 51 and falls at 49"),
+    (lambda n: n < 5, "fewer: it holds to 16"),
+    (lambda n: n > 100, "more: it holds to 100 and falls at 102"),
+])  # fmt: skip
 def test_the_search_ends_at_the_edge(bad: Callable[[int], bool], expected: str) -> None:
     tried: list[int] = []
     edges = search(lambda n: tried.append(n) or bad(n), 64, (0.25, 2.0))

@@ -145,25 +145,19 @@ def test_what_an_insert_leaves_in_fbp_does_not_depend_on_the_noise(network: Path
     assert left[0].abs().max() > 5
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (
-            ["evaluation.insert_diameter=2"],
-            "evaluation.insert_diameter=2 does not fit the images of this run: give 18.8",
-        ),
-        (["evaluation.insert_hu=0"], "evaluation.insert_hu=0 is no insert: give for example 20"),
-        (["evaluation.edge_hu=[0,10]"], "evaluation.edge_hu=[0.0, 10.0] has a disc without contrast: give for example"),
-        (["evaluation.photons=[]"], "evaluation.photons=[]"),
-        (["evaluation.photons=[-1]"], "evaluation.photons=-1 should be greater than 0"),
-        (["evaluation.n_images=2"], "evaluation.n_images=2 should be greater than or equal to 3"),
-        (["data=phantoms"], "evaluation=task draws its own phantoms: leave out data=…"),
-        (["data.disc=true"], "evaluation=task draws its own phantoms: leave out data=…"),
-        (["split=val"], "evaluation=task draws its own phantoms: leave out split=…"),
-        (["noise=field"], "evaluation=task draws photon counts: give doses, as evaluation.photons=[1e5], not field"),
-        (["evaluation.window=[0,1]"], "unknown key evaluation.window: evaluation=task has photons, "),
-    ],
-)
+@pytest.mark.parametrize(("given", "says"), [
+    (["evaluation.insert_diameter=2"], "evaluation.insert_diameter=2 does not fit the images of this run: give 18.8"),
+    (["evaluation.insert_hu=0"], "evaluation.insert_hu=0 is no insert: give for example 20"),
+    (["evaluation.edge_hu=[0,10]"], "evaluation.edge_hu=[0.0, 10.0] has a disc without contrast: give for example"),
+    (["evaluation.photons=[]"], "evaluation.photons=[]"),
+    (["evaluation.photons=[-1]"], "evaluation.photons=-1 should be greater than 0"),
+    (["evaluation.n_images=2"], "evaluation.n_images=2 should be greater than or equal to 3"),
+    (["data=phantoms"], "evaluation=task draws its own phantoms: leave out data=…"),
+    (["data.disc=true"], "evaluation=task draws its own phantoms: leave out data=…"),
+    (["split=val"], "evaluation=task draws its own phantoms: leave out split=…"),
+    (["noise=field"], "evaluation=task draws photon counts: give doses, as evaluation.photons=[1e5], not field"),
+    (["evaluation.window=[0,1]"], "unknown key evaluation.window: evaluation=task has photons, "),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_line(network: Path, tmp_path: Path, given: list[str], says: str) -> None:
     words = [
         f"run={network}",

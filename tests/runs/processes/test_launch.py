@@ -44,30 +44,26 @@ def test_ranks_know_their_place_and_nothing_is_left_behind(tmp_path: Path) -> No
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == handlers
 
 
-@pytest.mark.parametrize(
-    ("body", "line"),
-    [
-        (  # who aborts since another one was killed is not blamed
-            "import fcntl\n"
-            "if here == 1:\n"
-            "    lock = open(f'{folder}/lock', 'w')\n"
-            "    fcntl.flock(lock, fcntl.LOCK_EX)\n"
-            "    open(f'{folder}/locked', 'w').close()\n"
-            f"    os.kill(os.getpid(), {signal.SIGKILL})\n"
-            "while not os.path.exists(f'{folder}/locked'):\n"
-            "    time.sleep(0.001)\n"
-            "fcntl.flock(open(f'{folder}/lock'), fcntl.LOCK_EX)  # free when rank 1 is dead\n"
-            f"os.kill(os.getpid(), {signal.SIGABRT})",
-            "rank 1 was killed by SIGKILL",
-        ),
-        (  # nor who only lost contact
-            "if here == 1:\n    time.sleep(0.7)\n    raise ValueError('the loss became nan')\n"
-            "raise RuntimeError('[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234')",
-            "rank 1: the loss became nan",
-        ),
-    ],
-    ids=["aborted", "lost contact"],
-)
+@pytest.mark.parametrize(("body", "line"), [
+    (  # who aborts since another one was killed is not blamed
+        "import fcntl\n"
+        "if here == 1:\n"
+        "    lock = open(f'{folder}/lock', 'w')\n"
+        "    fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "    open(f'{folder}/locked', 'w').close()\n"
+        f"    os.kill(os.getpid(), {signal.SIGKILL})\n"
+        "while not os.path.exists(f'{folder}/locked'):\n"
+        "    time.sleep(0.001)\n"
+        "fcntl.flock(open(f'{folder}/lock'), fcntl.LOCK_EX)  # free when rank 1 is dead\n"
+        f"os.kill(os.getpid(), {signal.SIGABRT})",
+        "rank 1 was killed by SIGKILL",
+    ),
+    (  # nor who only lost contact
+        "if here == 1:\n    time.sleep(0.7)\n    raise ValueError('the loss became nan')\n"
+        "raise RuntimeError('[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234')",
+        "rank 1: the loss became nan",
+    ),
+], ids=["aborted", "lost contact"])  # fmt: skip
 def test_the_rank_that_failed_first_is_named(tmp_path: Path, body: str, line: str) -> None:
     assert str(failure(tmp_path, body)).startswith(line)
 
