@@ -90,12 +90,9 @@ def test_bad_files_among_good_ones_are_skipped_and_counted(make_ct: Any, body_hu
 def test_frames_of_no_use_leave_the_others_of_their_file(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
     dataset = make_ct(tmp_path / "root/multi", np.stack([body_hu(seed=i) for i in range(5)]))
     groups = dataset.PerFrameFunctionalGroupsSequence
-    for frame, words in {
-        0: ["ORIGINAL", "PRIMARY", "LOCALIZER"],
-        3: ["DERIVED", "PRIMARY", "AXIAL", "MAXIMUM"],
-    }.items():
+    for frame, words in {0: "ORIGINAL PRIMARY LOCALIZER", 3: "DERIVED PRIMARY AXIAL MAXIMUM"}.items():
         groups[frame].CTImageFrameTypeSequence = [Dataset()]
-        groups[frame].CTImageFrameTypeSequence[0].FrameType = words
+        groups[frame].CTImageFrameTypeSequence[0].FrameType = words.split()
     groups[2].PixelValueTransformationSequence[0].RescaleSlope = 0
     dataset.save_as(tmp_path / "root/multi")
     cache = opened(tmp_path / "root", 20, "dicom")
@@ -109,12 +106,10 @@ def test_frames_of_no_use_leave_the_others_of_their_file(make_ct: Any, body_hu: 
 
 def test_the_line_on_derived_images_names_the_key(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
     for k in range(4):
-        make_ct(
-            tmp_path / "root" / str(k), body_hu(), PatientID=f"P{k}", ImageType=["DERIVED", "SECONDARY", "AXIAL", "MIP"]
-        )
-    with pytest.raises(
-        DataError, match=r"4 a derived image \(MIP\)\): 0, 1, 2, …; data\.derived=true takes derived images"
-    ):
+        its = {"PatientID": f"P{k}", "ImageType": ["DERIVED", "SECONDARY", "AXIAL", "MIP"]}
+        make_ct(tmp_path / "root" / str(k), body_hu(), **its)
+    line = r"4 a derived image \(MIP\)\): 0, 1, 2, …; data\.derived=true takes derived images"
+    with pytest.raises(DataError, match=line):
         opened(tmp_path / "root", 20, "dicom")
     assert len(opened(tmp_path / "root", 20, "dicom", derived=True)) == 4
 

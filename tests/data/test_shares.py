@@ -101,18 +101,11 @@ def test_the_random_numbers_of_a_run_stay_as_they_are() -> None:
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]  # noqa: NPY002
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_distributed_sampler_shares_already(nested: bool) -> None:
+def test_a_distributed_sampler_and_a_stream_share_themselves() -> None:
     sampler: Any = DistributedSampler(SLICES, num_replicas=2, rank=0)
-    loader = DataLoader(SLICES, batch_sampler=BatchSampler(sampler, 2, False)) if nested else DataLoader(
-        SLICES, 2, sampler=sampler
-    )  # fmt: skip
-    assert shared(loader, lambda: [1], 2, 0) is loader
-
-
-def test_a_stream_shares_itself() -> None:
-    loader = DataLoader(Stream(), 2)
-    assert shared(loader, lambda: [1], 2, 0) is loader
+    nested = DataLoader(SLICES, batch_sampler=BatchSampler(sampler, 2, False))
+    for loader in (DataLoader(SLICES, 2, sampler=sampler), nested, DataLoader(Stream(), 2)):
+        assert shared(loader, lambda: [1], 2, 0) is loader
 
 
 def test_lightning_finds_the_sampler_whose_epoch_it_sets() -> None:

@@ -41,6 +41,14 @@ def told(option: str, root: Path, **keys: Any) -> list[str]:
     return lines_of(section("data", option, **keys))
 
 
+def stacks(root: Path, other: Callable[[Stack], Stack], which: int = 2, n: int = 3) -> Path:
+    """Four patients of n slices, one of whom is otherwise."""
+    root.mkdir()
+    for k in range(4):
+        np.save(root / f"P{k}.npy", other(volume(k, n)) if k == which else volume(k, n))
+    return root
+
+
 OTHER_UNITS: dict[str, Callable[[Stack], Stack]] = {
     "HU + 1024": lambda hu: hu + 1024,
     "HU + 1024 with padding": lambda hu: np.where(DISC, hu + 1024, -2000),
@@ -54,20 +62,14 @@ OTHER_UNITS: dict[str, Callable[[Stack], Stack]] = {
 
 @pytest.mark.parametrize("unit", OTHER_UNITS)
 def test_a_patient_in_another_unit_is_named(unit: str, tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
-    for k in range(4):
-        hu = volume(k)
-        np.save(tmp_path / "root" / f"P{k}.npy", OTHER_UNITS[unit](hu) if k == 2 else hu)
+    root = stacks(tmp_path / "root", OTHER_UNITS[unit])
     for _ in range(2):  # the second time from the cache
-        (line,) = told("numpy", tmp_path / "root")
+        (line,) = told("numpy", root)
         assert re.search(r"1 of 4 patients \(P2\) have no air .*is this really in HU .*subtract 1024 from", line)
 
 
 def test_slices_from_0_to_1_among_slices_in_hu_are_skipped(tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
-    for k in range(4):
-        np.save(tmp_path / "root" / f"P{k}.npy", np.clip(volume(k) / 2000, 0, 1) if k == 2 else volume(k))
-    (line,) = told("numpy", tmp_path / "root")
+    (line,) = told("numpy", stacks(tmp_path / "root", lambda hu: np.clip(hu / 2000, 0, 1)))
     assert re.search(r"skipped 3 .*\(3 values from −1 to 2, which are not HU\): P2.npy#0", line)
 
 
@@ -147,18 +149,14 @@ def test_a_stack_with_its_slices_last_is_named_and_the_line_turns_it(how: str, t
 
 
 def test_a_few_slices_last_are_named_too(tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
-    for k in range(4):
-        np.save(tmp_path / "root" / f"P{k}.npy", np.moveaxis(volume(k, 5), 0, -1)[:, : 40 - k] if k == 3 else volume(k))
-    (line,) = told("numpy", tmp_path / "root")
+    few = np.moveaxis(volume(3, 5), 0, -1)[:, :37]
+    (line,) = told("numpy", stacks(tmp_path / "root", lambda _: few, which=3))
     assert "shape [40, 37, 5], as [H, W, N]; numpy.moveaxis(array, -1, 0) turns it to [N, H, W]): P3.npy" in line
 
 
 @pytest.mark.parametrize("shape", [(40, 40, 40), (3, 40, 30), (40, 40), (25, 40, 40), (30, 40, 40)], ids=str)
 def test_stacks_that_may_well_be_n_h_w_are_not_named(shape: tuple[int, ...], tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
     for k in range(4):
-        folder = tmp_path / "root" / f"P{k}"
-        folder.mkdir()
-        np.save(folder / "a.npy", np.resize(volume(k, 40), shape))
+        (tmp_path / "root" / f"P{k}").mkdir(parents=True)
+        np.save(tmp_path / "root" / f"P{k}" / "a.npy", np.resize(volume(k, 40), shape))
     assert told("numpy", tmp_path / "root") == []

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from qnmixer.commands import command
 from qnmixer.errors import ConfigError
 from qnmixer.settings.compose import compose, key_of
+from qnmixer.settings.options import CONF
 from qnmixer.settings.run import Config, parse
 from qnmixer.settings.typed_text import _keys_of_texts, with_texts
 
@@ -35,16 +36,22 @@ def test_patients_are_those_that_were_typed(typed: str, patients: list[str]) -> 
 
 @pytest.mark.parametrize(("command", "keys"), [
     ("train", "data.root data.include data.cache_dir tags monitor finetune resume logger.wandb.project hydra.run.dir"),
-    ("plan", "data.root tags device"),
-    ("doctor", "data.root"),
-    ("evaluate", "run trust data.root"),
+    ("plan", "data.root tags device"), ("doctor", "data.root"), ("evaluate", "run trust data.root"),
     ("reconstruct", "run input output"),
+    *(pytest.param(*case, marks=pytest.mark.extras) for case in (
+        ("robustness", "run noises logger.wandb.entity"), ("compare", "sweep output"), ("export", "run output"),
+        ("calibrate", "input output air"),
+    )),
 ])  # fmt: skip
 def test_every_key_of_text(command: str, keys: str) -> None:
     assert {*keys.split()} <= _keys_of_texts(SCHEMAS[command]).keys()
-    assert with_texts([f"{key}=1.10" for key in keys.split()], SCHEMAS[command]) == [
-        f'{key}="1.10"' for key in keys.split()
-    ]
+    texts = with_texts([f"{key}=1.10" for key in keys.split()], SCHEMAS[command])
+    assert texts == [f'{key}="1.10"' for key in keys.split()]
+
+
+@pytest.mark.extras
+def test_every_command_has_a_class() -> None:
+    assert {path.stem for path in CONF.glob("*.yaml")} - {"wandb_sweep"} == SCHEMAS.keys()
 
 
 def test_other_words_stay() -> None:
@@ -159,16 +166,12 @@ def test_every_key_of_text_gets_what_was_typed(typed: Typed) -> None:
         assert_as_typed(typed, words, key, "1.10", is_list)
 
 
-def test_numbers_that_are_spelled_as_the_text_are_taken(typed: Typed) -> None:
+def test_numbers_in_lists_are_texts(typed: Typed) -> None:
     """[1,2] names patients 1 and 2, without quotes."""
-    outcome = typed("train", *TEXT_OF["dicom"], "data.val_patients=[1,22]", check=parse)
-    assert _at(outcome.config.plain(), "data.val_patients") == ["1", "22"]
+    for patients in ("1,22", "1.10,2,P3"):
+        outcome = typed("train", *TEXT_OF["dicom"], f"data.val_patients=[{patients}]", check=parse)
+        assert _at(outcome.config.plain(), "data.val_patients") == patients.split(",")
     assert typed("plan", "device=24").config.device == "24"
-
-
-def test_a_list_with_other_words(typed: Typed) -> None:
-    outcome = typed("train", *TEXT_OF["dicom"], "data.val_patients=[1.10,2,P3]", check=parse)
-    assert _at(outcome.config.plain(), "data.val_patients") == ["1.10", "2", "P3"]
 
 
 def test_inside_a_group_of_keys(typed: Typed) -> None:
