@@ -88,8 +88,8 @@ release: install ## write VERSION into its files, commit and tag it: make releas
 # It looks for deepinv and ASTRA, as installed by: pip install -e ".[bench]" && pip install --no-deps deepinv
 bench: install ## our operator beside deepinv's and ASTRA's, steps of QN-Mixer, and their memory beside the plan: bench/bench.md
 	mkdir -p bench
-	$(BIN)/python tests/benchmarks/bench_step.py > bench/bench.md
-	$(BIN)/python tests/benchmarks/bench_memory.py >> bench/bench.md
+	$(BIN)/python notebooks/benchmarks/bench_step.py > bench/bench.md
+	$(BIN)/python notebooks/benchmarks/bench_memory.py >> bench/bench.md
 	cat bench/bench.md
 
 readme: install ## run the demo and put its table and picture into README.md

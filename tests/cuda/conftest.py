@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from notebooks.benchmarks.measuring import Row, machine, markdown
 
 from qnmixer.files import write_text
-
-from ..benchmarks.measuring import Row, machine, markdown
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 _FOUND: list[Row] = []

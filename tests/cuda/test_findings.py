@@ -1,6 +1,7 @@
 from pathlib import Path
 
-from ..benchmarks.measuring import Row
+from notebooks.benchmarks.measuring import Row
+
 from .conftest import write
 
 

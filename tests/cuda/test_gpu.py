@@ -18,6 +18,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from notebooks.benchmarks.measuring import Row, medians
 from rich.console import Console
 from torch import Tensor
 
@@ -39,7 +40,6 @@ from qnmixer.settings.run import Config, parse
 from qnmixer.training.callbacks import MemoryMonitor
 from qnmixer.training.steps import build_trainer
 
-from ..benchmarks.measuring import Row, medians
 from ..conftest import PHANTOMS, TINY, metrics
 from ..promises.test_gradients_of_one_process import COMPETITORS, MODEL
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from notebooks.benchmarks.calibrate_coverage import KINDS, draw, held
 
 from qnmixer.calibrate import check, main
 from qnmixer.commands.command import TRACEBACK

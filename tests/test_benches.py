@@ -1,16 +1,17 @@
-"""The benches measure and write what they show, on tiny settings."""
+"""The benches of notebooks/benchmarks measure and write what they show, on tiny settings."""
 
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 import torch
 
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
-sys.path.insert(0, str(Path(__file__).parent))
-import bench_memory  # beside this file, where the benches run
+from .pages import ROOT
+
+sys.path.insert(0, str(ROOT / "notebooks" / "benchmarks"))  # where the benches run
+import bench_memory
 import bench_step
 from count_operators import counts_of_a_step
 from measuring import Row, markdown

@@ -1,6 +1,6 @@
 """How often the intervals of `qnmixer.calibrate` hold the truth, on scans as scanners make them.
 
-python tests/benchmarks/calibrate_coverage.py [N]  # N random scans of each kind, by default 60: a table in Markdown
+python notebooks/benchmarks/calibrate_coverage.py [N]  # N random scans of each kind, by default 60: a table in Markdown
 """
 
 import sys

@@ -1,6 +1,6 @@
 """The operator: ours, deepinv's and ASTRA's; then a training step of QN-Mixer in each memory mode and precision.
 
-    python tests/benchmarks/bench_step.py
+    python notebooks/benchmarks/bench_step.py
 
 One thread. Medians of rounds in which all variants take turns. Each peak is what the resident memory of a process of
 its own grows by, matrices included, to about 1 MiB. All three operators have the same flat fan beam. Where deepinv or

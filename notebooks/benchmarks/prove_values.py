@@ -1,6 +1,6 @@
 """Digests that a change of layout must not change: of losses, names of weights, and the help of each command.
 
-python tests/benchmarks/prove_values.py > before.txt     # then move things, run it again and compare
+python notebooks/benchmarks/prove_values.py > before.txt     # then move things, run it again and compare
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Operators of a training step of QN-Mixer that are not views, and all dispatches of a step of its optimizer.
 
-    python tests/benchmarks/count_operators.py [override …]
+    python notebooks/benchmarks/count_operators.py [override …]
 
 Up to a batch of about ten a GPU waits for the host, which takes as long for each operator whatever its size. The image
 is 16 × 16: no count depends on its size.
