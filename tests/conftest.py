@@ -4,6 +4,7 @@ import csv
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,8 @@ TINY_RUN = [*TINY[:-1], "data.n_train=8", "data.n_val=3", "data.n_test=4"]
 OUTER = ("HYDRA", "SLURM", "TORCHELASTIC", "WANDB", "GIT_")
 
 TinyConfig = Callable[..., Config]
+Build = Callable[..., ReconstructionModule]
+Build = Callable[..., ReconstructionModule]
 
 
 def every_third(cases: Iterable[Any]) -> list[Any]:
@@ -73,16 +76,32 @@ def every_third(cases: Iterable[Any]) -> list[Any]:
     return [pytest.param(*row, marks=[pytest.mark.long] if n % 3 else []) for n, row in enumerate(rows)]
 
 
+def few_conditions(**kept: str) -> list[str]:
+    """Words for `robustness`, which leave out all conditions but some."""
+    axes = "noises photons arc patient_size detector_offset source_distance tube_kv scatter smooth_scatter crosstalk"
+    return [f"{axis}={kept.get(axis, '[]')}" for axis in f"{axes} motion truncation metal views".split()]
+
+
 def environment(**variables: str) -> dict[str, str]:
     """That of this process, for a command that takes nothing from it."""
     inherited_variables = {name: value for name, value in os.environ.items() if not name.startswith(OUTER)}
     return inherited_variables | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | variables
 
 
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def rows_without_times(folder: Path) -> list[dict[str, str]]:
+    """metrics.csv, but for columns that differ between equal runs."""
+    times = re.compile("second|^memory/")
+    return [{k: v for k, v in row.items() if not times.search(k)} for row in csv_rows(folder / "metrics.csv")]
+
+
 def metrics(folder: Path) -> dict[str, list[float]]:
     """metrics.csv by column, without the empty cells."""
-    with (folder / "metrics.csv").open(newline="") as stream:
-        lines = list(csv.DictReader(stream))
+    lines = csv_rows(folder / "metrics.csv")
     return {key: [float(line[key]) for line in lines if line[key]] for key in lines[0]}
 
 

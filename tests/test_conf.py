@@ -11,7 +11,7 @@ from qnmixer.settings.plugins import defaults_of, parameters_of
 from qnmixer.settings.run import parse
 
 from .conftest import every_third
-from .studies import SEARCH_PATH, STUDIES
+from .pages import SEARCH_PATH, STUDIES
 
 FILES = [*sorted(CONF.rglob("*.yaml")), *sorted(STUDIES.rglob("*.yaml"))]
 TRAINING_GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "experiment")
@@ -95,10 +95,9 @@ def test_the_command_line_wins_over_an_experiment(experiment: str) -> None:
         assert values.data.seed == alone.data.seed
 
 
-@pytest.mark.parametrize(
-    ("group", "option"),
-    [("optimizer", "muon"), *(it for it in OPTIONS if it[0] in ("model", "noise") and it[1] not in VARIANTS)],
-)
+@pytest.mark.parametrize(("group", "option"), [
+    ("optimizer", "muon"), *(it for it in OPTIONS if it[0] in ("model", "noise") and it[1] not in VARIANTS),
+])  # fmt: skip
 def test_what_a_program_builds_is_what_the_command_builds(group: str, option: str) -> None:
     values = values_of_option(group, option)
     defaults = defaults_of(parameters_of(resolve_name(str(values["_target_"]))) or ())

@@ -1,6 +1,5 @@
 """The scripts of notebooks/examples: each run as a user does, and what it prints and writes."""
 
-import csv
 import json
 import re
 import runpy
@@ -18,7 +17,7 @@ from qnmixer.models.bfgs import split_scale
 from qnmixer.models.qn_mixer import QNState
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
-from .conftest import environment
+from .conftest import csv_rows, environment
 from .pages import ROOT
 from .warm import Done, Warm
 
@@ -180,8 +179,7 @@ def check_uncertainty_by_symmetries(stdout: str, folder: Path, _: Again) -> None
 
 def check_sweep(stdout: str, folder: Path, again: Again) -> None:
     """A row for each setting, as its run folder says, the best by validation first; the second call trains nothing."""
-    with (folder / "table.csv").open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
+    rows = csv_rows(folder / "table.csv")
     assert {(row["T"], row["learning rate"]) for row in rows} == {(t, lr) for t in "24" for lr in ("0.003", "0.012")}
     assert [[*row.values()] for row in rows] == table(stdout[stdout.index("| T |") :])
     for row in rows:

@@ -151,6 +151,14 @@ def test_a_file_gives_the_same_network_with_the_base_and_with_all(tmp_path: Path
         assert torch.equal(network(y), whole(y))
 
 
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Reconstructor, Path]:
+    """A small network of the default, and its weights file."""
+    module = Reconstructor(config_of("model=qn_mixer", "model.channels=4", "model.n_iterations=2", *SCAN))
+    (tmp_path / "a.safetensors").write_bytes(encode(module.config, module.state_dict()))
+    return module, tmp_path / "a.safetensors"
+
+
 def test_what_needs_more_than_the_base_is_left_to_the_whole(tmp_path: Path) -> None:
     """Total variation needs the noise of its run, and a part of one's own its trust."""
     path = tmp_path / "a.safetensors"
@@ -167,11 +175,10 @@ def test_what_needs_more_than_the_base_is_left_to_the_whole(tmp_path: Path) -> N
     ("model", "strange", 1), ("model", "_target_", "qnmixer.models.Nothing"), ("model", "channels", 1024),
     ("data", "image_size", 65536), ("geometry", "n_views", 10**9), ("geometry", "beam", [1]),
 ])  # fmt: skip
-def test_a_file_that_somebody_made_is_refused_in_a_line(tmp_path: Path, section: str, key: str, value: Any) -> None:
-    module = Reconstructor(config_of("model=qn_mixer", "model.channels=4", "model.n_iterations=2", *SCAN))
+def test_a_file_that_somebody_made_is_refused_in_a_line(saved: Any, section: str, key: str, value: Any) -> None:
+    module, path = saved[0], saved[1].with_suffix(".ckpt")
     config = module.config.plain()
     config[section][key] = value
-    path = tmp_path / "a.ckpt"
     torch.save({CHECKPOINT_KEY: {"config": config}, "state_dict": module.state_dict()}, path)
     with within_limits(), pytest.raises(CheckpointError) as error:
         qnmixer.load_pretrained(path)
@@ -180,18 +187,12 @@ def test_a_file_that_somebody_made_is_refused_in_a_line(tmp_path: Path, section:
 
 
 @pytest.mark.parametrize("changes", [
-    {},
-    {"n_views": 8},
-    {"n_views": 6},
-    {"fbp_filter": "hann"},
-    {"angle_span": 3.5, "first_angle": None},
+    {}, {"n_views": 8}, {"n_views": 6}, {"fbp_filter": "hann"}, {"angle_span": 3.5, "first_angle": None},
 ], ids=str)  # fmt: skip
 def test_another_scan_is_the_same_with_the_base_and_with_all(
-    tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    saved: tuple[Reconstructor, Path], changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained = Reconstructor(config_of("model=qn_mixer", "model.channels=4", "model.n_iterations=2", *SCAN))
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(encode(trained.config, trained.state_dict()))
+    trained, path = saved
     network = load_network(path, **changes)
     line = capsys.readouterr().out
     whole = on_scan(trained, trained.config.changed(geometry=trained.config.geometry.changed(**changes))).network
@@ -215,12 +216,7 @@ def test_another_scan_is_the_same_with_the_base_and_with_all(
     ({"field_of_view": float("nan")}, GeometryError, "pixel_size"),
     ({"source_to_axis": 1.0}, GeometryError, "source_to_axis"),
 ])  # fmt: skip
-def test_a_scan_that_is_none_is_one_line(
-    tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    trained = Reconstructor(config_of("model=qn_mixer", "model.channels=4", "model.n_iterations=2", *SCAN))
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(encode(trained.config, trained.state_dict()))
+def test_a_scan_that_is_none_is_one_line(saved: Any, changes: dict, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)) as refused:
-        load_network(path, **changes)
+        load_network(saved[1], **changes)
     assert "\n" not in str(refused.value)

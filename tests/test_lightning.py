@@ -11,15 +11,12 @@ import pytest
 import torch
 from lightning.pytorch.tuner import Tuner
 
-import qnmixer.lightning
 from qnmixer.errors import CheckpointError
 from qnmixer.lightning import EMA, Checkpointing, Measurement, MemoryMonitor, ReconstructionModule, slices
 from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
 from qnmixer.runs.processes import process
-from qnmixer.train import train
 
-from .conftest import PHANTOMS, TINY
 from .pages import ROOT
 from .warm import Warm
 
@@ -129,14 +126,6 @@ def test_noise_is_a_measurement(tmp_path: Path) -> None:
     noisy = module.measure(batch, "train")
     assert not torch.equal(noisy, clean)
     assert torch.equal(noisy, module.measure(batch, "train"))
-
-
-def test_a_checkpoint_of_a_run_loads_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    trained = train(*TINY, *PHANTOMS, "hydra.run.dir=run")
-    module = ReconstructionModule.load_from_checkpoint(trained.checkpoint)
-    expected = qnmixer.load_pretrained(trained.folder)
-    assert all(torch.equal(a, b) for a, b in zip(module.network.parameters(), expected.parameters(), strict=True))
 
 
 OF_TWO = {

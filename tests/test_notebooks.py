@@ -63,9 +63,7 @@ def test_committed_outputs_are_of_a_clean_run(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_first_cell_installs_where_nothing_is_installed(
-    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_first_cell_installs_what_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first = _sources(path)[0]
     commands: list[list[str]] = []
     monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command))

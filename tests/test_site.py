@@ -1,24 +1,18 @@
 """The website's pages and hooks. `make site`, which .ci/run calls, builds it and checks its links."""
 
-import importlib.util
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from mkdocs.exceptions import PluginError
 
-from .pages import ROOT, blocks, commands
+from .pages import ROOT, blocks, commands, script
 
 SITE = ROOT / "docs" / "site"
 
 
 @pytest.fixture(scope="module")
 def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hooks_of_the_site", SITE / "hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(SITE / "hooks.py")
 
 
 def test_commands_of_the_site_are_those_that_other_pages_have_and_tests_run() -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,15 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def pyproject() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_command_is_a_line_of_python_m_qnmixer(pyproject: dict[str, Any]) -> None:
+    code = "import runpy, sys\nrunpy.run_module('qnmixer', run_name='__main__')\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    scripts = pyproject["project"]["scripts"].values()
+    assert {line.split()[2] for line in lines} == {entry.partition(":")[0] for entry in scripts}
+    assert all(len(line.split()) > 6 for line in lines)
 
 
 def recipe(target: str) -> list[str]:

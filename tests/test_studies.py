@@ -11,7 +11,7 @@ import torch
 from qnmixer.models.data_term import back_projection
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
-from .studies import STUDIES
+from .pages import STUDIES
 
 SCRIPTS = {path.stem: runpy.run_path(str(path)) for path in STUDIES.glob("*.py")}
 SLICES = [("TV", [30.0, 32.0, 36.0, 40.0]), ("QN-Mixer", [33.0, 34.0, 38.0, 43.0])]

@@ -20,13 +20,8 @@ def gpus(driver: str, *capabilities: tuple[int, int]) -> list[GPU]:
 
 
 @pytest.mark.parametrize(("machine", "build"), [
-    ([], "cpu"),
-    (gpus(MIDDLE, P100), "cu126"),
-    (gpus(NEW, V100), "cu126"),
-    (gpus("580", A100), "cu130"),
-    (gpus("579.99", A100), "cu126"),
-    (gpus(NEW, V100, A100), "cu126"),
-    (gpus(NEW, RTX_2080, RTX_5090), "cu130"),
+    ([], "cpu"), (gpus(MIDDLE, P100), "cu126"), (gpus(NEW, V100), "cu126"), (gpus("580", A100), "cu130"),
+    (gpus("579.99", A100), "cu126"), (gpus(NEW, V100, A100), "cu126"), (gpus(NEW, RTX_2080, RTX_5090), "cu130"),
 ])  # fmt: skip
 def test_the_build_for_a_machine(machine: list[GPU], build: str) -> None:
     assert choose(machine) == build

@@ -141,10 +141,9 @@ def test_a_rank_that_hangs_or_dies_is_named(warm: Warm, own: Callable[..., Any],
     assert found in checks["training"].found
 
 
-@pytest.mark.parametrize(
-    ("collective", "line"),
-    [("all_reduce", "a wrong all-reduce, 1.0 to 1.0 instead of 3.0"), ("broadcast", "weights differ")],
-)
+@pytest.mark.parametrize(("collective", "line"), [
+    ("all_reduce", "a wrong all-reduce, 1.0 to 1.0 instead of 3.0"), ("broadcast", "weights differ"),
+])  # fmt: skip
 def test_ranks_that_do_not_talk_are_told(collective: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process stands in for two, with collectives that do nothing but what is wrong."""
     layer = torch.nn.parallel, "DistributedDataParallel"
@@ -159,9 +158,7 @@ def test_ranks_that_do_not_talk_are_told(collective: str, line: str, monkeypatch
         communicate("cpu")
 
 
-def test_a_gpu_without_kernels_is_reported_once(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_without_kernels(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvidia_smi(tmp_path, "7.0, 535.104.05")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -85,9 +85,7 @@ def test_a_section_without_a_class_of_its_own_takes_no_other_argument(typed: Typ
 
 
 @pytest.mark.parametrize("words", ["plan format=json", "train --cfg job", "train --help -c job", "doctor"])
-def test_a_rank_without_a_folder_of_its_own_needs_no_name_for_one(
-    words: str, typed: Typed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_a_folder_needs_no_name(words: str, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}.items():
         monkeypatch.setenv(name, value)
     assert typed(*words.split()).code == 0
@@ -204,9 +202,7 @@ def test_a_sweep_of_another_command_runs_every_job_and_fails_when_one_did(typed:
 
 
 @pytest.mark.parametrize(("name", "words"), [("train", []), ("evaluate", ["run=a"]), ("evaluate", ["run=a,b", "-m"])])
-def test_commands_of_one_time_get_folders_of_their_own(
-    typed: Typed, tmp_path: Path, name: str, words: list[str]
-) -> None:
+def test_commands_of_one_time_get_own_folders(typed: Typed, tmp_path: Path, name: str, words: list[str]) -> None:
     """The time here is a year, so all of them have the same."""
     kind = "sweep" if "-m" in words else "run"
     (tmp_path / "mine" / "place").mkdir(parents=True)

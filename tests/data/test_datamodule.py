@@ -129,9 +129,7 @@ def steps(sampler: EpochSampler, accumulate: int = 1) -> list[list[Pick]]:
 
 @pytest.mark.parametrize("length", [1, 22])
 @pytest.mark.parametrize(("replicas", "batch", "accumulate"), [(1, 8, 1), (4, 1, 2), (2, 4, 1), (2, 2, 2), (4, 2, 1)])
-def test_a_step_has_the_same_samples_however_they_are_shared_out(
-    length: int, replicas: int, batch: int, accumulate: int
-) -> None:
+def test_a_step_has_the_same_samples_in_any_shares(length: int, replicas: int, batch: int, accumulate: int) -> None:
     """In order, none twice, none missing; and weights that make averages over everything the mean over samples."""
 
     def epoch(n: int, b: int, a: int) -> list[list[list[Pick]]]:
@@ -246,9 +244,7 @@ def test_what_a_user_should_know_of_a_folder(
     assert re.search(says, line)
 
 
-def test_copies_of_a_dicom_file_count_once(
-    make_ct: Any, body_hu: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_copies_count_once(make_ct: Any, body_hu: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     """A file is known by its SOPInstanceUID and its pixels, and a frame of a file also by its number."""
     root = tmp_path / "ct"
     for k in range(3):

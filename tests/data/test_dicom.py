@@ -24,9 +24,7 @@ def read(path: Path) -> list[Slice]:
     return list(DicomReader().read(path.parent, path.name))
 
 
-def test_hu_follow_the_rescale_tags_and_the_file_is_known_by_its_content(
-    make_ct: Any, body_hu: Any, tmp_path: Path
-) -> None:
+def test_hu_follow_the_rescale_tags_and_content_tells_a_file(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
     make_ct(tmp_path / "photo.jpg", body_hu(), RescaleSlope=2, RescaleIntercept=-500)
     np.testing.assert_array_equal(read(tmp_path / "photo.jpg")[0].hu, 2 * (body_hu() + 1024) - 500)
     (tmp_path / "bad.dcm").write_bytes(b"hello" * 100)
@@ -45,9 +43,7 @@ def test_multi_frame_uses_each_frames_own_rescale_and_position(make_ct: Any, bod
 
 
 @pytest.mark.parametrize("padding", [-2000, -32768, -31000, 30000])
-def test_padding_of_a_value_that_no_tissue_has_is_air_everywhere(
-    make_ct: Any, body_hu: Any, tmp_path: Path, padding: int
-) -> None:
+def test_padding_that_no_tissue_has_is_air_everywhere(make_ct: Any, body_hu: Any, tmp_path: Path, padding: int) -> None:
     hu = body_hu()
     hu[:5] = hu[20, 20] = padding - 1024
     make_ct(tmp_path / "a", hu, PixelPaddingValue=padding)
@@ -122,8 +118,7 @@ def test_what_else_may_be_in_bits_beyond_those_stored(make_ct: Any, body_hu: Any
     ([0, 1, 0, 0, 0, -1], False),  # sagittal
     ([1, 0, 0, 0, 0.7, -0.7], False),
     ([1, 0, 0, 0, 0.8660254, -0.5], True),  # a gantry tilts by up to 30°
-    ([-1, 0, 0, 0, -1, 0], True),
-    ([0.5, 0, 0, 0, 0.5, 0], True),
+    ([-1, 0, 0, 0, -1, 0], True), ([0.5, 0, 0, 0, 0.5, 0], True),
     ([0, 0, 0, 0, 0, 0], True),  # says nothing
 ])  # fmt: skip
 @pytest.mark.parametrize("n_frames", [1, 2])
@@ -258,16 +253,11 @@ def test_the_type_of_a_frame_counts(make_ct: Any, body_hu: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("words", [
-    ["DERIVED", "SECONDARY", "AXIAL", "CT_SOM5 MIP"],
-    ["DERIVED", "PRIMARY", "AXIAL", "MAXIMUM"],
-    ["DERIVED", "SECONDARY", "MIN IP"],
-    ["DERIVED", "PRIMARY", "AXIAL", "SUBTRACTION"],
-    ["DERIVED", "SECONDARY", "AXIAL", "DE_IODINE"],
-    ["DERIVED", "PRIMARY", "VOLUME", "MAT_SPECIFIC"],
-    ["DERIVED", "PRIMARY", "GSI", "WATER IODINE"],
-    ["DERIVED", "SECONDARY", "SCREEN SAVE"],
-    ["ORIGINAL", "PRIMARY", "SCREEN SAVE"],
-    ["DERIVED", "PRIMARY", "AXIAL", "RCBF"],
+    ["DERIVED", "SECONDARY", "AXIAL", "CT_SOM5 MIP"], ["DERIVED", "PRIMARY", "AXIAL", "MAXIMUM"],
+    ["DERIVED", "SECONDARY", "MIN IP"], ["DERIVED", "PRIMARY", "AXIAL", "SUBTRACTION"],
+    ["DERIVED", "SECONDARY", "AXIAL", "DE_IODINE"], ["DERIVED", "PRIMARY", "VOLUME", "MAT_SPECIFIC"],
+    ["DERIVED", "PRIMARY", "GSI", "WATER IODINE"], ["DERIVED", "SECONDARY", "SCREEN SAVE"],
+    ["ORIGINAL", "PRIMARY", "SCREEN SAVE"], ["DERIVED", "PRIMARY", "AXIAL", "RCBF"],
 ], ids="-".join)  # fmt: skip
 @pytest.mark.parametrize("n_frames", [1, 2])
 def test_images_that_were_computed_of_slices_are_taken_if_asked_for(
@@ -289,9 +279,7 @@ def test_images_that_were_computed_of_slices_are_taken_if_asked_for(
 
 @pytest.mark.parametrize("derived", [False, True])
 @pytest.mark.parametrize("where", ["FrameType", "SharedFrameType", "ImageType", "SCOUT"])
-def test_a_frame_that_is_a_localizer_is_never_taken(
-    make_ct: Any, body_hu: Any, tmp_path: Path, where: str, derived: bool
-) -> None:
+def test_a_localizer_is_never_taken(make_ct: Any, body_hu: Any, tmp_path: Path, where: str, derived: bool) -> None:
     dataset = make_ct(tmp_path / "a", np.stack([body_hu(), body_hu()]))
     words = ["ORIGINAL", "PRIMARY", "SCOUT" if where == "SCOUT" else "LOCALIZER", "NONE"]
     dataset.ImageType = words if where == "ImageType" else ["ORIGINAL", "PRIMARY", "VOLUME", "NONE"]

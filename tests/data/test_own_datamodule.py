@@ -27,16 +27,11 @@ from qnmixer.runs.run import Run
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import Config, parse
 
-from ..conftest import TINY, environment
+from ..conftest import TINY, environment, few_conditions
 from ..warm import FORK_RANKS, Done, Warm
 
 PAGE = Path(__file__).parents[2] / "docs" / "other_loops.md"
 OWN = ["datamodule._target_=my_slices.MySlices", "+datamodule.folder=pairs"]
-FEW_CONDITIONS = [
-    "photons=[1e5]", "views=null", "crosstalk=[0.02]", "truncation=[1.5]",
-    *(f"{axis}=[]" for axis in ("noises", "arc", "patient_size", "detector_offset", "source_distance", "tube_kv",
-                                "scatter", "smooth_scatter", "motion", "metal")),
-]  # fmt: skip
 IMAGES_ONLY = """
 import torch
 from torch import distributed as dist
@@ -134,7 +129,8 @@ def test_two_processes_share_its_slices(here: Path, warm: Warm, target: str) -> 
         assert (done.returncode, done.stderr) == (0, "")
         of_one, of_two = (read_results(here / name)["best"]["val/psnr"] for name in ("one", run))
         assert of_two == pytest.approx(of_one, rel=1e-5)  # also with a device that has no slice in the last step
-        words = [f"run={run}", "hydra.run.dir=robust", "n_slices=2", *FEW_CONDITIONS]
+        few = {"photons": "[1e5]", "views": "null", "crosstalk": "[0.02]", "truncation": "[1.5]"}
+        words = [f"run={run}", "hydra.run.dir=robust", "n_slices=2", *few_conditions(**few)]
         done = warm.run("-m", "qnmixer.robustness", *words, cwd=here, env=environment())
         assert done.returncode == 0, done.stderr
         assert "my_images.Images: 2 slices of its test_dataloader." in " ".join(done.stdout.split())

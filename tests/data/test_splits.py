@@ -30,9 +30,7 @@ def split(patients: list[str], **options: Any) -> Split:
     (["a/x", "b/y"], "ANON", {}, ["ANON", "ANON"]),
     (["a/x", "b/y"], "ANON", {"patient_from": "folder"}, ["a", "b"]),
 ])  # fmt: skip
-def test_a_patient_is_the_tag_or_a_folder(
-    paths: list[str], tag: str, options: dict[str, str], patients: list[str]
-) -> None:
+def test_a_patient_is_tag_or_folder(paths: list[str], tag: str, options: dict[str, str], patients: list[str]) -> None:
     assert names(paths, tag, **options) == patients
 
 
@@ -44,9 +42,7 @@ def test_a_patient_is_the_tag_or_a_folder(
     ([*infos_of("x.npy", patient="x"), *infos_of("y.npy", patient="y")], []),
     ([SliceInfo(f"{k}.npy", 0, 2, "", f"{k}.npy", 0.0) for k in "ab"], []),
 ])  # fmt: skip
-def test_files_of_one_slice_are_told_from_patients_with_a_folder_or_a_stack(
-    infos: list[SliceInfo], lone: list[str]
-) -> None:
+def test_files_of_one_slice_are_no_patients_with_a_folder_or_a_stack(infos: list[SliceInfo], lone: list[str]) -> None:
     assert files_as_patients(infos, patients_of(infos, section("data", "dicom", root="root"))) == lone
 
 

@@ -1,4 +1,3 @@
-import csv
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +17,8 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.run import section
 from qnmixer.settings.sections import EvaluationConfig
+
+from ..conftest import csv_rows
 
 WINDOW = [-160.0, 240.0]
 NAMES = ("psnr", "ssim", "window_psnr", "window_ssim")
@@ -149,9 +150,7 @@ def test_files_hold_the_scores(scores: Evaluation, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "images.csv", "page.html", "picture.png", "table.csv", "table.md",
     ]  # fmt: skip
-    with (tmp_path / "images.csv").open(newline="") as stream:
-        images = list(csv.DictReader(stream))
-    for line, score in zip(images, scores.scores, strict=True):
+    for line, score in zip(csv_rows(tmp_path / "images.csv"), scores.scores, strict=True):
         assert (line["number"], line["slice"], line["method"]) == (str(score.number), score.slice, score.method)
         assert {name: float(line[name]) for name in NAMES} == score.values
     assert (tmp_path / "table.csv").read_text().splitlines()[1] == (

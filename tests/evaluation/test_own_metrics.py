@@ -1,7 +1,6 @@
 """Metrics of the user's own: in validation, as the monitored metric, in the final table, and messages."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,8 @@ from qnmixer.runs.run import Run
 from qnmixer.settings.names import taken_names
 from qnmixer.settings.run import Config
 
-TinyConfig = Callable[..., Config]
+from ..conftest import TinyConfig
+
 OWN = """
 import torch
 
@@ -121,9 +121,7 @@ def test_a_wrong_metric_is_one_line_before_training(tiny_config: TinyConfig, wor
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_what_a_run_logs_itself_is_in_the_list_of_names_that_a_metric_may_not_have(
-    tiny_config: TinyConfig, tmp_path: Path
-) -> None:
+def test_what_a_run_logs_itself_is_in_the_names_that_no_metric_has(tiny_config: TinyConfig, tmp_path: Path) -> None:
     """Every column beside the metrics themselves."""
     folder = tmp_path / "run"
     words = ["callbacks=default", "+metrics.type._target_=metrics_of_mine.likeness", "test_after_training=true"]

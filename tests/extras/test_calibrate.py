@@ -87,9 +87,7 @@ def test_counts_are_divided_by_those_of_air(tmp_path: Path) -> None:
     assert (dose.photons, dose.electronic_sigma) == pytest.approx((3e4, SIGMA), rel=0.05)
 
 
-def test_an_air_scan_shows_the_counts_and_says_what_it_does_not_show(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_air_scan_shows_counts_and_says_what_it_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     air = np.random.default_rng(0).poisson(2e3, (200, SCAN.n_detectors)) * 5.0
     np.save(tmp_path / "air.npy", air + 5 * 30 * np.random.default_rng(1).standard_normal(air.shape))
     (tmp_path / "air.npy").rename(tmp_path / "air.NPY")

@@ -67,13 +67,10 @@ def test_it_says_what_it_was_trained_on_and_for_how_long(network: Build, tmp_pat
 
 
 @pytest.mark.parametrize(("hessian", "name", "shown"), [
-    ("bfgs", "tau", "0.250; 0.500"),
-    ("momentum", "beta", "0.250; 0.500"),
+    ("bfgs", "tau", "0.250; 0.500"), ("momentum", "beta", "0.250; 0.500"),
     ("gradients", "alpha", "0.250; 0.500, 0.500"),
 ])  # fmt: skip
-def test_it_says_how_far_second_order_is_used(
-    network: Build, tmp_path: Path, hessian: str, name: str, shown: str
-) -> None:
+def test_it_says_how_far_H_is_used(network: Build, tmp_path: Path, hessian: str, name: str, shown: str) -> None:
     its = network("model.n_iterations=3", f"model.hessian={hessian}")
     with torch.no_grad():
         for t, scalar in enumerate(its.network.scalars()[name]):

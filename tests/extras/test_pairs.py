@@ -1,6 +1,5 @@
 """Training on measured pairs from end to end: both public sets, in small."""
 
-import csv
 import io
 import json
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from qnmixer.train import train
 from qnmixer.training.steps import build_trainer
 from qnmixer.training.terminal import print_start
 
-from ..conftest import TINY
+from ..conftest import TINY, csv_rows
 from ..saved import save
 from ..sets import write_lodopab, write_two_detect
 from ..warm import Warm
@@ -54,10 +53,8 @@ def two_detect(root: Path) -> list[str]:
 
 
 def scores(folder: Path) -> dict[tuple[str, str], tuple[float, float]]:
-    with (folder / "images.csv").open(newline="") as stream:
-        return {
-            (row["slice"], row["method"]): (float(row["psnr"]), float(row["ssim"])) for row in csv.DictReader(stream)
-        }
+    rows = csv_rows(folder / "images.csv")
+    return {(row["slice"], row["method"]): (float(row["psnr"]), float(row["ssim"])) for row in rows}
 
 
 @pytest.mark.long

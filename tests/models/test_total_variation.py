@@ -34,9 +34,7 @@ def objective(network: TotalVariation, x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("weight", [9e-5, pytest.param(1e-2, marks=pytest.mark.long)])
 @torch.no_grad()
-def test_the_gap_is_a_bound_on_the_distance_to_the_minimum(
-    scan: FanBeamProjector, blocks: Tensor, weight: float
-) -> None:
+def test_the_gap_bounds_the_distance_to_the_minimum(scan: FanBeamProjector, blocks: Tensor, weight: float) -> None:
     """The minimum by many more iterations; no other point is lower."""
     y = scan(blocks) + 0.2 * torch.randn(2, 1, 12, 48, generator=torch.Generator().manual_seed(0))
     network = TotalVariation(scan, 800, weight, gap=0)

@@ -17,9 +17,7 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": t
 @pytest.mark.parametrize(
     ("name", "shared"), [("adamw", "true"), ("adamw", "false"), ("sgd", "true"), ("adafactor", "true")]
 )
-def test_groups_hold_every_parameter_once(
-    tiny_module: Callable[..., ReconstructionModule], name: str, shared: str
-) -> None:
+def test_groups_hold_each_weight_once(tiny_module: Callable[..., ReconstructionModule], name: str, shared: str) -> None:
     module = tiny_module(
         f"optimizer={name}", "optimizer.lr=0.002", "optimizer.step_size_lr_factor=5", "optimizer.weight_decay=0.07",
         f"model.shared_step_size={shared}",

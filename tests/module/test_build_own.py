@@ -14,7 +14,8 @@ from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer, learning_rate_factor
 from qnmixer.settings.run import Config
 
-TinyConfig = Callable[..., Config]
+from ..conftest import TinyConfig
+
 OWN = """
 import torch
 from qnmixer.physics import KeyedNoise

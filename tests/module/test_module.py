@@ -18,7 +18,7 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.training.callbacks import StepMetrics
 from qnmixer.training.steps import prepared_module
 
-Build = Callable[..., ReconstructionModule]
+from ..conftest import Build
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -105,9 +105,7 @@ def test_a_module_that_clips_by_itself_clips_without_the_loss_scale(
     assert all(bool(p.isfinite().all()) for p in module.parameters())
 
 
-def test_the_norm_is_that_before_clipping_and_the_schedule_runs_over_optimizer_steps(
-    tiny_module: Build, tmp_path: Path
-) -> None:
+def test_the_norm_is_before_clipping_and_the_schedule_is_of_optimizer_steps(tiny_module: Build, tmp_path: Path) -> None:
     module = tiny_module("schedule=cosine", "schedule.warmup=0", "optimizer.lr=0.01")
     trainer = fitted(module, tmp_path, accumulate_grad_batches=2, gradient_clip_val=1e-6, log_every_n_steps=1)
     assert float(trainer.callback_metrics["train/grad_norm"]) > 1e-4

@@ -19,7 +19,7 @@ from qnmixer.settings.run import parse
 
 from ..conftest import environment
 from ..heavy import LOADED, path_without
-from ..studies import SEARCH_PATH
+from ..pages import SEARCH_PATH
 from ..terminal import in_terminal
 from ..warm import Done, Warm
 

@@ -3,7 +3,6 @@
 The three commands from end to end, on a network that learns in a second.
 """
 
-import csv
 import os
 import shutil
 import signal
@@ -23,7 +22,7 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.reconstruction.pretrained import digest_of_weights
 
-from ..conftest import environment, metrics
+from ..conftest import csv_rows, environment, metrics
 from ..nvidia import fake_nvidia_smi
 from .commands import PHANTOMS, STEPS, TINY, Outcome, record, run, slice_hu, training, weights
 
@@ -35,8 +34,7 @@ UNTESTED = "test_after_training=false"
 
 def measured_slices(folder: Path) -> list[str]:
     """The slices that an evaluation has measured."""
-    with (folder / "images.csv").open(newline="") as stream:
-        return sorted({line["slice"] for line in csv.DictReader(stream)})
+    return sorted({line["slice"] for line in csv_rows(folder / "images.csv")})
 
 
 # Training
@@ -193,10 +191,9 @@ def test_the_largest_gradient_is_logged_whatever_the_interval(tmp_path: Path) ->
     assert metrics(sparse_log)["train/grad_norm_max"][-1] == pytest.approx(largest_norm)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [("empty", "is empty"), ("air", "nothing but air"), ("one patient", "too few for train, val and test")],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    ("empty", "is empty"), ("air", "nothing but air"), ("one patient", "too few for train, val and test"),
+])  # fmt: skip
 def test_training_on_a_bad_folder(tmp_path: Path, content: str, words: str) -> None:
     root = tmp_path / "root"
     root.mkdir()
@@ -286,8 +283,7 @@ def test_evaluation_on_another_folder_measures_every_slice(trained: Path, ct: Pa
     outcome = run("evaluate", f"run={trained}", *source, f"hydra.run.dir={tmp_path / 'out'}")
     assert "all slices of dicom" in outcome.text
     assert measured_slices(tmp_path / "out") == [f"{p}/{k}.dcm" for p in "ABC" for k in range(2)]
-    with (tmp_path / "out" / "images.csv").open(newline="") as stream:
-        lines = list(csv.DictReader(stream))
+    lines = csv_rows(tmp_path / "out" / "images.csv")
     for method in ("FBP", "QN-Mixer"):
         values = [float(line["psnr"]) for line in lines if line["method"] == method]
         assert record(tmp_path / "out")["test"][method]["psnr"] == pytest.approx(np.mean(values))

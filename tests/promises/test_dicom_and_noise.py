@@ -4,7 +4,6 @@ stream, sample).
 Slices and scans from files, through `reconstruct`; and the noise of a run, whoever simulates it.
 """
 
-import csv
 import math
 import re
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.reconstruction.checkpoints import load_run
 
-from ..conftest import metrics
+from ..conftest import csv_rows, metrics
 from .commands import (
     BINS,
     SIZE,
@@ -227,10 +226,9 @@ def test_a_sinogram_needs_a_scale(minmax: Path, tmp_path: Path, measured: Measur
     assert "data.scaling=minmax" in error
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [("missing", "does not exist"), ("text", "no usable slice"), ("nan", "NaN or infinite"), ("scans", "no .npy file")],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    ("missing", "does not exist"), ("text", "no usable slice"), ("nan", "NaN or infinite"), ("scans", "no .npy file"),
+])  # fmt: skip
 def test_inputs_of_no_use(noise_free: Path, tmp_path: Path, content: str, words: str) -> None:
     source = tmp_path / "in"
     if content != "missing":
@@ -258,8 +256,7 @@ def test_real_ct(real_ct: Path, tmp_path: Path) -> None:
     assert evaluation.code == 0, evaluation.stderr
     results = record(tmp_path / "evaluated")["test"]
     assert results["QN-Mixer"]["psnr"] > results["FBP"]["psnr"]
-    with (tmp_path / "evaluated" / "images.csv").open(newline="") as stream:
-        assert len({line["slice"] for line in csv.DictReader(stream)}) == 22
+    assert len({line["slice"] for line in csv_rows(tmp_path / "evaluated" / "images.csv")}) == 22
 
     slice_path = sorted((real_ct / "dicom" / "chest_ge").rglob("*"))[-1]
     assert reconstruction(tmp_path / "run", slice_path, tmp_path / "out").code == 0

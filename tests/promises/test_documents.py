@@ -28,8 +28,7 @@ from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
 
 from ..conftest import PHANTOMS
-from ..pages import ROOT, commands
-from ..studies import STUDIES
+from ..pages import ROOT, STUDIES, commands
 from ..warm import Warm
 from .commands import write_ct
 

@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +19,13 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.parallel.device_memory import MIB
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 
-from ..conftest import environment
+from ..conftest import Build, environment
 from ..memory.test_advice import TINY
 from ..memory.test_plan import SMALL
 from ..warm import Warm
 from .commands import Command
 
 pytestmark = pytest.mark.slow
-Build = Callable[..., ReconstructionModule]
 
 
 def test_the_command_prints_one_object(command: Command, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from qnmixer import new
 from qnmixer.torch_builds import INDEX, TORCH
 
 from ..conftest import TINY as COMMON
-from ..conftest import environment, metrics
+from ..conftest import environment, few_conditions, metrics
 from ..warm import Warm
 from .commands import Command, record, weights
 
@@ -67,10 +67,6 @@ with torch.no_grad():
 group = module.optimizer(module.network).param_groups[0]
 print(json.dumps([type(module).__name__, group["momentum"], module.loss(image, batch["image"]).shape, float(psnr)]))
 """
-FEW_CONDITIONS = ["views=null", *(
-    f"{axis}=[]" for axis in ("noises", "arc", "patient_size", "detector_offset", "source_distance", "tube_kv",
-                              "scatter", "smooth_scatter", "crosstalk", "motion", "truncation", "metal")
-)]  # fmt: skip
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -215,7 +211,7 @@ def test_its_slices_and_its_module_come_back(tmp_path: Path, command: Command, w
     run_command("evaluate", "run=one", "hydra.run.dir=again")
     evaluation = record(folder / "again")
     assert (evaluation["test"], evaluation["evaluated"]["data"]) == (results["test"], "mine.slices.Slices")
-    run_command("robustness", "run=one", "photons=[1e5]", *FEW_CONDITIONS, "hydra.run.dir=robust")
+    run_command("robustness", "run=one", *few_conditions(photons="[1e5]", views="null"), "hydra.run.dir=robust")
     assert "| Mine |" in (folder / "robust" / "table.md").read_text()
 
     process = warm.run("-c", LOADS, cwd=folder, env=environment(**path))

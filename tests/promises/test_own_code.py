@@ -4,7 +4,6 @@ What is the user's own in an empty folder: one file of code, and a config file f
 commands; what others' files name is imported with a word of trust only.
 """
 
-import csv
 import json
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ import torch
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.run import parse_file
 
-from ..conftest import PHANTOMS, environment, metrics
+from ..conftest import PHANTOMS, csv_rows, environment, metrics
 from ..conftest import TINY as COMMON
 from .commands import Command
 
@@ -88,8 +87,8 @@ def weights_of(run: Path) -> torch.Tensor:
 
 
 def rows_of(run: Path) -> list[dict[str, float]]:
-    with (run / "metrics.csv").open(newline="") as stream:
-        return [{name: float(row[name]) for name in LOGGED if row.get(name)} for row in csv.DictReader(stream)]
+    rows = csv_rows(run / "metrics.csv")
+    return [{name: float(row[name]) for name in LOGGED if row.get(name)} for row in rows]
 
 
 def trained(command: Command, here: Path, name: str, *words: str) -> list[dict[str, float]]:
@@ -142,8 +141,7 @@ def test_a_file_of_it_is_used_where_its_code_is_trusted(
 
 
 def test_a_sweep_of_its_arguments(sweep: Path) -> None:
-    with (sweep / "sweep.csv").open(newline="") as stream:
-        statuses = [(row["module.smooth"], row["status"]) for row in csv.DictReader(stream)]
+    statuses = [(row["module.smooth"], row["status"]) for row in csv_rows(sweep / "sweep.csv")]
     assert statuses == [("0", "done"), ("100", "done")]
     plain_row, smooth_row = (rows_of(sweep / name)[0] for name in "01")
     assert smooth_row["train/loss"] - plain_row["train/loss"] == pytest.approx(

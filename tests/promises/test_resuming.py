@@ -4,7 +4,6 @@ a folder.
 Runs that are killed and resumed, from end to end: the results are those of an undisturbed run.
 """
 
-import csv
 import os
 import random
 import subprocess
@@ -20,7 +19,7 @@ import torch
 
 from qnmixer.reconstruction.checkpoints import read_checkpoint
 
-from ..conftest import PHANTOMS, TINY, environment
+from ..conftest import PHANTOMS, TINY, environment, rows_without_times
 from ..warm import FORK_RANKS, Warm
 from .commands import training
 
@@ -104,15 +103,6 @@ def kill(process: subprocess.Popen[str], run: Path, moment: str, seconds: float)
     process.communicate()
 
 
-def rows(run: Path) -> list[dict[str, str]]:
-    """metrics.csv without what the clock and the machine say."""
-    with (run / "metrics.csv").open(newline="") as stream:
-        return [
-            {name: value for name, value in row.items() if "second" not in name and not name.startswith("memory/")}
-            for row in csv.DictReader(stream)
-        ]
-
-
 def assert_same(resumed_run: Path, whole_run: Path) -> None:
     """Two runs have come to the same: weights, optimizer, schedule, random states, best value, every row."""
     checkpoints = []
@@ -125,7 +115,7 @@ def assert_same(resumed_run: Path, whole_run: Path) -> None:
             checkpoints.append(checkpoint)
     for restored, undisturbed in zip(checkpoints[:2], checkpoints[2:], strict=True):
         assert_equal(restored, undisturbed)
-    assert rows(resumed_run) == rows(whole_run)
+    assert rows_without_times(resumed_run) == rows_without_times(whole_run)
 
 
 def assert_equal(content: Any, expected: Any) -> None:
@@ -195,7 +185,7 @@ def test_numbers_that_were_drawn_before_change_nothing(trained: Path, tmp_path: 
     """As in a notebook: the process has trained, and drawn from every generator."""
     random.random(), np.random.rand(), torch.rand(3)  # noqa: NPY002
     assert training(tmp_path / "again", "noise=field", "callbacks=default").code == 0
-    assert rows(tmp_path / "again") == rows(trained)
+    assert rows_without_times(tmp_path / "again") == rows_without_times(trained)
 
 
 def moments(seed: int, start: int, training: int, writing: int, pace: float = 1) -> list[tuple[str, float]]:

@@ -19,8 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 @pytest.mark.parametrize(("source", "output", "words"), [
     (".", ".", "lies in input"),
     (".", "link/out", "lies in input"),  # a second call would take the results for slices
-    ("s.npy", ".", "contains s.npy already"),
-    ("s.npy", "../other", "contains scan.png already"),
+    ("s.npy", ".", "contains s.npy already"), ("s.npy", "../other", "contains scan.png already"),
 ])  # fmt: skip
 def test_reconstructions_never_take_the_place_of_files(
     noise_free: Path, tmp_path: Path, source: str, output: str, words: str

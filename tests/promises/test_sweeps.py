@@ -4,7 +4,6 @@ every method, nothing private.
 Sweeps from end to end: the results that a user finds in the morning.
 """
 
-import csv
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from omegaconf import OmegaConf
 
 from qnmixer.settings.compose import compose
 
-from ..conftest import PHANTOMS, TINY
+from ..conftest import PHANTOMS, TINY, csv_rows
 from ..warm import FORK_RANKS, Warm
 from .commands import Command
 
@@ -35,8 +34,7 @@ def jobs(sweep: Path) -> list[dict[str, Any]]:
 
 
 def table(sweep: Path) -> list[dict[str, str]]:
-    with (sweep / "sweep.csv").open(newline="") as stream:
-        return list(csv.DictReader(stream))
+    return csv_rows(sweep / "sweep.csv")
 
 
 @pytest.mark.parametrize("devices", [pytest.param("21", marks=pytest.mark.long), "212"])

@@ -211,9 +211,7 @@ def test_measured_scans_have_the_geometry_of_the_config(real_ct: Path, name: str
     assert np.hypot(*centre) < 3
 
 
-def test_a_matlab_scan_of_another_arc_is_taken_with_its_geometry(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_matlab_scan_of_another_arc_has_its_geometry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A network of a full turn gets a scan of 90° and another source: its step sizes follow."""
     run = save(tmp_path / "run", *TINY)
     keys = ["geometry.n_views=12", f"geometry.angle_span={math.pi / 2}", "geometry.source_to_axis=700"]

@@ -21,9 +21,7 @@ from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, find_checkpo
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import Config, parse
 
-from ..conftest import TINY
-
-Build = Callable[..., ReconstructionModule]
+from ..conftest import TINY, Build
 
 
 def save(module: ReconstructionModule, run: Path, name: str = "best") -> Path:

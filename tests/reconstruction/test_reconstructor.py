@@ -85,9 +85,7 @@ SHORT, PARALLEL = replace(FULL, angle_span=math.radians(120)), replace(FULL, bea
         (FULL, SHORT, ""),
     ],
 )
-def test_where_a_network_does_not_hold_follows_from_its_two_scans(
-    scan: FanBeamGeometry, trained: FanBeamGeometry, why: str
-) -> None:
+def test_where_a_network_holds_follows_from_scans(scan: FanBeamGeometry, trained: FanBeamGeometry, why: str) -> None:
     reason = outside_of_training(scan, trained)
     assert reason.startswith(why)
     assert bool(reason) == bool(why)

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,8 @@ from qnmixer.settings.compose import compose
 from qnmixer.settings.plugins import module_of
 from qnmixer.settings.run import Config, parse
 
+from ..conftest import Build
 from ..public import PRIVATE
-
-Build = Callable[..., ReconstructionModule]
 
 
 def write(module: ReconstructionModule, path: Path) -> Path:
@@ -104,9 +102,7 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
     assert "cannot be read" in refusal(path)
 
 
-def test_another_run_starts_from_it_but_none_resumes(
-    module: ReconstructionModule, tiny_module: Build, tmp_path: Path
-) -> None:
+def test_a_run_starts_from_it_none_resumes(module: ReconstructionModule, tiny_module: Build, tmp_path: Path) -> None:
     path, other = write(module, tmp_path / "a.safetensors"), tiny_module("noise=none", "geometry.n_views=6")
     load_weights(other, path)
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), module.parameters(), strict=True))

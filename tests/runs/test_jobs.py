@@ -100,9 +100,7 @@ def test_jobs_on_a_cpu_run_one_at_a_time_by_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("program")
-def test_finished_jobs_are_skipped_and_unfinished_ones_resume(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_jobs_are_skipped_and_others_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cpu = "trainer.accelerator=cpu"
     jobs = [job(tmp_path, n, cpu, f"seed={n}") for n in range(3)]
     for it, status in zip(jobs, ("done", "interrupted"), strict=False):
@@ -161,9 +159,7 @@ def test_a_job_that_is_done_with_other_code_is_told(
         assert words in capsys.readouterr().out
 
 
-def test_a_job_without_the_record_of_its_end_is_recorded_as_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_without_a_record_of_its_end_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "program"
     monkeypatch.setattr(sys, "executable", str(program))
     begins = 'for it; do :; done; echo \'{"status": "running"}\' > ${it#*=}/results.json'  # the last argument

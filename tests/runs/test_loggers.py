@@ -61,9 +61,7 @@ def test_without_wandb_and_on_other_ranks_there_is_metrics_csv(
     assert wandb.run is None
 
 
-def test_jobs_of_a_sweep_are_runs_of_one_group(
-    tmp_path: Path, offline_runs: OfflineRuns, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_is_one_group(tmp_path: Path, offline_runs: OfflineRuns, capfd: pytest.CaptureFixture[str]) -> None:
     """One process, one job after the other; what one logs is in no other. W&B says nothing."""
     sweep = tmp_path / "12-00-00-sweep"
     sweep.mkdir()
@@ -95,9 +93,7 @@ def test_names_that_are_asked_for(tmp_path: Path, offline_runs: OfflineRuns) -> 
     assert (second.name, second.group) == ("mine", "ours")
 
 
-def test_the_users_environment_is_under_the_command_line(
-    tmp_path: Path, offline_runs: OfflineRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_beat_the_environment(tmp_path: Path, offline_runs: OfflineRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     places = tmp_path / "runs", tmp_path / "wandb's"
     mine = {"DIR": str(places[1]), "PROJECT": "mine", "NAME": "by hand", "TAGS": "paper, noise", "ENTITY": ""}
     for name, value in mine.items():
@@ -211,9 +207,7 @@ def test_an_unreachable_server_makes_the_run_an_offline_one(
     assert (run.exit_code, [row["_step"] for row in run.history]) == (SUCCESS, [1])
 
 
-def test_a_missing_key_is_an_error_in_one_line(
-    tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_key_is_one_line(tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY")
     with pytest.raises(wandb.errors.Error) as error:
         build_loggers(config_of("logger.wandb.mode=online"), tmp_path, [])
@@ -222,13 +216,9 @@ def test_a_missing_key_is_an_error_in_one_line(
 
 
 @pytest.mark.parametrize(("text", "shown"), [
-    ("root: /home/anna/scans/mayo", "root: …/mayo"),
-    ("data.root=/data/ct/a.dcm, x", "data.root=…/a.dcm, x"),
-    ("/home/anna", "…/"),
-    ("~anna/ct/mayo", "…/mayo"),
-    ("C:\\Users\\anna\\ct\\mayo", "…/mayo"),
-    ("file:///home/anna/mayo", "file://…/mayo"),
-    ("and/or/not a/b/c.dcm 1/2", "and/or/not a/b/c.dcm 1/2"),
+    ("root: /home/anna/scans/mayo", "root: …/mayo"), ("data.root=/data/ct/a.dcm, x", "data.root=…/a.dcm, x"),
+    ("/home/anna", "…/"), ("~anna/ct/mayo", "…/mayo"), ("C:\\Users\\anna\\ct\\mayo", "…/mayo"),
+    ("file:///home/anna/mayo", "file://…/mayo"), ("and/or/not a/b/c.dcm 1/2", "and/or/not a/b/c.dcm 1/2"),
     ("</script><b>", "</script><b>"),
 ])  # fmt: skip
 def test_paths_lose_their_folders(text: str, shown: str) -> None:

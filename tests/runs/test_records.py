@@ -37,9 +37,7 @@ def rows(folder: Path) -> object:
     ("sweep.json", json.dumps(SWEEP | {"jobs": ["0"]}).encode(), rows_of),
     ("sweep.json", json.dumps(SWEEP | {"jobs": {"0": "seed=1"}}).encode(), rows_of),
 ], ids=lambda it: it[:40].decode("latin-1") if isinstance(it, bytes) else None)  # fmt: skip
-def test_a_damaged_record_is_one_line(
-    tmp_path: Path, name: str, content: bytes, read: Callable[[Path], object]
-) -> None:
+def test_a_damaged_record_is_a_line(tmp_path: Path, name: str, content: bytes, read: Callable[[Path], object]) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)

@@ -1,28 +1,21 @@
-import json
 import os
 import subprocess
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from qnmixer.runs import records as room
 from qnmixer.runs.records import PACKAGES, git_commit, git_diff
+from qnmixer.runs.records import read_results as read
 from qnmixer.runs.run import Run
-
-
-def read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text())
 
 
 @pytest.mark.parametrize(("error", "status"), [
     (None, "done"), (ValueError("bad\nlines"), "failed"), (SystemExit(3), "failed"),
     (KeyboardInterrupt(), "interrupted"),
 ])  # fmt: skip
-def test_what_was_known_is_kept_and_an_error_passes_on(
-    tmp_path: Path, error: BaseException | None, status: str
-) -> None:
+def test_what_was_known_stays_and_an_error_passes_on(tmp_path: Path, error: BaseException | None, status: str) -> None:
     with suppress(BaseException), Run(tmp_path / "new", ["seed=1"]).recording() as record:
         running = read(tmp_path / "new")
         record |= {"best": {"val/psnr": 30.5}, "picture": tmp_path / "a.png"}
@@ -87,9 +80,7 @@ def test_changes_are_the_same_in_any_state_of_the_users_index(checkout: Path) ->
     assert unstaged.count("+# ours") == 2
 
 
-def test_no_commit_without_git_and_in_somebody_elses_repository(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_commit_without_git_or_in_somebody_elses_repository(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wheel in an environment inside their project, which git may even see."""
     installed = checkout / ".venv" / "site-packages" / "qnmixer"
     (installed / "runs").mkdir(parents=True)

@@ -58,9 +58,7 @@ def test_without_resume_nothing_changes(overrides: list[str]) -> None:
         (["seed=1", "+callbacks@hydra.callbacks.x=custom"], [], ["seed=1"]),
     ],
 )
-def test_a_run_resumes_in_its_folder_with_its_own_overrides(
-    make: Make, before: list[str], given: list[str], after: list[str]
-) -> None:
+def test_a_run_resumes_with_its_overrides(make: Make, before: list[str], given: list[str], after: list[str]) -> None:
     make("a", *before)
     assert resume_overrides(["resume=runs/a", *given]) == [*after, *IN_A]
     assert record("runs/a", [*after, *IN_A]) == after
@@ -183,10 +181,9 @@ def test_latest_is_the_newest_run(make: Make) -> None:
     assert latest() == Path("runs/sweep/new")
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["tags=[${oc.env:SECRET}]", "loss._target_=evil.loss", "finetune=hf://evil/net", "hydra.searchpath=[file:///home]"],
-)
+@pytest.mark.parametrize("override", [
+    "tags=[${oc.env:SECRET}]", "loss._target_=evil.loss", "finetune=hf://evil/net", "hydra.searchpath=[file:///home]",
+])  # fmt: skip
 def test_what_a_stranger_has_set_is_the_users_to_repeat(make: Make, override: str) -> None:
     """It may run code, read variables, or send data. Of a run of the user's own it stays. A signature is of its
     overrides."""

@@ -4,18 +4,14 @@ import os
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_unused
+from qnmixer.runs.records import read_results as read
 from qnmixer.runs.records import signed
 from qnmixer.runs.run import Run, run_lock
-
-
-def read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text())
 
 
 def test_a_run_is_recorded_while_it_goes_and_resumed_with_what_it_knew(tmp_path: Path) -> None:

@@ -1,4 +1,3 @@
-import csv
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,6 +9,8 @@ from qnmixer.errors import ConfigError, DataError, Stopped, SweepFailed
 from qnmixer.runs.records import amend, name_of_job, sweep_of
 from qnmixer.runs.sweeps import jobs_of, place_jobs, rows_of, sweep, write_report
 from qnmixer.settings.compose import compose_sweep, values_of
+
+from ..conftest import csv_rows
 
 # rich would take the brackets for its markup
 FAULT = "rank 1: [/gloo/pair.cc:544] no, | [rank0]"
@@ -143,8 +144,7 @@ def test_the_table_says_how_each_job_ended(tmp_path: Path, capsys: pytest.Captur
         "",
         f"- job 2: RankFailed: {FAULT}",
     ]
-    with (tmp_path / "sweep.csv").open(newline="") as stream:
-        lines = list(csv.DictReader(stream))
+    lines = csv_rows(tmp_path / "sweep.csv")
     assert [line["val/psnr"] for line in lines] == ["30.25", "31.5", ""]
     assert lines[2]["error"] == f"RankFailed: {FAULT}"
     begun(tmp_path, ["seed"], {"1": ["seed=1"], "3": ["seed=3"]})

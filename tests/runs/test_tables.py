@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from qnmixer.runs import terminal as module
 from qnmixer.runs.terminal import Console, csv_table, markdown_table, terminal_table
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -35,6 +36,19 @@ def test_a_notebook_can_silence_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with redirect_stdout(StringIO()) as silenced:
         console.print("a line")
     assert silenced.getvalue() == "a line\n"
+
+
+def test_a_log_has_whole_lines_and_a_quiet_console_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/promises has the bar on a real terminal."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    for quiet in (False, True):
+        console = Console(file=StringIO(), quiet=quiet, width=20)
+        for _ in module.progress(range(5), "evaluating", "batch", console):
+            now[0] += 0.6 * module.SECONDS_TO_LINE
+        assert isinstance(console.file, StringIO)
+        lines = "evaluating · batch 3 of 5\nevaluating · batch 5 of 5\n"
+        assert console.file.getvalue() == ("" if quiet else lines)
 
 
 def test_every_console_shows_names_as_they_are() -> None:

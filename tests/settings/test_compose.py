@@ -14,7 +14,7 @@ from qnmixer.settings.compose import compose, compose_sweep, quoted, values_of, 
 from qnmixer.settings.options import CONF
 from qnmixer.settings.run import parse
 
-from ..studies import SEARCH_PATH
+from ..pages import SEARCH_PATH
 
 ROOT, SLICES = "data.root=/ct", "data.sources.slices.root=/ct"
 
@@ -51,10 +51,9 @@ def test_the_setting_stays_and_typed_keys_still_fail() -> None:
         parse(compose("train", ["experiment=demo", "model=tv", "+model.channels=3"]))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["a b", "a  b", " a", "a ", "1.10", "a@b$c*d?|%+", 'a"b', "a\\", 'a\\"', '"', '\\\\"', "it's", 'a="b"', "é~=#"],
-)
+@pytest.mark.parametrize("text", [
+    "a b", "a  b", " a", "a ", "1.10", "a@b$c*d?|%+", 'a"b', "a\\", 'a\\"', '"', '\\\\"', "it's", 'a="b"', "é~=#",
+])  # fmt: skip
 def test_a_path_is_quoted_for_hydra(text: str) -> None:
     word = f"key={quoted(text)}"
     (parsed,) = OverridesParser.create().parse_overrides([word])
@@ -77,11 +76,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("arguments", [
-    ["--config-dir", "my conf, 1", "seed=1"],
-    ["seed=1", "--config-dir=my conf, 1"],
-    ["-cd", "my conf, 1", "seed=1"],
-    ["hydra.searchpath=['my conf, 1']", "seed=1"],
-    ["hydra.searchpath=['file://my conf, 1']", "seed=1"],
+    ["--config-dir", "my conf, 1", "seed=1"], ["seed=1", "--config-dir=my conf, 1"], ["-cd", "my conf, 1", "seed=1"],
+    ["hydra.searchpath=['my conf, 1']", "seed=1"], ["hydra.searchpath=['file://my conf, 1']", "seed=1"],
 ])  # fmt: skip
 def test_every_way_to_a_folder_is_one_override(here: Path, arguments: list[str]) -> None:
     found = with_search_path(arguments)

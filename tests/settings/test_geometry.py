@@ -18,9 +18,7 @@ def config(*overrides: str) -> Config:
 
 
 @pytest.mark.parametrize(("name", "fan", "field_of_view", "sparse"), [
-    ("siemens_definition_as", 49.9, 502, 64),
-    ("siemens_force", 49.9, 502, 56),
-    ("siemens_sensation_64", 52.1, 501, 40),
+    ("siemens_definition_as", 49.9, 502, 64), ("siemens_force", 49.9, 502, 56), ("siemens_sensation_64", 52.1, 501, 40),
     ("ge_lightspeed", 54.9, 499, 24),
 ])  # fmt: skip
 def test_a_scanner_by_name(name: str, fan: float, field_of_view: float, sparse: int) -> None:

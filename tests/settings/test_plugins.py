@@ -67,9 +67,7 @@ FILES = {
 }
 
 
-def test_a_digest_of_code_is_of_all_files_of_the_users_that_it_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_is_of_all_files_of_the_user_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever they are. Installed packages are not the user's."""
     monkeypatch.syspath_prepend(tmp_path)
     for name, text in FILES.items():

@@ -76,30 +76,13 @@ def test_what_no_run_takes_is_one_line_that_says_why(key: str) -> None:
 
 
 @pytest.mark.parametrize(("words", "value"), [
-    ("devices=auto", "auto"),
-    ("devices=-1", -1),
-    ("devices=2", 2),
-    ("devices='2'", 2),
-    ("devices=[0,1]", [0, 1]),
-    ("devices='0,1'", [0, 1]),
-    ("devices='1,'", [1]),
-    ("fast_dev_run=true", True),
-    ("fast_dev_run=3", 3),
-    ("val_check_interval=0.5", 0.5),
-    ("val_check_interval=1.0", 1.0),
-    ("val_check_interval=1", 1),
-    ("val_check_interval=00:00:30:00", "00:00:30:00"),
-    ("val_check_interval={minutes: 30}", {"minutes": 30}),
-    ("max_time=00:00:30:00", "00:00:30:00"),
-    ("max_time={hours: 2}", {"hours": 2}),
-    ("limit_val_batches=0.5", 0.5),
-    ("overfit_batches=4", 4),
-    ("num_sanity_val_steps=-1", -1),
-    ("precision=16", "16-mixed"),
-    ("precision=32-true", "32"),
-    ("deterministic=warn", "warn"),
-    ("max_epochs=-1", -1),
-    ("gradient_clip_val=0", 0.0),
+    ("devices=auto", "auto"), ("devices=-1", -1), ("devices=2", 2), ("devices='2'", 2), ("devices=[0,1]", [0, 1]),
+    ("devices='0,1'", [0, 1]), ("devices='1,'", [1]), ("fast_dev_run=true", True), ("fast_dev_run=3", 3),
+    ("val_check_interval=0.5", 0.5), ("val_check_interval=1.0", 1.0), ("val_check_interval=1", 1),
+    ("val_check_interval=00:00:30:00", "00:00:30:00"), ("val_check_interval={minutes: 30}", {"minutes": 30}),
+    ("max_time=00:00:30:00", "00:00:30:00"), ("max_time={hours: 2}", {"hours": 2}), ("limit_val_batches=0.5", 0.5),
+    ("overfit_batches=4", 4), ("num_sanity_val_steps=-1", -1), ("precision=16", "16-mixed"),
+    ("precision=32-true", "32"), ("deterministic=warn", "warn"), ("max_epochs=-1", -1), ("gradient_clip_val=0", 0.0),
 ])  # fmt: skip
 def test_values_of_lightning_are_taken(words: str, value: Any) -> None:
     strategy = ["strategy=ddp"] * words.startswith("devices")

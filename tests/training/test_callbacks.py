@@ -1,7 +1,6 @@
 """Callbacks that the command line adds to a run."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ from qnmixer.reconstruction.checkpoints import read_checkpoint
 from qnmixer.runs.records import read_results
 from qnmixer.runs.run import Run
 from qnmixer.settings.parts import CallbackConfig, Callbacks
-from qnmixer.settings.run import Config
 from qnmixer.settings.validation import validated
 from qnmixer.training.callbacks import build_callbacks
 
-TinyConfig = Callable[..., Config]
+from ..conftest import TinyConfig
 
 MINE = """
 from lightning.pytorch.callbacks import Callback
@@ -82,9 +80,7 @@ def test_a_callback_that_changes_what_the_config_fixes_is_refused(name: str) -> 
         build_callbacks({"mine": CallbackConfig(_target_=f"lightning.pytorch.callbacks.{name}")})
 
 
-def test_early_stopping_ends_a_run_in_order(
-    tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_early_stopping_ends_a_run(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stopping = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1"]
     long = ["callbacks.early_stopping.min_delta=100", "trainer.max_steps=100", "test_after_training=false"]
     best = fit(tiny_config(*stopping, *long), Run(tmp_path))

@@ -1,9 +1,7 @@
-import csv
 import json
 import math
 import random
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +15,9 @@ from qnmixer.errors import PluginError, Stopped
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
 from qnmixer.runs.run import Run
-from qnmixer.settings.run import Config
 from qnmixer.training.checkpointing import AtomicCheckpointIO, Checkpointing
 
-TinyConfig = Callable[..., Config]
+from ..conftest import TinyConfig, rows_without_times
 
 # Four steps an epoch with n_train=8; validations after 3 and 6 of 7 steps, and at the end.
 RUN = [
@@ -64,42 +61,23 @@ def kept(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="") as stream:
-        return [
-            {name: value for name, value in row.items() if "second" not in name and not name.startswith("memory/")}
-            for row in csv.DictReader(stream)
-        ]
-
-
-@pytest.mark.parametrize(
-    ("stream", "step", "number", "kept_at", "more"),
-    [
-        ("train", 4, signal.SIGUSR1, 5, ["trainer.accumulate_grad_batches=2", "data.batch_size=1"]),
-        ("val", 3, signal.SIGTERM, 3, ["callbacks=ema", "callbacks.ema.decay=0.5"]),
-        # At the end of an epoch, and after training.
-        ("val", 4, signal.SIGTERM, 4, ["trainer.val_every_n_steps=null"]),
-        ("val", 7, signal.SIGTERM, 7, []),
-    ],
-)
+@pytest.mark.parametrize(("stop", "kept_at", "more"), [
+    (("train", 4, signal.SIGUSR1), 5, ["trainer.accumulate_grad_batches=2", "data.batch_size=1"]),
+    (("val", 3, signal.SIGTERM), 3, ["callbacks=ema", "callbacks.ema.decay=0.5"]),
+    # At the end of an epoch, and after training.
+    (("val", 4, signal.SIGTERM), 4, ["trainer.val_every_n_steps=null"]), (("val", 7, signal.SIGTERM), 7, []),
+])  # fmt: skip
 def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
-    tiny_config: TinyConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stream: str,
-    step: int,
-    number: signal.Signals,
-    kept_at: int,
-    more: list[str],
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: Any, kept_at: int, more: list[str]
 ) -> None:
     before = [signal.getsignal(it) for it in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     signal_at(monkeypatch, "none", 0)
     fit(tiny_config(*RUN, *more), Run(tmp_path / "whole"))
-    signal_at(monkeypatch, stream, step, number)
+    signal_at(monkeypatch, *stop)
     folder = tmp_path / "stopped"
-    with pytest.raises(Stopped, match=f"interrupted after step {kept_at}, to resume: .*resume=") as stop:
+    with pytest.raises(Stopped, match=f"interrupted after step {kept_at}, to resume: .*resume=") as stopped:
         fit(tiny_config(*RUN, *more), Run(folder))
-    assert stop.value.code == (130 if number == signal.SIGINT else 143)
+    assert stopped.value.code == 143
     assert kept(folder)["global_step"] == kept_at
     assert json.loads((folder / "results.json").read_text())["status"] == "interrupted"
     fit(tiny_config(*RUN, *more, f"resume={folder}"), Run(folder, resume=str(folder)))
@@ -111,7 +89,7 @@ def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
     assert ("trained_weights" in theirs) == ("callbacks=ema" in more)
     assert ours["qnmixer_run"]["best"] == theirs["qnmixer_run"]["best"]
     assert torch.equal(ours["qnmixer_run"]["random"][0]["torch"], theirs["qnmixer_run"]["random"][0]["torch"])
-    assert rows(folder) == rows(tmp_path / "whole")
+    assert rows_without_times(folder) == rows_without_times(tmp_path / "whole")
     record = json.loads((folder / "results.json").read_text())
     assert record["status"] == "done"
     assert [entry["step"] for entry in record["resumed"]] == [kept_at]
@@ -147,7 +125,7 @@ def test_a_run_that_was_stopped_after_training_comes_to_its_end(
     assert (record["status"], record["steps"]) == ("done", 6)
     assert record["memory"]["measured_step"] == before["memory"]["measured_step"] is not None
     assert record["test"]["QN-Mixer"]["psnr"] > 0
-    last = rows(tmp_path)[-1]
+    last = rows_without_times(tmp_path)[-1]
     assert (last["step"], float(last["samples"])) == ("6", 12)  # epochs of 8
     assert float(last["test/psnr"]) == pytest.approx(record["test"]["QN-Mixer"]["psnr"])
 
@@ -185,12 +163,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("compiles", "step", "kept_at"), [(True, 0, None), (True, 2, 3), (False, 0, 1)])
 def test_a_first_step_that_compiles_ends_at_once(
-    tiny_config: TinyConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    compiles: bool,
-    step: int,
-    kept_at: int | None,
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool, step: int, kept_at: Any
 ) -> None:
     """It takes minutes on a CPU. Every other step ends first, and has a checkpoint."""
     after_signal: list[int] = []

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.runs.run import Run
 from qnmixer.settings.run import Config
 
-from ..conftest import metrics
-
-TinyConfig = Callable[..., Config]
+from ..conftest import TinyConfig, metrics
 
 
 def trained(config: Config, folder: Path) -> dict[str, Any]:

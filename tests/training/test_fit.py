@@ -11,9 +11,9 @@ from qnmixer.fit import fit
 from qnmixer.reconstruction.checkpoints import read_checkpoint
 from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
-from qnmixer.settings.run import Config
 
-TinyConfig = Callable[..., Config]
+from ..conftest import TinyConfig
+
 QUICK = ["callbacks=none", "test_after_training=false"]
 
 
@@ -120,9 +120,7 @@ def raising(error: BaseException) -> Callable[..., None]:
     return function
 
 
-def test_a_stop_while_the_data_workers_start(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_while_workers_start(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qnmixer.data.datamodule._Loader.__iter__", raising(Stopped(signal.SIGINT)))
     with pytest.raises(Stopped):  # Lightning's teardown fails then
         fit(tiny_config("test_after_training=false"), Run(tmp_path))

@@ -145,6 +145,8 @@ def test_an_argument_takes_the_place_of_that_of_the_file(here: Path) -> None:
     assert dict(module.hparams) == {"smooth": 7}  # they were those of the file, and so in the next checkpoint
     base = ReconstructionModule.load_from_checkpoint(path, strict=True)
     assert (type(base), dict(base.hparams)) == (ReconstructionModule, {})  # it takes no `smooth`
+    pairs = zip(base.network.parameters(), load_pretrained(here / "smooth").parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_a_class_that_does_not_fit_is_named_in_one_line(here: Path) -> None:

@@ -1,4 +1,3 @@
-import csv
 import io
 import shutil
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from qnmixer.runs.terminal import Console
 from qnmixer.settings.run import Config
 from qnmixer.training.callbacks import EMA, MemoryMonitor
 
-from ..conftest import every_third
+from ..conftest import csv_rows, every_third
 
 TinyModule = Callable[..., ReconstructionModule]
 
@@ -35,8 +34,7 @@ def train(module: ReconstructionModule, folder: Path, *callbacks: Callback, **op
         **options,
     )  # fmt: skip
     trainer.fit(module, datamodule=SliceDataModule(module.config.data))
-    rows = csv.DictReader((Path(str(trainer.log_dir)) / "metrics.csv").read_text().splitlines())
-    return [row for row in rows if row["memory/allocated_mib"]]
+    return [row for row in csv_rows(Path(str(trainer.log_dir)) / "metrics.csv") if row["memory/allocated_mib"]]
 
 
 def monitor() -> MemoryMonitor:
@@ -49,9 +47,7 @@ def lines(watching: MemoryMonitor) -> list[str]:
 
 
 @pytest.mark.parametrize("overrides", every_third([[], ["data.simulation_factor=2"], ["callbacks=ema"]]))
-def test_after_the_second_step_a_line_says_what_the_plan_says_too(
-    tiny_module: TinyModule, tmp_path: Path, overrides: list[str]
-) -> None:
+def test_after_two_steps_a_line_says_the_plan(tiny_module: TinyModule, tmp_path: Path, overrides: list[str]) -> None:
     watching, module = monitor(), tiny_module("model.n_iterations=4", *overrides)
     averaging = [EMA()] if "ema" in module.config.callbacks else []
     rows = train(module, tmp_path, watching, *averaging, max_steps=4, gradient_clip_val=1.0)
@@ -99,9 +95,7 @@ def test_a_step_of_fewer_slices_is_not_taken_for_a_whole_one(
     assert short == pytest.approx(planned, rel=0.03)
 
 
-def test_a_resumed_run_keeps_the_memory_of_a_step_with_equal_settings_only(
-    tiny_config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_a_resumed_run_keeps_memory_of_equal_settings(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     """One more step, in which nothing is measured."""
     words = ["test_after_training=false", "data.n_train=8", "data.batch_size=4"]
     fit(tiny_config(*words, "trainer.max_steps=3"), Run(tmp_path / "run"))

@@ -23,7 +23,7 @@ from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.steps import build_trainer
 from qnmixer.training.terminal import print_end, print_start
 
-TinyConfig = Callable[..., Config]
+from ..conftest import TinyConfig
 
 # 7 slices, 4 an optimizer step: every second step is of 3.
 SEVEN = ["data.n_train=7", "data.n_val=3", "data.batch_size=2", "trainer.accumulate_grad_batches=2"]
@@ -135,9 +135,7 @@ def test_a_log_has_whole_lines_by_optimizer_steps(lines: Callable[..., list[str]
     (["trainer.max_steps=2", "trainer.max_epochs=3"], "training ends after 2 steps or 3 epochs"),
     (["compile=true"], "compiling in the first step: that takes minutes on a CPU, and compile=false takes none"),
 ])  # fmt: skip
-def test_the_limit_and_the_wait_for_the_compiler_are_told(
-    tiny_config: TinyConfig, tmp_path: Path, words: list[str], line: str
-) -> None:
+def test_limit_and_compiler_are_told(tiny_config: TinyConfig, tmp_path: Path, words: list[str], line: str) -> None:
     config, text = tiny_config(*words), io.StringIO()
     trainer, data = build_trainer(config, tmp_path, [], []), SliceDataModule(config.data)
     data.setup("fit")

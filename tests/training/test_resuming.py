@@ -27,9 +27,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
 ]
 
 
-def test_other_batches_come_to_the_same_and_another_run_is_refused(
-    tiny_config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_other_batches_are_the_same_and_other_runs_refused(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     """Two batches of two instead of one of four, from the middle of an epoch."""
     kept = {}
     fit(tiny_config(*RUN, *TOGETHER, "trainer.max_steps=3"), Run(tmp_path / "begun"))

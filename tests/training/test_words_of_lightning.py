@@ -1,6 +1,5 @@
 """What the arguments of Lightning's Trainer do in a run."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
 from qnmixer.settings.run import Config
 
-TinyConfig = Callable[..., Config]
+from ..conftest import TinyConfig
+
 # Eight slices in batches of two: four steps an epoch. Three validation slices in two batches.
 EPOCHS = ["trainer.max_steps=-1", "trainer.max_epochs=2", "callbacks=none", "noise=field"]
 UNTESTED = "test_after_training=false"

@@ -1,6 +1,5 @@
 """`qnmixer.compare` on a sweep of tiny networks, written here."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -19,19 +18,14 @@ from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
 
-from ...conftest import TINY, every_third
+from ...conftest import TINY, csv_rows, every_third
+from ...pages import SEARCH_PATH, STUDIES
 from ...saved import run as run_command
-from ...studies import SEARCH_PATH, STUDIES
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
     """Exit code, output and error of the command."""
     return run_command(compare, check, "compare", "accelerator=cpu", *arguments)
-
-
-def lines(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 def write_sweep(folder: Path, jobs: list[list[str]]) -> Path:
@@ -65,7 +59,7 @@ def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(tmp_path
     code, _, stderr = run(*words)
     assert (code, stderr) == (0, "")
     found = sweep / "comparison_field"
-    images = lines(found / "images.csv")
+    images = csv_rows(found / "images.csv")
     config = parse(compose("train", [*jobs[0], "noise=field", "data.seed=1"]))
     torch.manual_seed(0)
     module = Reconstructor(config)
@@ -77,7 +71,7 @@ def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(tmp_path
         assert [(line["slice"], float(line["psnr"]), float(line["ssim"])) for line in its] == expected
     fbp = {seed: [line["psnr"] for line in images if (line["method"], line["seed"]) == ("FBP", seed)] for seed in "12"}
     assert fbp["1"] == fbp["2"]  # phantoms and noise are those of the test, whatever the seeds of a job
-    means = [float(line["mean"]) for line in lines(found / "comparison.csv") if line["metric"] == "psnr"]
+    means = [float(line["mean"]) for line in csv_rows(found / "comparison.csv") if line["metric"] == "psnr"]
     assert means == sorted(means, reverse=True)
     markdown = (found / "comparison.md").read_text()
     assert " | 1,234 | 1 min 05 s | 77 |" in markdown
@@ -100,7 +94,7 @@ def test_a_folder_is_tested_whole_and_training_slices_are_told(tmp_path: Path) -
     def compared(root: str) -> tuple[list[str], bool]:
         code, stdout, stderr = run(f"sweep={sweep}", "data=numpy", f"data.root={tmp_path}/{root}", "data.num_workers=0")
         assert (code, stderr) == (0, "")
-        images = lines(sweep / "comparison_numpy" / "images.csv")
+        images = csv_rows(sweep / "comparison_numpy" / "images.csv")
         return [line["slice"].partition("/")[0] for line in images], "slices were used in training" in stdout
 
     assert compared("others") == (["p4", "p5"], False)
@@ -124,10 +118,10 @@ def test_all_seeds_have_the_same_phantoms_also_those_of_a_mix(tmp_path: Path) ->
     code, stdout, stderr = run(f"sweep={sweep}", "noise=field")
     assert (code, stderr) == (0, "")
     assert "warning" not in stdout.lower()
-    images = lines(sweep / "comparison_field" / "images.csv")
+    images = csv_rows(sweep / "comparison_field" / "images.csv")
     first, second = ([line["psnr"] for line in images if line["seed"] == seed] for seed in "12")
     assert first == second
-    psnr = next(it for it in lines(sweep / "comparison_field" / "comparison.csv") if it["metric"] == "psnr")
+    psnr = next(it for it in csv_rows(sweep / "comparison_field" / "comparison.csv") if it["metric"] == "psnr")
     assert (float(psnr["std_over_seeds"]), psnr["patients"], psnr["test"]) == (0, "2", "1")
 
 
@@ -172,10 +166,9 @@ def test_every_method_of_a_comparison_composes(path: Path) -> None:
     assert config.model.name == (path.stem if group in experiments else own.get(path.stem, "qn_mixer"))
 
 
-@pytest.mark.parametrize(
-    "experiment",
-    ["compare_small", "compare_noise", "compare_few", "compare_64", "ablation_qn", "ablation_parts", "studies"],
-)
+@pytest.mark.parametrize("experiment", [
+    "compare_small", "compare_noise", "compare_few", "compare_64", "ablation_qn", "ablation_parts", "studies",
+])  # fmt: skip
 def test_a_comparison_sweeps_over_all_its_methods(experiment: str) -> None:
     params = compose("train", [SEARCH_PATH, f"experiment={experiment}"], with_hydra=True).hydra.sweeper.params
     *_, group = (key for key in params if key.startswith("experiment/"))

@@ -23,8 +23,8 @@ from qnmixer.extras.comparison.report import write_comparison
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.compose import compose
 
-from ...conftest import TINY
-from .test_compare import lines, write_sweep
+from ...conftest import TINY, csv_rows
+from .test_compare import write_sweep
 
 pytestmark = pytest.mark.xdist_group("equal tests")  # their jobs are evaluated once
 
@@ -107,7 +107,7 @@ def test_what_compare_says_of_a_pair_of_tests(name: str, jobs: tuple[Path, dict[
     write_comparison(place / "out", found, Console(quiet=True))
     markdown = (place / "out" / "comparison.md").read_text()
     assert markdown.count("| method | seeds |") == 1 + bool(differs)
-    assert {line["test"] for line in lines(place / "out" / "images.csv")} == {*("12" if differs else "1")}
+    assert {line["test"] for line in csv_rows(place / "out" / "images.csv")} == {*("12" if differs else "1")}
     number = [*PAIRS].index(name) + 1
     says = f"which differ in {differs}, so each has its own table. Jobs of test 1: sweep/0; test 2: sweep/{number}"
     if differs:

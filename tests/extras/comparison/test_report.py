@@ -1,6 +1,5 @@
 """The tables and files of a comparison whose scores are given."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from qnmixer.files import digest_of_bytes
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
+
+from ...conftest import csv_rows
 
 IMAGE = torch.zeros(32, 32).index_fill(0, torch.arange(8), 500.0)
 
@@ -64,24 +65,20 @@ def test_files_tell_the_same(tmp_path: Path) -> None:
     assert "Warning: 1 other slices look like training slices" in markdown
     names = {f"comparison.{kind}" for kind in ("csv", "md", "png", "html")} | {"images.csv"}
     assert {path.name for path in tmp_path.iterdir()} == names
-    with (tmp_path / "comparison.csv").open(newline="") as stream:
-        lines = [*csv.DictReader(stream)]
+    lines = csv_rows(tmp_path / "comparison.csv")
     assert [line["metric"] for line in lines if line["method"] == "B"] == ["psnr", "ssim"]
     assert [float(lines[0][key]) for key in ("mean", "seeds", "patients")] == [31.5, 2, 2]
     assert len((tmp_path / "images.csv").read_text().splitlines()) == 1 + 4 + 2
 
 
-def test_a_seed_that_is_trained_twice_is_told_in_every_file_for_people(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_seed_that_is_trained_twice_is_told_in_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = method("A", {1: [score(0, 30.0)], 2: [score(0, 31.0)]}, 2)
     a.repeats = [replace(a.jobs[0], folder=Path("sweep/7"))]
     warning = "Warning: jobs sweep/7 of A repeat a seed, which counts once."
     assert warning in written(tmp_path, a, console=Console(width=300))
     assert warning in capsys.readouterr().out
     assert warning in (tmp_path / "comparison.html").read_text()
-    with (tmp_path / "comparison.csv").open(newline="") as stream:
-        assert {line["seeds"] for line in csv.DictReader(stream)} == {"2"}
+    assert {line["seeds"] for line in csv_rows(tmp_path / "comparison.csv")} == {"2"}
 
 
 def test_the_slices_of_a_patient_count_as_one(tmp_path: Path) -> None:

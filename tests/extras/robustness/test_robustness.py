@@ -1,6 +1,5 @@
 """`qnmixer.robustness` on an untrained network."""
 
-import csv
 import re
 import sys
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from qnmixer.models import UnrolledNetwork
 from qnmixer.runs.records import read_results
 from qnmixer.runs.terminal import NOTHING
 
+from ...conftest import csv_rows, few_conditions
 from ...saved import TINY, save
 
 
@@ -55,8 +55,8 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def rows_of(folder: Path) -> dict[tuple[str, str, str], float]:
-    with (folder / "table.csv").open() as stream:
-        return {(row["condition"], row["value"], row["method"]): float(row["psnr"]) for row in csv.DictReader(stream)}
+    rows = csv_rows(folder / "table.csv")
+    return {(row["condition"], row["value"], row["method"]): float(row["psnr"]) for row in rows}
 
 
 WORDS = ["data=phantoms", "data.num_workers=0", "n_slices=1", "accelerator=cpu"]
@@ -108,13 +108,8 @@ def test_a_network_for_one_number_of_views_says_so(tmp_path: Path, monkeypatch: 
     target = f"model._target_={__name__}.WeightOfEachView"
     scan = [word for word in TINY if not word.startswith("model.")]
     run, folder = save(tmp_path / "run", *scan, "model=custom", target), tmp_path / "out"
-    few = [
-        "noises=[]", "photons=[]", "arc=[]", "patient_size=[]", "detector_offset=[]", "source_distance=[]",
-        "tube_kv=[]", "scatter=[]", "smooth_scatter=[]", "crosstalk=[]", "motion=[]", "truncation=[]", "metal=[]",
-        "views=[1,2]",
-    ]  # fmt: skip
-    words = [f"run={run}", *WORDS, *few, "logger=csv", f"trust={__name__}", f"hydra.run.dir={folder}"]
-    assert command(monkeypatch, *words, "evaluation.tv_weight=null") == 0
+    words = [f"run={run}", *WORDS, *few_conditions(views="[1,2]"), "logger=csv", f"hydra.run.dir={folder}"]
+    assert command(monkeypatch, *words, f"trust={__name__}", "evaluation.tv_weight=null") == 0
     table = (folder / "table.md").read_text()
     assert "| views 11 | – | – | – |" in table
     assert "views 11: the network does not take it" in table

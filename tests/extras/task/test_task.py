@@ -1,6 +1,5 @@
 """`evaluation=task` by the code that its command runs, on an untrained network, and its phantoms."""
 
-import csv
 import json
 import math
 from pathlib import Path
@@ -19,6 +18,7 @@ from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import section
 
+from ...conftest import csv_rows
 from ...saved import TINY, run, save
 
 
@@ -112,8 +112,7 @@ def test_one_command_writes_a_table_and_a_figure(network: Path, tmp_path: Path) 
     assert (code, stderr) == (0, "")
     assert f"picture: {folder / 'picture.png'}" in stdout.splitlines()
     assert (folder / "picture.png").stat().st_size > 10_000
-    with (folder / "table.csv").open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
+    rows = csv_rows(folder / "table.csv")
     assert [row["method"] for row in rows] == ["FBP", "TV", "QN-Mixer"]
     *rivals, of_network = rows
     assert not of_network["d′ of the network minus it"]

@@ -68,13 +68,10 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path, body: str, line: st
     assert str(failure(tmp_path, body)).startswith(line)
 
 
-@pytest.mark.parametrize(
-    ("body", "line", "is_bug"),
-    [("raise ValueError('slice 7 is bad')", "slice 7 is bad", False), ("1 / 0", "ZeroDivisionError: division", True)],
-)
-def test_a_bug_shows_its_traceback_and_any_other_error_on_request(
-    tmp_path: Path, body: str, line: str, is_bug: bool
-) -> None:
+@pytest.mark.parametrize(("body", "line", "is_bug"), [
+    ("raise ValueError('slice 7 is bad')", "slice 7 is bad", False), ("1 / 0", "ZeroDivisionError: division", True),
+])  # fmt: skip
+def test_a_bug_shows_its_traceback_and_others_on_request(tmp_path: Path, body: str, line: str, is_bug: bool) -> None:
     error = failure(tmp_path, f"if here == 1: {body}\ntime.sleep(60)")
     assert str(error).startswith(f"rank 1: {line}")
     assert isinstance(error.__cause__, RankTraceback)
@@ -111,9 +108,7 @@ def test_ranks_that_are_not_there_to_be_asked_are_ended(tmp_path: Path) -> None:
         (signal.SIGINT, 130, "time.sleep(60) if here else os._exit(143)"),
     ],
 )
-def test_ranks_that_end_where_they_are_are_stopped_too(
-    tmp_path: Path, number: signal.Signals, code: int, wait: str
-) -> None:
+def test_ranks_that_end_where_they_are_stop(tmp_path: Path, number: signal.Signals, code: int, wait: str) -> None:
     """Before the first step, or after the last, no rank waits for the end of a step."""
 
     def ask() -> bool:

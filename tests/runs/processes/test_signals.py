@@ -17,10 +17,9 @@ def test_a_signal_waits_until_training_asks_and_its_echo_is_none() -> None:
         assert stop_requested() == signal.SIGUSR1
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 143), (signal.SIGUSR2, 143)],
-)
+@pytest.mark.parametrize(("number", "code"), [
+    (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 143), (signal.SIGUSR2, 143),
+])  # fmt: skip
 def test_the_exit_code_names_the_signal(number: signal.Signals, code: int) -> None:
     with pytest.raises(Stopped) as stop, stop_signals():
         signal.raise_signal(number)
