@@ -129,11 +129,9 @@ def test_noise_is_a_measurement(tmp_path: Path) -> None:
 
 
 OF_TWO = {
-    "one": ('"auto"', 1),
-    "ddp": ("DDPStrategy()", 2),
-    "fsdp": ("FSDPStrategy(2)", 2),
+    "one": ('"auto"', 1), "ddp": ("DDPStrategy()", 2), "fsdp": ("FSDPStrategy(2)", 2),
     "pipeline": ("PipelineStrategy(2, batch_size=2)", 2),
-}
+}  # fmt: skip
 ON_TWO = """
 import lightning as L, torch
 from qnmixer.lightning import *

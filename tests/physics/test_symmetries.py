@@ -9,15 +9,9 @@ import torch
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, images_by_symmetry, symmetries
 
 FAN = FanBeamGeometry(
-    image_size=16,
-    pixel_size=6.25,
-    n_views=8,
-    n_detectors=33,
-    detector_pitch=7.5,
-    source_to_axis=150.0,
-    axis_to_detector=72.5,
-    first_angle=math.pi / 8,
-)
+    image_size=16, pixel_size=6.25, n_views=8, n_detectors=33, detector_pitch=7.5, source_to_axis=150.0,
+    axis_to_detector=72.5, first_angle=math.pi / 8,
+)  # fmt: skip
 ALL = [(quarters, flipped) for flipped in (False, True) for quarters in (0, 2, 1, 3)]
 STEP = 2 * math.pi / 8
 

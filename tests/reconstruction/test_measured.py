@@ -175,12 +175,9 @@ def test_matlab_files_that_are_no_scan(tmp_path: Path, fault: str) -> None:
         path.write_bytes(b"MATLAB 7.3 MAT-file, Platform: GLNXA64".ljust(124) + b"\x00\x02IM" + bytes(400))
     else:
         changes: dict[str, dict[str, Any]] = {
-            "no distance": {"distanceSourceOrigin": None},
-            "nan": {"distanceSourceOrigin": math.nan},
-            "far angle": {"angles": [1e300, 1, 2, 3]},
-            "angles": {"angles": [1, 2]},
-            "cm": {"distanceUnit": "cm"},
-        }
+            "no distance": {"distanceSourceOrigin": None}, "nan": {"distanceSourceOrigin": math.nan},
+            "far angle": {"angles": [1e300, 1, 2, 3]}, "angles": {"angles": [1, 2]}, "cm": {"distanceUnit": "cm"},
+        }  # fmt: skip
         mat(path, y, **{"pixelSizePost": 40} | changes[fault])
     with pytest.raises(DataError, match=r"a\.mat is no scan \(.*\.npy") as error:
         read_mat(path, scanner())

@@ -7,15 +7,10 @@ from qnmixer.settings.help import usage
 from qnmixer.settings.options import flat_keys
 
 COMMANDS = {
-    "train": [],
-    "evaluate": ["run=x"],
-    "reconstruct": ["run=x", "input=y", "output=z"],
-    "export": ["run=x", "output=y.safetensors"],
-    "calibrate": ["input=x", "output=y"],
-    "robustness": ["run=x"],
-    "plan": [],
-    "doctor": [],
-}
+    "train": [], "evaluate": ["run=x"], "reconstruct": ["run=x", "input=y", "output=z"],
+    "export": ["run=x", "output=y.safetensors"], "calibrate": ["input=x", "output=y"], "robustness": ["run=x"],
+    "plan": [], "doctor": [],
+}  # fmt: skip
 
 
 def help_of(name: str, *overrides: str) -> list[str]:

@@ -159,12 +159,9 @@ def test_what_an_insert_leaves_in_fbp_does_not_depend_on_the_noise(network: Path
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_line(network: Path, tmp_path: Path, given: list[str], says: str) -> None:
     words = [
-        f"run={network}",
-        "evaluation=task",
-        "evaluation.insert_diameter=40",
-        f"hydra.run.dir={tmp_path / 'new'}",
+        f"run={network}", "evaluation=task", "evaluation.insert_diameter=40", f"hydra.run.dir={tmp_path / 'new'}",
         *given,
-    ]
+    ]  # fmt: skip
     code, _, stderr = run(evaluate, check, "evaluate", *words)
     assert code == 1
     (line,) = [line for line in stderr.splitlines() if not line.startswith("warning")]
