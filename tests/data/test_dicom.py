@@ -176,14 +176,11 @@ def test_compressed_pixels_without_a_syntax_are_not_guessed(make_ct: Any, tmp_pa
         read(tmp_path / "a")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\x08\0", b"\x08\0\x16\0" * 9999, b"\x08\0\x16\0\x04\0\0\0ab.c" * 999,
-        b"\x08\0\x16\0\xff\xff\xff\xff" * 999, b"\x08\0\x05\0\xff\xff\xff\x7f" + bytes(9999),
-        np.full(9999, 8, "<i2").tobytes(), b"\x08\0\x05\0CS" + bytes(range(256)) * 99,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("content", [
+    b"\x08\0", b"\x08\0\x16\0" * 9999, b"\x08\0\x16\0\x04\0\0\0ab.c" * 999, b"\x08\0\x16\0\xff\xff\xff\xff" * 999,
+    b"\x08\0\x05\0\xff\xff\xff\x7f" + bytes(9999), np.full(9999, 8, "<i2").tobytes(),
+    b"\x08\0\x05\0CS" + bytes(range(256)) * 99,
+])  # fmt: skip
 def test_other_bytes_that_begin_as_tags_are_not_dicom(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a").write_bytes(content)
     with within_limits(), pytest.raises(SkipFile, match=r"^not DICOM$"):

@@ -176,36 +176,33 @@ def of_pixel(value: float) -> torch.Tensor:
     return image
 
 
-@pytest.mark.parametrize(
-    ("batch", "line"),
-    [
-        ([torch.zeros(2, 1, 16, 16)] * 3, r"^my_file.Mine gives a list of 3: give a dict with image, or a pair "),
-        ({"x": torch.zeros(1)}, r"^my_file.Mine gives a dict without image: give"),
-        ((torch.zeros(2, 1, 20, 20), torch.zeros(2, 1, 8, 24)), r"image \[2, 1, 20, 20\], not .*data.image_size=20$"),
-        ((torch.zeros(2, 1, 16, 16), torch.zeros(2, 1, 9, 24)), r"sinogram \[2, 1, 9, 24\], not \[2, 1, 8, 24\]"),
-        ((np.zeros((2, 1, 16, 16)), np.zeros((2, 1, 8, 24))), r"image as ndarray, not a tensor \[B, 1, 16, 16\]$"),
-        ({"sinogram": torch.zeros(3, 1, 8, 24)}, r"sinogram \[3, 1, 8, 24\], not \[2, 1, 8, 24\]"),
-        ({"fine": torch.zeros(2, 1, 32, 30)}, r"fine \[2, 1, 32, 30\], not \[2, 1, f·S, f·S\]$"),
-        ({"hu_scale": torch.ones(2, 1)}, r"hu_scale \[2, 1\], not \[2\]$"),
-        ({"hu_offset": torch.tensor(1.0)}, r"hu_offset \[\], not \[2\]$"),
-        ({"weight": torch.ones(2, 1)}, r"weight \[2, 1\], not \[2\]$"),
-        ({"weight": torch.ones(3)}, r"weight \[3\], not \[2\]$"),
-        ({"weight": [1.0, 1.0]}, r"weight as list, not a tensor \[2\]$"),
-        ({"sample": torch.tensor([-1, 0])}, r"sample \[-1, 0\], not integers from 0 on$"),
-        ({"sample": torch.tensor([0.5, 1])}, r"sample \[0.5, 1.0\], not integers from 0 on$"),
-        ({"name": ["a"]}, r"name \[1\], not \[2\]$"),
-        ({"image": of_pixel(float("nan"))}, r"^my_file.Mine gives image with NaN or infinity \(val, slice 1\)$"),
-        ({"sinogram": torch.full((2, 1, 8, 24), torch.inf)}, r"sinogram with NaN or infinity \(val, slice 0\)$"),
-        ({"hu_scale": torch.tensor([1, 0])}, r"hu_scale that is not above 0 \(val, slice 1\)$"),
-        ({"weight": torch.tensor([1, -1]), "name": ["a", "b"]}, r"weight below 0 \(val, slice 1, b\): give 0 for a"),
-        (
-            {"image": of_pixel(2000.0)},
-            r"an image from 0 to 2000 \(val, slice 1\), which would be -1,000 to 5,999,000 HU: give "
-            r"\(HU \+ 1000\) / 3000, or other hu_offset and hu_scale$",
-        ),
-        ({"image": of_pixel(-1.0)}, r"from -1 to 0 \(val, slice 1\), which would be -4,000 to -1,000 HU"),
-    ],
-)
+@pytest.mark.parametrize(("batch", "line"), [
+    ([torch.zeros(2, 1, 16, 16)] * 3, r"^my_file.Mine gives a list of 3: give a dict with image, or a pair "),
+    ({"x": torch.zeros(1)}, r"^my_file.Mine gives a dict without image: give"),
+    ((torch.zeros(2, 1, 20, 20), torch.zeros(2, 1, 8, 24)), r"image \[2, 1, 20, 20\], not .*data.image_size=20$"),
+    ((torch.zeros(2, 1, 16, 16), torch.zeros(2, 1, 9, 24)), r"sinogram \[2, 1, 9, 24\], not \[2, 1, 8, 24\]"),
+    ((np.zeros((2, 1, 16, 16)), np.zeros((2, 1, 8, 24))), r"image as ndarray, not a tensor \[B, 1, 16, 16\]$"),
+    ({"sinogram": torch.zeros(3, 1, 8, 24)}, r"sinogram \[3, 1, 8, 24\], not \[2, 1, 8, 24\]"),
+    ({"fine": torch.zeros(2, 1, 32, 30)}, r"fine \[2, 1, 32, 30\], not \[2, 1, f·S, f·S\]$"),
+    ({"hu_scale": torch.ones(2, 1)}, r"hu_scale \[2, 1\], not \[2\]$"),
+    ({"hu_offset": torch.tensor(1.0)}, r"hu_offset \[\], not \[2\]$"),
+    ({"weight": torch.ones(2, 1)}, r"weight \[2, 1\], not \[2\]$"),
+    ({"weight": torch.ones(3)}, r"weight \[3\], not \[2\]$"),
+    ({"weight": [1.0, 1.0]}, r"weight as list, not a tensor \[2\]$"),
+    ({"sample": torch.tensor([-1, 0])}, r"sample \[-1, 0\], not integers from 0 on$"),
+    ({"sample": torch.tensor([0.5, 1])}, r"sample \[0.5, 1.0\], not integers from 0 on$"),
+    ({"name": ["a"]}, r"name \[1\], not \[2\]$"),
+    ({"image": of_pixel(float("nan"))}, r"^my_file.Mine gives image with NaN or infinity \(val, slice 1\)$"),
+    ({"sinogram": torch.full((2, 1, 8, 24), torch.inf)}, r"sinogram with NaN or infinity \(val, slice 0\)$"),
+    ({"hu_scale": torch.tensor([1, 0])}, r"hu_scale that is not above 0 \(val, slice 1\)$"),
+    ({"weight": torch.tensor([1, -1]), "name": ["a", "b"]}, r"weight below 0 \(val, slice 1, b\): give 0 for a"),
+    (
+        {"image": of_pixel(2000.0)},
+        r"an image from 0 to 2000 \(val, slice 1\), which would be -1,000 to 5,999,000 HU: give "
+        r"\(HU \+ 1000\) / 3000, or other hu_offset and hu_scale$",
+    ),
+    ({"image": of_pixel(-1.0)}, r"from -1 to 0 \(val, slice 1\), which would be -4,000 to -1,000 HU"),
+])  # fmt: skip
 def test_another_batch_is_refused_in_one_line(own: OwnDataModule, batch: object, line: str) -> None:
     if isinstance(batch, dict) and "x" not in batch:
         batch = {"image": torch.zeros(2, 1, 16, 16)} | batch

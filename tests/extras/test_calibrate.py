@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from notebooks.benchmarks.calibrate_coverage import KINDS, draw, held
+from notebooks.benchmarks.calibrate_coverage import CORNERS, FAULTS, KINDS, SOUND, calibrated, draw, held
 
 from qnmixer.calibrate import check, main
 from qnmixer.commands.command import TRACEBACK
@@ -20,7 +20,6 @@ from qnmixer.extras.calibration.variances import of_series
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
 from qnmixer.settings.compose import compose
 
-from ..benchmarks.calibrate_coverage import CORNERS, FAULTS, KINDS, SOUND, calibrated, draw, held
 from ..data.conftest import MakeCt, make_ct
 
 __all__ = ["make_ct"]

@@ -52,22 +52,15 @@ def test_right_pairs_give_no_word(change: Callable[[Tensor], Tensor]) -> None:
         check(change(A(IMAGES)))
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        (lambda y: y.flip(-1), r"With its bins mirrored it differs by 0%\. Are sinograms"),
-        (lambda y: few_photons(y).flip(-1), r"With its bins mirrored it differs by \d%\. Are sinograms"),
-        (lambda y: y.flip(-2), r"With its views in reverse it differs by 0%\. Are sinograms"),
-        (lambda y: y * 0.0576, r"by 1636% \(.*Times 17\.4 it differs by 0%\. Are sinograms"),
-        (
-            lambda y: y.roll(2, -2),
-            r"\)\. Are sinograms line integrals in value × mm, with the bins and angles of",
-        ),
-        (lambda y: y.roll(1, 0), r"differs from A x of its image by \d+% \(train, slice \d of its first batch, \w+\)"),
-        (lambda y: 1e5 * torch.exp(-0.0576 * y), r"differs from A x of its image by 100% \("),
-    ],
-    ids=["mirrored", "mirrored in noise", "reversed", "attenuation", "turned", "of the next", "counts"],
-)
+@pytest.mark.parametrize(("change", "line"), [
+    (lambda y: y.flip(-1), r"With its bins mirrored it differs by 0%\. Are sinograms"),
+    (lambda y: few_photons(y).flip(-1), r"With its bins mirrored it differs by \d%\. Are sinograms"),
+    (lambda y: y.flip(-2), r"With its views in reverse it differs by 0%\. Are sinograms"),
+    (lambda y: y * 0.0576, r"by 1636% \(.*Times 17\.4 it differs by 0%\. Are sinograms"),
+    (lambda y: y.roll(2, -2), r"\)\. Are sinograms line integrals in value × mm, with the bins and angles of"),
+    (lambda y: y.roll(1, 0), r"differs from A x of its image by \d+% \(train, slice \d of its first batch, \w+\)"),
+    (lambda y: 1e5 * torch.exp(-0.0576 * y), r"differs from A x of its image by 100% \("),
+], ids=["mirrored", "mirrored in noise", "reversed", "attenuation", "turned", "of the next", "counts"])  # fmt: skip
 def test_other_pairs_are_named(change: Callable[[Tensor], Tensor], line: str) -> None:
     with pytest.warns(UserWarning, match=line):
         check(change(A(IMAGES)))

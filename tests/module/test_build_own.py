@@ -12,7 +12,6 @@ from qnmixer.measurement.build import build_noise
 from qnmixer.module import ReconstructionModule
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer, learning_rate_factor
-from qnmixer.settings.run import Config
 
 from ..conftest import TinyConfig
 

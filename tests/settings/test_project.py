@@ -93,14 +93,11 @@ def test_a_projects_command_without_its_project_is_one_line(
         assert said.startswith(f"error: {line}")
 
 
-@pytest.mark.parametrize(
-    ("table", "line"),
-    [
-        ('conf = "nowhere"', 'pyproject.toml: no folder nowhere: write conf = "FOLDER" in [tool.qnmixer]'),
-        ('cnf = "conf"', "unknown key tool.qnmixer.cnf: did you mean tool.qnmixer.conf?"),
-        ("conf = ", "pyproject.toml cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("table", "line"), [
+    ('conf = "nowhere"', 'pyproject.toml: no folder nowhere: write conf = "FOLDER" in [tool.qnmixer]'),
+    ('cnf = "conf"', "unknown key tool.qnmixer.cnf: did you mean tool.qnmixer.conf?"),
+    ("conf = ", "pyproject.toml cannot be read"),
+])  # fmt: skip
 def test_a_wrong_table_of_a_project_is_one_line(table: str, line: str, typed: Typed, project: Path) -> None:
     """Also for the command of the project."""
     (project / "pyproject.toml").write_text(f"[tool.qnmixer]\n{table}\n")

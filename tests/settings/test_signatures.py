@@ -86,24 +86,19 @@ def save(config: Config, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["model.n_iterations=0"], "model.n_iterations=0 should be greater than or equal to 1"),
-        (["model.channels=65"], "model.channels=65 should be less than or equal to 64"),
-        (["+model.kind=c"], "model.kind=c should be 'a' or 'b'"),
-        (["+model.scale=much"], "model.scale=much should be a valid number"),
-        (["+model.pair=1"], "model.pair=1 should be a valid tuple"),
-        (["+model.sacle=2"], "unknown key model.sacle: did you mean model.scale?"),
-        (
-            ["model._target_=signatures_of_mine.Loose", "~model.channels", "model.n_iterations={a: 1}", *PIPELINE],
-            "model.n_iterations={'a': 1} should be a valid integer",
-        ),
-        (["model._target_=signatures_of_mine.Loose", "+model.scale=much"], "model.scale=much should be a valid number"),
-        (["+model.part={_target_: nowhere.X}"], "model.part._target_=nowhere.X, but there is no module nowhere"),
-        (["+model.part={_target_: signatures_of_mine.Wide, widht: 2}"], "model.part cannot be built: "),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["model.n_iterations=0"], "model.n_iterations=0 should be greater than or equal to 1"),
+    (["model.channels=65"], "model.channels=65 should be less than or equal to 64"),
+    (["+model.kind=c"], "model.kind=c should be 'a' or 'b'"),
+    (["+model.scale=much"], "model.scale=much should be a valid number"),
+    (["+model.pair=1"], "model.pair=1 should be a valid tuple"),
+    (["+model.sacle=2"], "unknown key model.sacle: did you mean model.scale?"),
+    (["model._target_=signatures_of_mine.Loose", "~model.channels", "model.n_iterations={a: 1}", *PIPELINE],
+     "model.n_iterations={'a': 1} should be a valid integer"),
+    (["model._target_=signatures_of_mine.Loose", "+model.scale=much"], "model.scale=much should be a valid number"),
+    (["+model.part={_target_: nowhere.X}"], "model.part._target_=nowhere.X, but there is no module nowhere"),
+    (["+model.part={_target_: signatures_of_mine.Wide, widht: 2}"], "model.part cannot be built: "),
+])  # fmt: skip
 def test_what_does_not_fit_is_one_line(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         Reconstructor(train(*NET, *words))
@@ -126,16 +121,13 @@ def test_a_new_argument_is_one_place(mine: Path, tmp_path: Path) -> None:
 LOOSE = ["model=custom", "model._target_=signatures_of_mine.Loose", "~model.channels"]
 
 
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        ([*NET, "+model.scale=2", "+model.pair=[1,2]"], [*NET, "~model.channels", "model.n_iterations=3"]),
-        (NET, [*LOOSE, "+model.free='a: b'"]),
-        ([*LOOSE, "+model.free={a: [1, null], b: 'c d'}"], [*NET, "+model.scale=3"]),
-        ([*NET, "model.n_iterations=3"], ["model=learn"]),
-        (["model=learn", "model.n_iterations=2", "model.channels=4"], NET),
-    ],
-)
+@pytest.mark.parametrize(("before", "now"), [
+    ([*NET, "+model.scale=2", "+model.pair=[1,2]"], [*NET, "~model.channels", "model.n_iterations=3"]),
+    (NET, [*LOOSE, "+model.free='a: b'"]),
+    ([*LOOSE, "+model.free={a: [1, null], b: 'c d'}"], [*NET, "+model.scale=3"]),
+    ([*NET, "model.n_iterations=3"], ["model=learn"]),
+    (["model=learn", "model.n_iterations=2", "model.channels=4"], NET),
+])  # fmt: skip
 def test_the_words_for_the_same_network_can_be_pasted(before: list[str], now: list[str], tmp_path: Path) -> None:
     path = save(train(*before), tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match="has another network: to build the same one, set ") as error:
