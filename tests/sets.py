@@ -89,12 +89,8 @@ def write_two_detect(
         for mode in modes:
             folder = root / f"slice{number:05d}" / f"mode{mode}"
             folder.mkdir(parents=True, exist_ok=True)
-            for name, values in {
-                "sinogram": counts,
-                "dark": dark[None],
-                "flat1": flats[:1],
-                "flat2": flats[1:],
-            }.items():
+            parts = {"sinogram": counts, "dark": dark[None], "flat1": flats[:1], "flat2": flats[1:]}
+            for name, values in parts.items():
                 raw = np.repeat(np.asarray(values), 2, axis=1).round().astype(np.uint16)
                 tifffile.imwrite(folder / f"{name}.tif", raw)
         folder = references / f"slice{number:05d}" / "mode2"

@@ -25,7 +25,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,13 +67,7 @@ sys.exit(code)
 """
 
 
-@dataclass
-class Done:
-    """How a command ended."""
-
-    returncode: int
-    stdout: str
-    stderr: str
+Done = subprocess.CompletedProcess[str]
 
 
 class Warm:
@@ -131,7 +124,7 @@ class Warm:
             with server.makefile() as answer:
                 answer.readline()  # the process id
                 code = json.loads(answer.readline())
-            return Done(code, _text(stdout), _text(stderr))
+            return Done(arguments, code, _text(stdout), _text(stderr))
 
 
 def _text(file: BinaryIO) -> str:

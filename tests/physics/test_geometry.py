@@ -92,6 +92,6 @@ def test_fan_angles_are_equal_on_an_arc_and_slopes_on_a_line() -> None:
     ("parallel", 30, -math.pi, 0.0, (15, 256)), ("parallel", 30, math.pi, 0.25, (30, 512)),
     ("parallel", 31, math.pi, 0.0, (31, 512)),
 ])  # fmt: skip
-def test_how_much_tells_all(beam: str, views: int, span: float, offset: float, distinct: tuple[int, int]) -> None:
+def test_what_of_a_scan_tells_all(beam: str, views: int, span: float, offset: float, distinct: tuple[int, int]) -> None:
     geometry = replace(PAPER, beam=beam, n_views=views, angle_span=span, detector_offset=offset)
     assert (geometry.n_distinct_views, geometry.n_distinct_bins) == distinct

@@ -1,20 +1,15 @@
 """The commands on a network that learns in a second, in this process, and what they leave behind."""
 
-import io
 import json
-import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pydicom
-import pytest
 import torch
 
-from qnmixer.commands import command
 from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.evaluate import evaluate, into_new_folder
 from qnmixer.evaluation.config import EvaluateConfig
@@ -25,7 +20,7 @@ from qnmixer.runs.run import resume_overrides
 from qnmixer.settings.run import parse
 from qnmixer.train import run as train
 
-from ..schemas import SCHEMAS
+from ..saved import run as run_task
 
 COMPLETE = {"train": resume_overrides, "evaluate": into_new_folder}
 COMMANDS: dict[str, Any] = {
@@ -67,16 +62,7 @@ class Outcome:
 
 def run(name: str, *arguments: str) -> Outcome:
     """A command in this process, through the very code that its module runs."""
-    code, stdout, stderr = 0, io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
-        patch.setattr(sys, "argv", [name, *arguments])
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.delenv(command.TRACEBACK, raising=False)
-        try:
-            command.run(*COMMANDS[name], SCHEMAS[name], complete=COMPLETE.get(name, list))
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-    return Outcome(code, stdout.getvalue(), stderr.getvalue())
+    return Outcome(*run_task(*COMMANDS[name], name, *arguments, complete=COMPLETE.get(name, list)))
 
 
 Command = Callable[..., Outcome]

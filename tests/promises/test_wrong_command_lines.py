@@ -121,7 +121,7 @@ def test_a_command_of_its_own_says_the_same(case: str, light: str, tmp_path: Pat
     arguments, variables = command_of(case, tmp_path, light)
     words = [sys.executable, *arguments]
     process = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=variables)
-    check(case, Done(process.returncode, process.stdout, process.stderr), tmp_path)
+    check(case, process, tmp_path)
 
 
 @pytest.mark.parametrize("case", [

@@ -18,6 +18,7 @@ from qnmixer.settings.run import Config, parse
 
 from ..conftest import Build
 from ..public import PRIVATE
+from .test_reading import refusal
 
 
 def write(module: ReconstructionModule, path: Path) -> Path:
@@ -33,14 +34,6 @@ def module(tiny_module: Build) -> ReconstructionModule:
         for parameter in module.parameters():
             parameter.add_(0.01)
     return module
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(CheckpointError) as error:
-        read_checkpoint(find_checkpoint(path))
-    assert "\n" not in str(error.value)
-    assert str(path) in str(error.value)
-    return str(error.value)
 
 
 def test_a_network_comes_back_as_it_was(module: ReconstructionModule, tmp_path: Path) -> None:

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from qnmixer.errors import PluginError
-from qnmixer.extras.comparison.methods import methods_of
+from qnmixer.errors import ConfigError, PluginError
+from qnmixer.extras.comparison import compare as comparing
+from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, methods_of
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
+
+from ...settings.test_texts import ODD, is_plain
 
 
 def sweep(folder: Path, jobs: list[list[str]]) -> Path:
@@ -128,3 +132,22 @@ def test_a_seed_counts_once(tmp_path: Path) -> None:
         assert [job.name for job in method.jobs] == ["a/0", "a/2"]
         assert [job.name for job in method.repeats] == ["a/1", "b/0", "b/1", "b/2"][: 1 + 3 * (len(sweeps) - 1)]
         assert method.n_seeds == 3
+
+
+@pytest.mark.parametrize("odd", [*ODD, "a\nerror: b"])
+def test_compare_shows_a_job_of_somebody_elses_sweep_in_a_line(
+    odd: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = ComparedJob(Path(odd), {}, None)  # type: ignore[arg-type]  # it is shown, and then the test ends
+    monkeypatch.setattr(comparing, "methods_of", lambda *_: [ComparedMethod(odd, [job], 1)])
+
+    def end(*_: object) -> None:
+        raise ConfigError("end")
+
+    monkeypatch.setattr(comparing, "on_test", end)
+    config = OmegaConf.create({"checkpoint": "best", "trust": [], "accelerator": "cpu", "seed": 1})
+    with pytest.raises(ConfigError, match="end"):
+        comparing.compare(config, [], [])  # type: ignore[arg-type]
+    told = capsys.readouterr().out
+    assert is_plain(told)
+    assert told.count("\n") == 1
