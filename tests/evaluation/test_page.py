@@ -146,18 +146,12 @@ WINDOW = [-160.0, 240.0]
 def page(tmp_path: Path) -> Path:
     """Three slices: one with all kinds of methods, one with an odd name, one of another shape."""
     table = Table("test split", ["method", "PSNR, dB"], [["FBP", "20.00 ± 1.00"], [TAG, "not run"]], "2 images & more")
+    methods = [
+        MethodImages("FBP", [FBP], "20.00 dB"), MethodImages("QN-Mixer", ITERATES, "34.13 dB / 91.9"),
+        MethodImages("short", SHORT), MethodImages(TAG, [OTHER], "30.00 dB"),
+    ]  # fmt: skip
     slices = [
-        SliceImages(
-            "first",
-            TRUTH,
-            [
-                MethodImages("FBP", [FBP], "20.00 dB"),
-                MethodImages("QN-Mixer", ITERATES, "34.13 dB / 91.9"),
-                MethodImages("short", SHORT),
-                MethodImages(TAG, [OTHER], "30.00 dB"),
-            ],
-            WINDOW,
-        ),
+        SliceImages("first", TRUTH, methods, WINDOW),
         SliceImages("</script><b>second</b>", OTHER, [MethodImages("FBP", [FBP])], WINDOW),
         SliceImages("wide", WIDE, [MethodImages("FBP", [WIDE])], WINDOW),
     ]

@@ -144,22 +144,11 @@ def test_precision_is_what_was_asked_for(
 
 @pytest.mark.parametrize("overrides", [
     ["trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.val_every_n_steps=null", "noise=physical", "loss=l1"],
-    *(
-        pytest.param(overrides, marks=pytest.mark.long)
-        for overrides in (
-            ["monitor=val/loss", "schedule=constant", "optimizer=sgd", "data.scaling=minmax", "loss=ssim_mix"],
-            [
-                *("model=qn_mixer_paper", "model.n_iterations=2", "model.channels=8"),
-                *("schedule=step", "optimizer=adafactor"),
-            ],
-            [
-                "geometry.n_views=7",
-                "geometry.angle_span=4.0",
-                "geometry.fbp_filter=hann",
-                "model.data_term=adjoint",
-            ],
-        )
-    ),
+    *(pytest.param(overrides, marks=pytest.mark.long) for overrides in (
+        ["monitor=val/loss", "schedule=constant", "optimizer=sgd", "data.scaling=minmax", "loss=ssim_mix"],
+        ["model=qn_mixer_paper", "model.n_iterations=2", "model.channels=8", "schedule=step", "optimizer=adafactor"],
+        ["geometry.n_views=7", "geometry.angle_span=4.0", "geometry.fbp_filter=hann", "model.data_term=adjoint"],
+    )),
 ], ids=lambda overrides: overrides[0])  # fmt: skip
 def test_other_ways_to_train(tmp_path: Path, overrides: list[str]) -> None:
     assert training(tmp_path, *overrides).code == 0
@@ -326,13 +315,8 @@ def ten(place: Path) -> Path:
 
 def test_slices_that_were_trained_on_give_a_warning(ten: Path, tmp_path: Path) -> None:
     """By their pixels: also in a copy of the folder, and in the one that it lies in."""
-    for number, words in enumerate(
-        [
-            [f"data.root={ten}/copy/below", "data.split=all"],
-            [f"data.root={ten}/copy"],
-            [f"data.root={ten}", "data.include=copy/*"],
-        ]
-    ):
+    whole, around = [f"data.root={ten}/copy/below", "data.split=all"], [f"data.root={ten}", "data.include=copy/*"]
+    for number, words in enumerate([whole, [f"data.root={ten}/copy"], around]):
         folder = tmp_path / str(number)
         source = ["data=numpy", f"data.cache_dir={tmp_path}/cache", "data.num_workers=0"]
         outcome = run("evaluate", f"run={ten}/run", *source, *words, f"hydra.run.dir={folder}")

@@ -45,19 +45,16 @@ def test_without_resume_nothing_changes(overrides: list[str]) -> None:
     assert resume_overrides(overrides) == overrides
 
 
-@pytest.mark.parametrize(
-    ("before", "given", "after"),
-    [
-        (["seed=1", "trainer.max_steps=9"], ["trainer.max_steps=20"], ["seed=1", "trainer.max_steps=20"]),
-        (["seed=1", "seed=2"], ["seed=3", "seed=4"], ["seed=3", "seed=4"]),
-        # Another choice of a group takes the keys of the one before along; so does another length.
-        (["strategy=pipeline", "strategy.schedule=sequential"], ["strategy=ddp"], ["strategy=ddp"]),
-        (["trainer.max_epochs=9", "trainer.max_steps=-1"], ["trainer.max_steps=20"], ["trainer.max_steps=20"]),
-        # A run has no word on Hydra, which could make it run code.
-        (["seed=1", "++hydra={job:{env_set:{PYTHONPATH:/evil}}}"], [], ["seed=1"]),
-        (["seed=1", "+callbacks@hydra.callbacks.x=custom"], [], ["seed=1"]),
-    ],
-)
+@pytest.mark.parametrize(("before", "given", "after"), [
+    (["seed=1", "trainer.max_steps=9"], ["trainer.max_steps=20"], ["seed=1", "trainer.max_steps=20"]),
+    (["seed=1", "seed=2"], ["seed=3", "seed=4"], ["seed=3", "seed=4"]),
+    # Another choice of a group takes the keys of the one before along; so does another length.
+    (["strategy=pipeline", "strategy.schedule=sequential"], ["strategy=ddp"], ["strategy=ddp"]),
+    (["trainer.max_epochs=9", "trainer.max_steps=-1"], ["trainer.max_steps=20"], ["trainer.max_steps=20"]),
+    # A run has no word on Hydra, which could make it run code.
+    (["seed=1", "++hydra={job:{env_set:{PYTHONPATH:/evil}}}"], [], ["seed=1"]),
+    (["seed=1", "+callbacks@hydra.callbacks.x=custom"], [], ["seed=1"]),
+])  # fmt: skip
 def test_a_run_resumes_with_its_overrides(make: Make, before: list[str], given: list[str], after: list[str]) -> None:
     make("a", *before)
     assert resume_overrides(["resume=runs/a", *given]) == [*after, *IN_A]

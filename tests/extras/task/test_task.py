@@ -65,14 +65,10 @@ def dose_scores(photons: float, method: str, hidden: float | None, kept: float) 
     frequencies = torch.linspace(0, 0.5, 6)
     edges = [(math.nan if hu == hidden else 0.2, 0.02) for hu in EDGES]
     values = [(7.0, 0.3), (0.07, 0.01), *edges, (kept, 0.0), (2.0, 0.5), (0.1, 0.2)]
-    return DoseScores(
-        photons,
-        method,
-        dict(zip(headings(EDGES), values, strict=True)),
-        spectrum=(frequencies[1:], frequencies[1:]),
-        transfer=dict.fromkeys(EDGES, (frequencies, 1 - frequencies, frequencies / 5)),
-        example=torch.zeros(8, 8),
-    )
+    named = dict(zip(headings(EDGES), values, strict=True))
+    transfer = dict.fromkeys(EDGES, (frequencies, 1 - frequencies, frequencies / 5))
+    spectrum = frequencies[1:], frequencies[1:]
+    return DoseScores(photons, method, named, spectrum=spectrum, transfer=transfer, example=torch.zeros(8, 8))
 
 
 def test_each_edge_has_a_panel_without_the_curves_that_noise_hides() -> None:

@@ -100,14 +100,11 @@ def test_ranks_that_are_not_there_to_be_asked_are_ended(tmp_path: Path) -> None:
     assert stop.value.code == 129
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "wait"),
-    [
-        (signal.SIGINT, 130, "time.sleep(60)"),
-        # As in a collective that hangs, here without the 25 s that a rank gets to stop.
-        (signal.SIGINT, 130, "time.sleep(60) if here else os._exit(143)"),
-    ],
-)
+@pytest.mark.parametrize(("number", "code", "wait"), [
+    (signal.SIGINT, 130, "time.sleep(60)"),
+    # As in a collective that hangs, here without the 25 s that a rank gets to stop.
+    (signal.SIGINT, 130, "time.sleep(60) if here else os._exit(143)"),
+])  # fmt: skip
 def test_ranks_that_end_where_they_are_stop(tmp_path: Path, number: signal.Signals, code: int, wait: str) -> None:
     """Before the first step, or after the last, no rank waits for the end of a step."""
 
