@@ -178,7 +178,7 @@ def _best(variances: Variances, sigma: float | None) -> tuple[_Fit, np.ndarray |
     families = [_smooth(variances, places, np.zeros(variances.n_bins), sigma)]
     if variances.air is not None and np.ptp(variances.air) > 0:
         families.append(_smooth(variances, places, np.log(variances.air / variances.air.max()), sigma))
-    else:
+    elif min(families[0], key=lambda pair: pair[0].criterion) is not families[0][0]:  # a corner is not flat either
         families += filter(None, (_cornered(variances, places, corner, sigma) for corner in np.linspace(*_CORNERS)))
     # The air's profile, or the place of a corner, counts as a parameter.
     criteria = [[fit.criterion + np.log(n) * (k > 0) for fit, _ in fits] for k, fits in enumerate(families)]
