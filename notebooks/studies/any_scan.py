@@ -34,7 +34,8 @@ FACTORS = {"TV": 1.0, "TV, weight × 0.46": 10 ** (-1 / 3), "TV, weight × 0.22"
 _CAPTION = (
     "PSNR in dB, means over patients, one slice of each, simulated from a 2 times finer grid with field noise. Before: "
     "only the step sizes follow the scan. Cured: by default. TV: 400 iterations, the best of three weights by the val "
-    "patients. Least: on the patient where it is smallest. Written by notebooks/studies/any_scan.py."
+    "patients. "
+    "Least: on the patient where it is smallest. Written by notebooks/studies/any_scan.py."
 )
 Rows = dict[tuple[str, str, str], float]
 """PSNR in dB by scan, method and patient."""
