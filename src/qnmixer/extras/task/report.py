@@ -1,6 +1,6 @@
 """The report of an evaluation by task: a table (terminal, Markdown, CSV), and a figure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -72,8 +72,10 @@ def scores_by_name(scores: Sequence[DoseScores]) -> dict[str, float]:
     }
 
 
-def _cell(value: float, half: float) -> str:
-    return in_digits(None) if isnan(value) else in_digits(value, half)
+def _cell(scores: Mapping[str, tuple[float, float]], name: str) -> str:
+    value, half = scores[name]
+    reference = scores[_DETECTED if name == _BEYOND else name][0]  # a difference has the digits of what it is of
+    return in_digits(None) if isnan(value) else in_digits(value, half, reference)
 
 
 def _numbers(value: float, half: float) -> tuple[float | None, float | None]:
@@ -84,7 +86,7 @@ def write_task(folder: Path, title: str, scores: Sequence[DoseScores], console: 
     """Write table.md, table.csv and the picture, and print the table. Returns the picture."""
     names = [*scores[0].scores]
     rows = [
-        [f"{result.photons:,.0f}", result.method, *(_cell(*result.scores[name]) for name in names)] for result in scores
+        [f"{result.photons:,.0f}", result.method, *(_cell(result.scores, name) for name in names)] for result in scores
     ]
     write_text(folder / "table.md", f"**{title}**\n\n{markdown_table([*_FIRST, *names], rows)}\n\n{_NOTE}\n")
     numbers = [
