@@ -17,7 +17,7 @@ from qnmixer.errors import DataError
 from qnmixer.extras.calibration.config import CalibrateConfig
 from qnmixer.extras.calibration.dose import Dose, fit_dose
 from qnmixer.extras.calibration.variances import of_repeats
-from qnmixer.runs.terminal import markdown_table
+from qnmixer.runs.tables import Table
 from qnmixer.settings.compose import compose
 
 VIEWS, BINS = 32, 160
@@ -210,4 +210,4 @@ if __name__ == "__main__":
         of = held(name, count, kind)
         shares = [f"{part / of.given:.2f}" if of.given else "–" for part in (of.photons, of.sigma)]
         rows.append([name, f"{of.given} of {count}", *shares, f"{of.bias:.3f}", "; ".join(sorted(of.lines))])
-    print(markdown_table(HEADINGS, rows))
+    print(Table(HEADINGS, rows).markdown())

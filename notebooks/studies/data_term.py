@@ -22,7 +22,7 @@ from qnmixer.physics.fbp import matched_gain, ramp_response
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.runs.records import read_results
 from qnmixer.runs.sweeps import jobs_of
-from qnmixer.runs.terminal import in_digits, markdown_table
+from qnmixer.runs.tables import Table, in_digits
 
 RESULTS = [
     "A†",
@@ -154,7 +154,7 @@ def write(sweeps: list[Path]) -> None:
             f"\n## Steps along the data term in an iteration: {data_steps}; of training: {', '.join(map(str, steps))}"
         )
         print(f"\n{title[1]}. Jobs that are done: {len(done)} of {len(jobs_of(sweep))}.\n")
-        print(f"{markdown_table(RESULTS, rows_of(sweep))}\n\n{markdown_table(ACROSS, across(sweep))}")
+        print(f"{Table(RESULTS, rows_of(sweep)).markdown()}\n\n{Table(ACROSS, across(sweep)).markdown()}")
     print(f"\n{NOTE}\n\n{spectrum(module.projector)}")
 
 
@@ -167,7 +167,7 @@ def spectrum(projector: FanBeamProjector) -> str:
         rows.append([data_term, f"{values[0]:.3g}", f"{values[1]:.3g}", *counts])
     return (
         f"## Eigenvalues of A†A, {geometry.image_size} × {geometry.image_size}, {geometry.n_views} views\n\n"
-        f"{markdown_table(EIGENVALUES, rows)}\n\n"
+        f"{Table(EIGENVALUES, rows).markdown()}\n\n"
         f"How many are above a fraction of the largest one. At most {n_rays:,} of {n_pixels:,} are not 0,\n"
         "because there are no more rays. The codec starts orthonormal, so the latent has the same before training."
     )

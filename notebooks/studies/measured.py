@@ -21,7 +21,7 @@ from qnmixer.reconstruction.config import ReconstructConfig
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.scan import misfit
 from qnmixer.reconstruction.sinograms import measured_scans, sinogram_files
-from qnmixer.runs.terminal import in_digits, markdown_table
+from qnmixer.runs.tables import Table, in_digits
 from qnmixer.settings.compose import compose
 
 WEIGHTS = [10 ** (k / 2) for k in range(-8, -2)]
@@ -60,7 +60,8 @@ def main(run: str, folder: Path) -> None:
         rows.append([scan.name, *(f"{misfit(module.projector, x, scan):.1%}" for x in images)])
     geometry = module.projector.geometry
     span = abs(geometry.angle_span) * 180 / torch.pi
-    print(f"# Measured scans: {geometry.n_views} views over {span:.0f}°\n\n{markdown_table(['', *methods], rows)}\n")
+    title = f"Measured scans: {geometry.n_views} views over {span:.0f}°"
+    print(f"{Table(['', *methods], rows, title).markdown('# {}')}\n")
     print("Of scans: ‖A x − y‖/‖y‖. There is no truth. A smaller residual is no better image where it explains noise.")
 
 

@@ -11,7 +11,7 @@ from statistics import mean
 
 from qnmixer.evaluation.scores import titles_of
 from qnmixer.evaluation.statistics import difference, half_width
-from qnmixer.runs.terminal import NOTHING, in_digits, markdown_table
+from qnmixer.runs.tables import NOTHING, Table, in_digits
 
 Values = dict[str, dict[str, dict[str, float]]]
 """method → metric → patient → mean over the patient's slices."""
@@ -45,8 +45,9 @@ def patients_table(values: Values) -> str:
             cells.append(in_digits(minus.mean, minus.over_patients, 10) if minus and method not in rivals else NOTHING)
         rows.append([method, *cells])
     n_patients = len(next(iter(values.values()))["psnr"])
-    table = markdown_table(["method", *titles.values(), *(f"over {rival}, dB" for rival in rivals[-1:])], rows)
-    return f"{table}\n\nMeans over {n_patients} patients, ± half of the 95 % interval for other patients. Data range 1."
+    note = f"Means over {n_patients} patients, ± half of the 95 % interval for other patients. Data range 1."
+    headings = ["method", *titles.values(), *(f"over {rival}, dB" for rival in rivals[-1:])]
+    return Table(headings, rows, note=note).markdown()
 
 
 def main(folder: Path) -> None:

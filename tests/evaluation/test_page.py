@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qnmixer.evaluation.page import write_page
 from qnmixer.evaluation.pictures import MethodImages, SliceImages
-from qnmixer.runs.terminal import Table
+from qnmixer.runs.tables import Table
 
 pytestmark = pytest.mark.xdist_group("browser")  # one browser serves all
 
@@ -145,7 +145,7 @@ WINDOW = [-160.0, 240.0]
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
     """Three slices: one with all kinds of methods, one with an odd name, one of another shape."""
-    table = Table("test split", ["method", "PSNR, dB"], [["FBP", "20.00 ± 1.00"], [TAG, "not run"]], "2 images & more")
+    table = Table(["method", "PSNR, dB"], [["FBP", "20.00 ± 1.00"], [TAG, "not run"]], "test split", "2 images & more")
     methods = [
         MethodImages("FBP", [FBP], "20.00 dB"), MethodImages("QN-Mixer", ITERATES, "34.13 dB / 91.9"),
         MethodImages("short", SHORT), MethodImages(TAG, [OTHER], "30.00 dB"),
@@ -156,7 +156,7 @@ def page(tmp_path: Path) -> Path:
         SliceImages("wide", WIDE, [MethodImages("FBP", [WIDE])], WINDOW),
     ]
     path = tmp_path / "page.html"
-    write_page(path, "A & B", [table, Table("cost", ["method"], [["FBP"]])], slices, "64 views <b>")
+    write_page(path, "A & B", [table, Table(["method"], [["FBP"]], "cost")], slices, "64 views <b>")
     return path
 
 

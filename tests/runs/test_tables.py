@@ -6,27 +6,28 @@ from pathlib import Path
 import pytest
 
 from qnmixer.runs import terminal as module
-from qnmixer.runs.terminal import Console, csv_table, markdown_table, terminal_table
+from qnmixer.runs.tables import Table
+from qnmixer.runs.terminal import Console
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 
 
 def test_markdown_escapes_bars() -> None:
-    assert markdown_table(["a", "b"], [["1", "x|y"]]) == "| a | b |\n|---|---|\n| 1 | x\\|y |"
-    assert markdown_table(["a"], [["x\ny\x1b"]]) == "| a |\n|---|\n| x\\ny\\x1b |"
-    assert markdown_table(["", ""], [["1", ""]]) == "| | |\n|---|---|\n| 1 | |"
+    assert Table(["a", "b"], [["1", "x|y"]]).markdown() == "| a | b |\n|---|---|\n| 1 | x\\|y |"
+    assert Table(["a"], [["x\ny\x1b"]]).markdown() == "| a |\n|---|\n| x\\ny\\x1b |"
+    assert Table(["", ""], [["1", ""]]).markdown() == "| | |\n|---|---|\n| 1 | |"
 
 
 def test_a_terminal_has_words_left_and_figures_right_as_they_are() -> None:
     console = Console(width=40)
     with console.capture() as capture:
-        console.print(terminal_table(["name", "value"], [["[red]", "9"], ["b", "1234"]], box=None))
+        console.print(Table(["name", "value"], [["[red]", "9"], ["b", "1234"]]).terminal(box=None))
     assert [line.rstrip() for line in capture.get().splitlines()[1:]] == [" [red]      9", " b       1234"]
 
 
 def test_a_name_is_no_formula_of_a_spreadsheet() -> None:
-    rows = [["name", "psnr"], ["=1+1.npy", -3.5], ["-1", "+2.5"], ["@a", "-b"], ["\t=1+1", "a\r=1+1"]]
-    assert csv_table(rows) == "name,psnr\n'=1+1.npy,-3.5\n-1,+2.5\n'@a,'-b\n\\t=1+1,a\\r=1+1\n"
+    rows = [["=1+1.npy", -3.5], ["-1", "+2.5"], ["@a", "-b"], ["\t=1+1", "a\r=1+1"]]
+    assert Table(["name", "psnr"], rows).csv() == "name,psnr\n'=1+1.npy,-3.5\n-1,+2.5\n'@a,'-b\n\\t=1+1,a\\r=1+1\n"
 
 
 def test_a_notebook_can_silence_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +59,7 @@ def test_every_console_shows_names_as_they_are() -> None:
     assert [path for path in built if "rich.console import Console" in path.read_text()] == []
     console = Console(width=60)
     with console.capture() as capture:
-        console.print("[red]\x1b[2Ja\n[/b]\x9b", terminal_table(["\x1b"], [["a\x1b]0;x\x07"]]))
+        console.print("[red]\x1b[2Ja\n[/b]\x9b", Table(["\x1b"], [["a\x1b]0;x\x07"]]).terminal())
     assert capture.get().startswith("[red]\\x1b[2Ja\n[/b]\\x9b")
     assert "\\x1b]0;x\\x07" in capture.get()
     assert not {"\x1b", "\x9b", "\x07"} & {*capture.get()}

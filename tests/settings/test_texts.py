@@ -11,7 +11,8 @@ from qnmixer.evaluate import evaluate
 from qnmixer.reconstruct import reconstruct
 from qnmixer.runs.records import write_sweep
 from qnmixer.runs.sweeps import write_report
-from qnmixer.runs.terminal import Console, Progress, terminal_table
+from qnmixer.runs.tables import Table
+from qnmixer.runs.terminal import Console, Progress
 
 ODD = ["\x1b[2J\x1b]0;x\x07", "\x9b31m", "\u202eabc\u2066", "a\r\x08b"]
 
@@ -24,7 +25,7 @@ def is_plain(text: str) -> bool:
 def test_a_table_a_bar_and_a_line_show_escapes(odd: str, capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=120)
-    console.print(terminal_table([odd, "b"], [[odd, odd]], title=odd, caption=odd))
+    console.print(Table([odd, "b"], [[odd, odd]], odd, odd).terminal())
     Progress(console).show(odd, odd, 1, 2)
     console.warn(odd)
     say(odd)

@@ -26,7 +26,7 @@ from qnmixer.physics import NoNoise, Symmetry, images_by_symmetry
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor, second_order, symmetries_of
 from qnmixer.runs.processes.process import rank
-from qnmixer.runs.terminal import Console, csv_table, markdown_table, progress, terminal_table
+from qnmixer.runs.terminal import Console, progress
 from qnmixer.settings.data import DataConfig, FolderData, MixedData
 from qnmixer.settings.names import IN_WINDOW
 from qnmixer.settings.run import Config
@@ -250,16 +250,14 @@ def _values_of(
 
 def write_evaluation(folder: Path, evaluation: Evaluation, console: Console) -> Path:
     """Write table.csv, table.md, images.csv, picture.png and page.html, and print the table. Returns the picture."""
-    headings, body = evaluation.table()
-    caption, warnings = evaluation.gain(), evaluation.warnings()
-    parts = [f"**Warning: {line}**" for line in warnings]
-    parts += [f"**{evaluation.title}**", markdown_table(headings, body), caption]
-    write_text(folder / "table.csv", csv_table([headings, *body]))
-    write_text(folder / "table.md", "\n\n".join(parts) + "\n")
-    write_text(folder / "images.csv", csv_table(evaluation.lines()))
+    table, warnings = evaluation.table(), evaluation.warnings()
+    write_text(folder / "table.csv", table.csv())
+    paragraphs = [*(f"**Warning: {line}**" for line in warnings), table.markdown()]
+    write_text(folder / "table.md", "\n\n".join(paragraphs) + "\n")
+    write_text(folder / "images.csv", evaluation.images().csv())
     draw_slices(folder / PICTURE, evaluation.rows)
     write_page_of(folder / PAGE, evaluation)
     for line in warnings:
         console.warn(line, style="bold red")
-    console.print(terminal_table(headings, body, title=evaluation.title, caption=caption))
+    console.print(table.terminal())
     return folder / PICTURE

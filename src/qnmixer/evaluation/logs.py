@@ -63,8 +63,8 @@ def _log_table(logger: WandbLogger, evaluation: Evaluation, name: str, step: int
     """Log the table as a file of this run only. W&B's own way also makes an artifact, which names the home folder."""
     import wandb
 
-    headings, rows = evaluation.numbers()
-    table = wandb.Table(columns=[*headings], data=rows)
+    numbers = evaluation.numbers()
+    table = wandb.Table(columns=[*numbers.headings], data=[*numbers.rows])
     table.bind_to_run(logger.experiment, name, step)
     values: dict[str, Any] = {name: table}
     logger.log_metrics(values, step)

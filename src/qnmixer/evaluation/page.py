@@ -6,6 +6,7 @@ import html
 import json
 import re
 import zlib
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from qnmixer.evaluation.scores import Evaluation
 from qnmixer.files import write_text
 from qnmixer.runs.loggers import without_folders
 from qnmixer.runs.records import git_commit, versions
-from qnmixer.runs.terminal import Table
+from qnmixer.runs.tables import Table
 
 NOT_A_NUMBER = -32768  # the int16 that stands for a pixel that is not finite
 
@@ -32,7 +33,7 @@ def write_page(path: Path, title: str, tables: list[Table], slices: list[SliceIm
     The first table stands above the slices, the others below. Pixels are rounded to whole HU. Pixels that are not
     finite are shown in magenta. All text is escaped. Paths in it lose their folders.
     """
-    first_table, *other_tables = [_table(table) for table in tables] or [""]
+    first_table, *other_tables = [table.html(_text) for table in tables] or [""]
     style, script = _part("page.css"), _part("page.js")
     packed = [_pack(slice_) for slice_ in slices]
     settings = {
@@ -67,7 +68,8 @@ def write_page_of(path: Path, evaluation: Evaluation) -> None:
     method, n_images, n_kept = evaluation.methods[-1], evaluation.n_images, len(evaluation.slices)
     lines = [*(f"Warning: {line}" for line in evaluation.warnings()), evaluation.gain()]
     lines.append(f"Below are {n_kept} slices, the worst first by PSNR of {method}; images.csv has the scores of all")
-    table = Table(f"Mean ± standard deviation over {n_images} slices", *evaluation.table(), ". ".join(lines))
+    title = f"Mean ± standard deviation over {n_images} slices"
+    table = replace(evaluation.table(), title=title, note=". ".join(lines))
     write_page(path, f"{method}: {evaluation.title}", [table], [*evaluation.slices.values()])
 
 
@@ -110,17 +112,3 @@ def _int16(image: Tensor) -> npt.NDArray[np.int16]:
     """Whole HU as little-endian int16."""
     pixels = image.round().clamp(NOT_A_NUMBER + 1, 32767).where(image.isfinite(), torch.tensor(float(NOT_A_NUMBER)))
     return pixels.numpy().astype("<i2")
-
-
-def _table(table: Table) -> str:
-    head = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in table.headings)
-    rows = [
-        f'<tr><th scope="row">{_text(name)}</th>{"".join(f"<td>{_text(cell)}</td>" for cell in cells)}</tr>'
-        for name, *cells in table.rows
-    ]
-    body = "\n".join(rows)
-    note = f'<p class="note">{_text(table.note)}</p>' if table.note else ""
-    return (
-        f'<section class="table"><h2>{_text(table.title)}</h2><div class="wide" tabindex="0">\n'
-        f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>{note}</section>"
-    )

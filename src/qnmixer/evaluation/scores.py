@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from qnmixer.data.splits import Overlap
 from qnmixer.evaluation.pictures import SliceImages
 from qnmixer.files import digest
-from qnmixer.runs.terminal import in_digits
+from qnmixer.runs.tables import NOTHING, Table, in_digits
 from qnmixer.settings.names import COLUMNS_OF_IMAGES, IN_WINDOW, deviation_name
 from qnmixer.settings.parts import MetricConfig
 from qnmixer.settings.run import section
@@ -145,17 +145,17 @@ class Evaluation:
             f"{log_prefix(name, self.methods)}{metric}": means[name][metric] for name in names for metric in self.titles
         }
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Headings and rows, a row for each method: means ± standard deviations."""
+    def table(self) -> Table:
+        """A row for each method: means ± standard deviations. The note is the gain."""
         body = []
         for method in self.methods:
             columns = [self.values(method, metric) for metric in self.titles]
             cells = [in_digits(mean(values), deviation(values)) for values in columns]
-            row = ("–" if metric in self.empty else cell for metric, cell in zip(self.titles, cells, strict=True))
+            row = (NOTHING if metric in self.empty else cell for metric, cell in zip(self.titles, cells, strict=True))
             body.append([method, *row])
-        return ["method", *self.titles.values()], body
+        return Table(["method", *self.titles.values()], body, self.title, self.gain())
 
-    def numbers(self) -> tuple[list[str], list[list[str | float]]]:
+    def numbers(self) -> Table:
         """The same table for programs: means and standard deviations are numbers in separate columns."""
         headings = ["method", *(name for metric in self.titles for name in (metric, deviation_name(metric)))]
         body: list[list[str | float]] = []
@@ -163,14 +163,13 @@ class Evaluation:
             columns = [self.values(method, metric) for metric in self.titles]
             pairs = [(mean(values), deviation(values) or 0.0) for values in columns]
             body.append([method, *(number for pair in pairs for number in pair)])
-        return headings, body
+        return Table(headings, body)
 
-    def lines(self) -> list[list[Any]]:
-        """Headings and rows of images.csv."""
+    def images(self) -> Table:
+        """The table of images.csv."""
         *columns, patient_column = COLUMNS_OF_IMAGES
-        return [[*columns, *self.titles, patient_column]] + [
-            [s.number, s.slice, s.method, *(s.values[name] for name in self.titles), s.patient] for s in self.scores
-        ]
+        rows = [[s.number, s.slice, s.method, *map(s.values.get, self.titles), s.patient] for s in self.scores]
+        return Table([*columns, *self.titles, patient_column], rows)
 
     def gain(self) -> str:
         """The caption of the table: the gain of the network over every other method."""

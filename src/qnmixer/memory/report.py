@@ -8,7 +8,8 @@ from itertools import product
 from qnmixer.memory.config import DEVICES, PlanConfig, device_memory
 from qnmixer.memory.plan import Planner, changed_to, channels_of, idle, with_assumed_devices
 from qnmixer.parallel.device_memory import MIB, on_a_gpu
-from qnmixer.runs.terminal import Console, markdown_table, progress, terminal_table
+from qnmixer.runs.tables import Table
+from qnmixer.runs.terminal import Console, progress
 from qnmixer.settings.options import options
 from qnmixer.settings.run import Config, effective_batch
 from qnmixer.settings.sections import PipelineConfig
@@ -81,8 +82,8 @@ def levers_table(config: Config, planner: Planner, levers: Mapping[str, str] = L
         if variant := changed_to(config, overrides):
             peak = planner.estimate(variant).peak
             rows.append([f"`{overrides}`", f"{peak / MIB:,.0f}", f"{1 - peak / base:.2%}", cost])
-    table = markdown_table(["lever", "peak, MiB", "saves", "costs"], rows)
-    return f"**{_setting(config)}: {base / MIB:,.0f} MiB**\n\n{table}"
+    title = f"{_setting(config)}: {base / MIB:,.0f} MiB"
+    return Table(["lever", "peak, MiB", "saves", "costs"], rows, title).markdown()
 
 
 def _setting(config: Config, assumed: str = "") -> str:
@@ -123,7 +124,7 @@ def _print_pipeline(console: Console, config: Config, planner: Planner) -> None:
         for n, device in enumerate(planner.devices(config))
     ]
     headings = ["device", "iterations", "micro-batches in flight", "peak, MiB"]
-    console.print(terminal_table(headings, rows, words=2, title="devices"))
+    console.print(Table(headings, rows, "devices").terminal(words=2))
     console.print(
         f"each device is idle {idle(config):.0%} of the time; strategy.schedule=sequential takes the least memory"
     )
@@ -152,8 +153,8 @@ def _print_tables(console: Console, config: Config, devices: list[str], planner:
         headings.append(f"{memory}\n{precisions[0]}")
         largest.append([largest_batch(peak_of, usable(name)) for name in devices])
     columns = ["memory", "precision", *(f"batch {b}{suffix}" for b in batches)]
-    console.print(terminal_table(columns, peaks, words=2, title="peak of a training step, MiB"))
-    console.print(terminal_table(headings, zip(*largest, strict=True), title=f"largest batch{suffix} that fits"))
+    console.print(Table(columns, peaks, "peak of a training step, MiB").terminal(words=2))
+    console.print(Table(headings, [*zip(*largest, strict=True)], f"largest batch{suffix} that fits").terminal())
     console.print(
         "Counted as lost: 1 GiB and 5 % to CUDA and its libraries (assumed). A V100 has no bf16.\n", style="dim"
     )

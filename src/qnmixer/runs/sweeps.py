@@ -44,7 +44,8 @@ from qnmixer.runs.records import (
     write_sweep,
 )
 from qnmixer.runs.run import RUNS, run_lock
-from qnmixer.runs.terminal import Console, csv_table, in_digits, markdown_table, terminal_table
+from qnmixer.runs.tables import Table, in_digits
+from qnmixer.runs.terminal import Console
 from qnmixer.settings.compose import quoted
 from qnmixer.settings.parts import Metrics, modes_of
 from qnmixer.settings.plugins import digests_of_code
@@ -478,14 +479,15 @@ def write_report(folder: Path, rows: list[JobRow]) -> None:
     monitor = next((best_of(row.results)[0] for row in rows if row.results.get("best")), "best")
     headings = ["job", *rows[0].values, "status", monitor, "seconds", "peak MiB"]
     lines = [[row.name, *row.values.values(), row.status, *row.numbers, row.error] for row in rows]
-    write_text(folder / "sweep.csv", csv_table([[*headings, "error"], *lines]))
+    write_text(folder / "sweep.csv", Table([*headings, "error"], lines).csv())
     cells = [[row.name, *map(readable, row.values.values()), row.status, *map(in_digits, row.numbers)] for row in rows]
+    table = Table(headings, cells)
     errors = [f"job {row.name}: {row.error}" for row in rows if row.error]
     error_list = "\n".join(f"- {error}" for error in errors)
-    write_text(folder / "sweep.md", f"{markdown_table(headings, cells)}\n\n{error_list}".rstrip() + "\n")
+    write_text(folder / "sweep.md", f"{table.markdown()}\n\n{error_list}".rstrip() + "\n")
 
     console = Console()
-    console.print(terminal_table(headings, cells, words=len(headings) - 3))
+    console.print(table.terminal(words=len(headings) - 3))
     has_picture = _draw(folder / "sweep.png", [row for row in rows if row.best is not None], monitor)
     files = ["sweep.csv", "sweep.md", "sweep.png"] if has_picture else ["sweep.csv", "sweep.md"]
     ends = [*errors, f"sweep folder: {folder} ({', '.join(files)})"]

@@ -1,18 +1,13 @@
-"""What people read: tables (terminal, Markdown, CSV), the numbers in them, and progress (a bar, or lines in a log)."""
+"""What people read on a terminal: a console, and progress (a bar, or lines in a log)."""
 
-import csv
-import io
-import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
 import rich.console
 import rich.progress
 from rich.progress import BarColumn, TextColumn
 from rich.table import Column
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from qnmixer.errors import visible
@@ -36,71 +31,6 @@ class Console(rich.console.Console):
     def warn(self, line: str, style: str = "") -> None:
         """Print one line that begins with "warning:"."""
         self.print(f"warning: {visible(line)}", style=style, highlight=False, soft_wrap=True)
-
-
-# Tables
-
-
-@dataclass
-class Table:
-    """A table of texts. Each row is as long as the headings; its first cell is its name."""
-
-    title: str
-    headings: list[str]
-    rows: list[list[str]]
-    note: str = ""
-
-
-def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any) -> RichTable:
-    """A table for a rich console. The first `words` columns are aligned left, numbers right; `look`: rich's options."""
-    table = RichTable(title_justify="left", **look)
-    for number, heading in enumerate(headings):
-        table.add_column(Text(visible(heading, keep="\n")), justify="left" if number < words else "right")
-    for row in rows:
-        table.add_row(*(Text(visible(cell, keep="\n")) for cell in row))
-    return table
-
-
-def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, without a newline at its end."""
-    escaped = ([visible(cell).replace("|", "\\|") for cell in row] for row in (headings, *rows))
-    head, *lines = ("|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in escaped)
-    return "\n".join([head, f"|{'---|' * len(headings)}", *lines])
-
-
-def csv_table(rows: Iterable[Sequence[Any]]) -> str:
-    """Rows as CSV, headings first. A text that a spreadsheet would read as a formula gets a ' before it."""
-    stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows([_unlike_a_formula(cell) for cell in row] for row in rows)
-    return stream.getvalue()
-
-
-def _unlike_a_formula(cell: Any) -> Any:
-    if not isinstance(cell, str) or not (cell := visible(cell)).startswith(("=", "+", "-", "@")):
-        return cell
-    try:
-        float(cell)
-    except ValueError:
-        return f"'{cell}"
-    return cell
-
-
-# Numbers
-
-NOTHING = "–"
-"""The cell of a value that is not known."""
-
-
-def in_digits(value: float | None, deviation: float | None = None, reference: float | None = None) -> str:
-    """A value as text: "30.12", "34.13 ± 0.52"; "–" for None. A value below 1 has four digits: "0.04321".
-
-    `reference`: the value whose size gives the decimals, if it is another one.
-    """
-    if value is None:
-        return NOTHING
-    size = abs(value if reference is None else reference)
-    decimals = 3 - math.floor(math.log10(size)) if 0 < size < 1 else 2
-    return f"{value:.{decimals}f}" + ("" if deviation is None else f" ± {deviation:.{decimals}f}")
 
 
 # Progress

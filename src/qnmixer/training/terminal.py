@@ -23,7 +23,8 @@ from qnmixer.module.base import RunModule
 from qnmixer.parallel.buffers import line_on_buffers
 from qnmixer.runs.processes.process import is_rank, rank
 from qnmixer.runs.run import Run
-from qnmixer.runs.terminal import Console, Progress, in_digits
+from qnmixer.runs.tables import in_digits
+from qnmixer.runs.terminal import Console, Progress
 from qnmixer.settings.run import Config, effective_batch
 
 # Lines before and after training

@@ -21,7 +21,7 @@ from qnmixer.extras.robustness.perturbations import disc
 from qnmixer.extras.robustness.table import explanation, has_fallen, in_turn, labelled, robustness_figure, table
 from qnmixer.models import UnrolledNetwork
 from qnmixer.runs.records import read_results
-from qnmixer.runs.terminal import NOTHING
+from qnmixer.runs.tables import NOTHING
 
 from ...conftest import csv_rows, few_conditions
 from ...saved import TINY, save
@@ -202,10 +202,10 @@ def test_total_variation_without_pixels_for_the_body_is_no_rival() -> None:
     scanner: Any = None
     psnr = {"psnr": {"a": 30.0, "b": 31.0}, "ssim": {"a": 90.0, "b": 91.0}}
     axes = {axis: Condition(axis, 1.5, scanner) for axis in (BEYOND, "motion, mm")}
-    _, rows = table({condition: {"TV": psnr, "QN-Mixer": psnr} for condition in axes.values()})
+    rows = table({condition: {"TV": psnr, "QN-Mixer": psnr} for condition in axes.values()}).rows
     assert [row[-1] for row in rows] == [NOTHING, "0.00 ± 0.00"]
     with_fbp = {axes[BEYOND]: {"FBP": psnr, "QN-Mixer": psnr}}
-    assert table(with_fbp)[1][0][-1] != NOTHING
+    assert table(with_fbp).rows[0][-1] != NOTHING
     assert "wider grid" not in explanation(with_fbp)
     assert "wider grid" in explanation({axes[BEYOND]: {"TV": psnr, "QN-Mixer": psnr}})
 

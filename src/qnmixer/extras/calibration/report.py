@@ -10,7 +10,8 @@ from qnmixer.extras.calibration.config import CalibrateConfig
 from qnmixer.extras.calibration.dose import Dose, Interval, Variances, fit_dose
 from qnmixer.extras.calibration.variances import of_repeats, of_series
 from qnmixer.files import atomic_file, write_text
-from qnmixer.runs.terminal import Console, markdown_table, terminal_table
+from qnmixer.runs.tables import Table
+from qnmixer.runs.terminal import Console
 
 
 def calibrate_input(config: CalibrateConfig) -> Dose:
@@ -28,7 +29,6 @@ def calibrate_input(config: CalibrateConfig) -> Dose:
     if dose.crosstalk:
         overrides += f" noise.crosstalk={dose.crosstalk:.2g}"
     at_least = "at least " * (dose.photons_interval is None and not dose.electronic_sigma)
-    headings = ["", "value", "interval of 95 %"]
     rows = [
         ["I₀, counts of an unattenuated ray", f"{at_least}{dose.photons:.4g}", _words(dose.photons_interval)],
         [
@@ -42,11 +42,11 @@ def calibrate_input(config: CalibrateConfig) -> Dose:
         rows.append(["profile, counts of a bin as a share of the brightest", share, "in profile.npy"])
     if dose.crosstalk:
         rows.append(["crosstalk, share of a bin's counts to each neighbour", f"{dose.crosstalk:.2g}", _words(None)])
-    lines = [*dose.remarks, overrides]
-    write_text(output / "calibration.md", "\n\n".join([markdown_table(headings, rows), *lines]) + "\n")
+    table, lines = Table(["", "value", "interval of 95 %"], rows), [*dose.remarks, overrides]
+    write_text(output / "calibration.md", "\n\n".join([table.markdown(), *lines]) + "\n")
     _draw(output / "variance.png", variances, dose)
     console = Console()
-    console.print(terminal_table(headings, rows))
+    console.print(table.terminal())
     console.print(*lines, f"plot: {output / 'variance.png'}", sep="\n", soft_wrap=True, highlight=False)
     return dose
 

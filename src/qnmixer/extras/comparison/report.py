@@ -18,7 +18,8 @@ from qnmixer.extras.comparison.methods import ComparedMethod, Comparison
 from qnmixer.files import write_text
 from qnmixer.runs.loggers import without_folders
 from qnmixer.runs.records import duration
-from qnmixer.runs.terminal import NOTHING, Console, Table, csv_table, in_digits, markdown_table, terminal_table
+from qnmixer.runs.tables import NOTHING, Table, in_digits
+from qnmixer.runs.terminal import Console
 from qnmixer.settings.names import COLUMNS_OF_COMPARISON, IN_WINDOW
 
 _COLUMNS_OF_STATISTICS = (
@@ -41,11 +42,11 @@ def write_comparison(folder: Path, comparison: Comparison, console: Console) -> 
         parts.append(f"**{warning}**")
         console.warn(warning, style="bold red")
     for table in tables:
-        parts += [f"## {table.title}", markdown_table(table.headings, table.rows), table.note]
-        console.print(terminal_table(table.headings, table.rows, title=table.title, box=SIMPLE_HEAD))
+        parts.append(table.markdown("## {}"))
+        console.print(table.terminal(box=SIMPLE_HEAD, caption=None))
         console.print(f"{table.note}\n", soft_wrap=not console.is_terminal, highlight=False)
-    write_text(folder / "comparison.csv", csv_table(_statistics(comparison)))
-    write_text(folder / "images.csv", csv_table(_image_lines(comparison)))
+    write_text(folder / "comparison.csv", _statistics(comparison).csv())
+    write_text(folder / "images.csv", _images(comparison).csv())
     write_text(folder / "comparison.md", without_folders("\n\n".join(parts)) + "\n")
     slices = [
         replace(slice_, name=f"{slice_.name}{_place(groups, test)}" if warning else slice_.name)
@@ -69,9 +70,9 @@ def _methods(comparison: Comparison, methods: list[ComparedMethod], of_test: str
     n_patients = max(statistic.n_patients for method in methods if (statistic := method.spread("psnr")))
     title = next(job.title for method in methods for job in method.jobs)
     return Table(
-        f"{title}{of_test and ' –' + of_test.removeprefix(' of')}: {n_patients} patients",
         ["method", "seeds", *metrics.values(), "parameters", "steps", "training", "step, MiB"],
         [_row(method, metrics) for method in methods],
+        f"{title}{of_test and ' –' + of_test.removeprefix(' of')}: {n_patients} patients",
         "Mean over seeds of the mean over patients, each the mean of its slices, ± standard deviation over seeds. A "
         "slice whose patient is not known, as a phantom, counts as a patient. The data range is 1; on LoDoPaB-CT and "
         "2DeteCT it is that of each reference. Training: a whole job, mean over seeds. Step: the most bytes in the "
@@ -136,14 +137,9 @@ def _pairs(comparison: Comparison, methods: list[ComparedMethod], of_test: str) 
                 ]
         rows.append([*row, f"{psnr.n_patients}, {psnr.n_seeds}"])
     return Table(
-        f"Differences{of_test}",
-        [
-            "method",
-            "minus",
-            *(head for title in shown.values() for head in (title, "± seeds")),
-            "patients, seeds",
-        ],
+        ["method", "minus", *(head for title in shown.values() for head in (title, "± seeds")), "patients, seeds"],
         rows,
+        f"Differences{of_test}",
         "Mean difference on the same patients, ± half of its 95 % interval for other patients (each averaged over "
         "seeds): t(n − 1) · s/√n. Next: the interval for other seeds (each averaged over patients). Last: how many "
         "patients and seeds. A difference is clear if it is larger than both intervals. The best "
@@ -156,21 +152,21 @@ def _in_full(comparison: Comparison) -> dict[str, str]:
     return {name: title for name, title in comparison.titles.items() if name not in IN_WINDOW}
 
 
-def _statistics(comparison: Comparison) -> list[list[Any]]:
-    """The lines of comparison.csv, one for each method and metric."""
-    lines: list[list[Any]] = [[*_COLUMNS_OF_STATISTICS]]
+def _statistics(comparison: Comparison) -> Table:
+    """The table of comparison.csv, a row for each method and metric."""
+    rows: list[list[Any]] = []
     for number, methods in enumerate(comparison.tables, 1):
         for method, metric in product(methods, comparison.titles):
             if statistic := method.spread(metric):
-                lines.append([method.name, metric, *astuple(statistic), number])
-    return lines
+                rows.append([method.name, metric, *astuple(statistic), number])
+    return Table(_COLUMNS_OF_STATISTICS, rows)
 
 
-def _image_lines(comparison: Comparison) -> list[list[Any]]:
-    lines: list[list[Any]] = [[*COLUMNS_OF_COMPARISON, *comparison.titles]]
+def _images(comparison: Comparison) -> Table:
+    rows: list[list[Any]] = []
     for number, methods in enumerate(comparison.tables, 1):
         for method in methods:
             for seeds, scores in method.measured.items():
                 cells = [method.name, *seeds, number]
-                lines += [[*cells, s.number, s.slice, s.patient, *map(s.values.get, comparison.titles)] for s in scores]
-    return lines
+                rows += [[*cells, s.number, s.slice, s.patient, *map(s.values.get, comparison.titles)] for s in scores]
+    return Table([*COLUMNS_OF_COMPARISON, *comparison.titles], rows)

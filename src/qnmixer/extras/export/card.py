@@ -14,7 +14,7 @@ from qnmixer.reconstruction.reconstructor import Reconstructor, second_order
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.runs.records import duration, read_results, read_text
 from qnmixer.runs.sharing import without_places
-from qnmixer.runs.terminal import markdown_table
+from qnmixer.runs.tables import Table
 from qnmixer.settings.compose import quoted, values_of
 from qnmixer.settings.options import TARGET
 from qnmixer.settings.plugins import trust_words
@@ -74,7 +74,7 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
         file=file.name,
         n_parameters=sum(parameter.numel() for parameter in module.network.parameters()),
         run=shlex.join([f"run={quoted(file.name)}", *trust_words(built_from(config).values())]),
-        training=markdown_table(("", ""), (training | settings | second_order(module.network)).items()),
+        training=Table(("", ""), [*(training | settings | second_order(module.network)).items()]).markdown(),
         key=CHECKPOINT_KEY,
         evaluations="\n\n".join(tables) or "None of these weights was found in the run's folder.",
     )

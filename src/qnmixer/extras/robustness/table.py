@@ -31,7 +31,8 @@ from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.runs.loggers import scoring_loggers
 from qnmixer.runs.run import Run
-from qnmixer.runs.terminal import NOTHING, Console, csv_table, in_digits, markdown_table, terminal_table
+from qnmixer.runs.tables import NOTHING, Table, in_digits
+from qnmixer.runs.terminal import Console
 
 PLOT = "robustness.png"
 _LABEL_DISTANCE = 0.08
@@ -117,7 +118,7 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
             scoring = scoring.changed(tv_weight=scoring.tv_weight * ratio**0.5)
         evaluation = evaluate(scanned, data, config.split, scoring, device, config.symmetries)
         results[condition] = scores_of(evaluation)
-        write_text(folder / "table.csv", csv_table(lines(results)))  # what is measured stays, if the rest fails
+        write_text(folder / "table.csv", numbers(results).csv())  # what is measured stays, if the rest fails
         return results[condition]
 
     with (
@@ -128,15 +129,14 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
             scores_of_condition(condition)
         edge_lines = _edges(config, module, scores_of_condition)
         results = dict(sorted(results.items(), key=lambda row: row[0].value if row[0].axis == VIEWS else 0))
-        headings, rows = table(results)
-        caption = f"{evaluated_name(module.config)}: {described(slices, config)}. {explanation(results)} {_KNOWN}"
-        parts = [markdown_table(headings, rows), caption, *edge_lines, *refusals]
-        write_text(folder / "table.md", "\n\n".join(parts) + "\n")
+        note = f"{evaluated_name(module.config)}: {described(slices, config)}. {explanation(results)} {_KNOWN}"
+        cells = table(results, note)
+        write_text(folder / "table.md", "\n\n".join([cells.markdown(), *edge_lines, *refusals]) + "\n")
         figure = robustness_figure(results, nominal(module))
         save_figure(figure, folder / PLOT)
         log(loggers, results, folder)
         record["evaluated"] = {"weights": digest_of_weights(module.state_dict())}
-    console.print(terminal_table(headings, rows, caption=caption))
+    console.print(cells.terminal())
     console.print(*edge_lines, *refusals, f"plot: {folder / PLOT}", sep="\n", soft_wrap=True, highlight=False)
     return results
 
@@ -190,8 +190,8 @@ def _methods(results: Mapping[Condition, Scores]) -> list[str]:
     return list(dict.fromkeys(name for scores in results.values() for name in scores))
 
 
-def table(results: Mapping[Condition, Scores]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows for people, a row for each condition. Last the network minus total variation, else FBP."""
+def table(results: Mapping[Condition, Scores], note: str = "") -> Table:
+    """A row for each condition. Last the network minus total variation, else FBP."""
     methods = _methods(results)
     rival = next((name for name in (TotalVariation.title, FBP.title) if name in methods[:-1]), None)
     rows = []
@@ -202,7 +202,7 @@ def table(results: Mapping[Condition, Scores]) -> tuple[list[str], list[list[str
             is_fair = scores and not (rival == TotalVariation.title and condition.axis == BEYOND)
             cells.append(_difference(scores[methods[-1]], scores[rival]) if is_fair else NOTHING)
         rows.append([condition.name, *cells])
-    return ["condition", *methods, *([] if rival is None else [f"{methods[-1]} − {rival}"])], rows
+    return Table(["condition", *methods, *([] if rival is None else [f"{methods[-1]} − {rival}"])], rows, note=note)
 
 
 def _cell(of_method: Mapping[str, Mapping[str, float]]) -> str:
@@ -227,15 +227,15 @@ def explanation(results: Mapping[Condition, Scores]) -> str:
     )
 
 
-def lines(results: Mapping[Condition, Scores]) -> list[list[Any]]:
-    """Headings and rows of table.csv, a row for each condition and method."""
-    rows = []
+def numbers(results: Mapping[Condition, Scores]) -> Table:
+    """The table of table.csv, a row for each condition and method."""
+    rows: list[list[Any]] = []
     for condition, scores in results.items():
         for name, of_method in scores.items():
             psnr, ssim = ([*of_method[metric].values()] for metric in _METRICS)
-            numbers = [mean(psnr), mean(ssim), half_width(psnr), len(psnr)]
-            rows.append([condition.axis, condition.value, name, *numbers])
-    return [["condition", "value", "method", "psnr", "ssim", "psnr_half_width", "patients"], *rows]
+            scored = mean(psnr), mean(ssim), half_width(psnr), len(psnr)
+            rows.append([condition.axis, condition.value, name, *scored])
+    return Table(["condition", "value", "method", "psnr", "ssim", "psnr_half_width", "patients"], rows)
 
 
 def robustness_figure(results: Mapping[Condition, Scores], trained: Mapping[str, float]) -> Figure:

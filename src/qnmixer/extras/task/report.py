@@ -14,7 +14,8 @@ from qnmixer.evaluation.logs import name_in_logs
 from qnmixer.evaluation.pictures import save_figure
 from qnmixer.evaluation.scores import log_prefix
 from qnmixer.files import write_text
-from qnmixer.runs.terminal import Console, csv_table, in_digits, markdown_table, terminal_table
+from qnmixer.runs.tables import Table, in_digits
+from qnmixer.runs.terminal import Console
 
 _FIRST = "photons a ray", "method"
 _KEPT, _DETECTED, _BEYOND = "contrast kept, %", "d′", "d′ of the network minus it"
@@ -88,16 +89,17 @@ def write_task(folder: Path, title: str, scores: Sequence[DoseScores], console: 
     rows = [
         [f"{result.photons:,.0f}", result.method, *(_cell(result.scores, name) for name in names)] for result in scores
     ]
-    write_text(folder / "table.md", f"**{title}**\n\n{markdown_table([*_FIRST, *names], rows)}\n\n{_NOTE}\n")
+    table = Table([*_FIRST, *names], rows, title, _NOTE)
+    write_text(folder / "table.md", table.markdown() + "\n")
     numbers = [
         [result.photons, result.method, *(part for name in names for part in _numbers(*result.scores[name]))]
         for result in scores
     ]
     columns = [part for name in names for part in (name, f"± of {name}")]
-    write_text(folder / "table.csv", csv_table([[*_FIRST, *columns], *numbers]))
+    write_text(folder / "table.csv", Table([*_FIRST, *columns], numbers).csv())
     figure = task_figure(scores)
     save_figure(figure, folder / PICTURE)
-    console.print(terminal_table([*_FIRST, *names], rows, words=2, title=title, caption=_NOTE))
+    console.print(table.terminal(words=2))
     return folder / PICTURE
 
 

@@ -23,7 +23,8 @@ from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor, symmetries_of
 from qnmixer.runs.loggers import scoring_loggers
 from qnmixer.runs.run import Run
-from qnmixer.runs.terminal import Console, csv_table, in_digits, markdown_table, progress, terminal_table
+from qnmixer.runs.tables import Table, in_digits
+from qnmixer.runs.terminal import Console, progress
 
 _SPLITS = "val", "test"
 
@@ -58,10 +59,9 @@ def evaluate_uncertainty(config: EvaluateUncertaintyConfig, folder: Path, overri
             f"The factor is chosen on {len(curves[0])} validation patients, and the last three columns are the means "
             f"over {len(curves[1])} test patients, ± half of the 95 % interval over patients."
         )
-        cells = [[in_digits(*cell) for cell in row] for row in rows]
-        parts = [f"**{title}**", markdown_table(headings, cells), caption]
-        write_text(folder / "table.md", "\n\n".join(parts) + "\n")
-        write_text(folder / "table.csv", csv_table([headings, *cells]))
+        table = Table(headings, [[in_digits(*cell) for cell in row] for row in rows], title, caption)
+        write_text(folder / "table.md", table.markdown() + "\n")
+        write_text(folder / "table.csv", table.csv())
         values = {
             f"uncertainty/{row[0][0]:g}/{name_in_logs(heading)}": value
             for row in rows
@@ -72,7 +72,7 @@ def evaluate_uncertainty(config: EvaluateUncertaintyConfig, folder: Path, overri
         for logger in loggers:
             logger.log_metrics(values)
             logger.save()
-    console.print(terminal_table(headings, cells, title=title, caption=caption))
+    console.print(table.terminal())
 
 
 @torch.no_grad()
