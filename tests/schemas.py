@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from qnmixer.commands.checkup.config import DoctorConfig
+from qnmixer.doctor import DoctorConfig
 from qnmixer.evaluation.config import EvaluateConfig
 from qnmixer.memory.config import PlanConfig
 from qnmixer.reconstruction.config import ReconstructConfig

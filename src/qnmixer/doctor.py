@@ -10,14 +10,23 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import qnmixer.needs_train  # noqa: F401
 
 from hydra.core.hydra_config import HydraConfig
 
 from qnmixer.commands import command
-from qnmixer.commands.checkup.config import DoctorConfig
 from qnmixer.errors import say
+from qnmixer.settings.run import WithRunConfig
+
+
+class DoctorConfig(WithRunConfig):
+    """The checked config of one checkup."""
+
+    command: ClassVar[str] = "doctor"
+
+    format: Literal["table", "json"]
 
 
 def doctor(config: DoctorConfig) -> None:

@@ -17,7 +17,7 @@ from qnmixer.errors import say, visible
 from qnmixer.evaluation.config import EvaluateConfig, check_slices
 from qnmixer.installed import extras
 from qnmixer.reconstruction.weights import check_weights
-from qnmixer.runs import run as tracking
+from qnmixer.runs.run import into_new_folder, new_folder
 
 if TYPE_CHECKING:
     from qnmixer.extras.task.config import EvaluateTaskConfig
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def evaluate(config: "AnyConfig") -> None:
     """Print the table of one evaluation, and write table, picture and scores per image into a folder."""
     say(visible(f"evaluating {config.run} (loading PyTorch …)"))
-    with tracking.new_folder() as (folder, overrides):
+    with new_folder() as (folder, overrides):
         if isinstance(config, EvaluateConfig):
             from qnmixer.evaluation.command import evaluate_run
 
@@ -69,12 +69,9 @@ def _parsed(cfg: DictConfig) -> "AnyConfig":
     return EvaluateConfig.parse(cfg)
 
 
-into_new_folder = partial(tracking.into_new_folder, "evaluate")
-
-
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-evaluate`, so that a shell can complete its keys."""
-    command.run(evaluate, check, EvaluateConfig, complete=into_new_folder)
+    command.run(evaluate, check, EvaluateConfig, complete=partial(into_new_folder, "evaluate"))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,18 @@ import pydicom
 import torch
 
 from qnmixer.data.phantoms.phantoms import phantom
-from qnmixer.evaluate import evaluate, into_new_folder
+from qnmixer.evaluate import evaluate
 from qnmixer.evaluation.config import EvaluateConfig
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
 from qnmixer.reconstruction.writers import write_dicom
-from qnmixer.runs.run import resume_overrides
+from qnmixer.runs.run import into_new_folder, resume_overrides
 from qnmixer.settings.run import parse
 from qnmixer.train import run as train
 
 from ..saved import run as run_task
 
-COMPLETE = {"train": resume_overrides, "evaluate": into_new_folder}
+COMPLETE = {"train": resume_overrides, "evaluate": partial(into_new_folder, "evaluate")}
 COMMANDS: dict[str, Any] = {
     "train": (train, parse),
     "evaluate": (evaluate, EvaluateConfig.parse),

@@ -19,9 +19,8 @@ from qnmixer.reconstruction.cures import NO_CHOICE, Cures
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
 from qnmixer.reconstruction.sections import AsTrained, ScanOrAsTrained, scan_for
 from qnmixer.reconstruction.weights import SUFFIX, find_checkpoint, located
-from qnmixer.runs.loggers import scoring_loggers
+from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.records import is_signed, own_modules, read_results
-from qnmixer.runs.run import Run
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.compose import values_of
 from qnmixer.settings.data import DataConfig, FolderData, MixedData, PairData, PhantomData
@@ -48,10 +47,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     if config.evaluation.first_order and module.network.first_order() is None:
         raise ConfigError(f"evaluation.first_order=true is for a network of second order: {config.run} has H = I")
     device = choose_device(config.accelerator)
-    with (
-        Run(folder, overrides).recording() as record,
-        scoring_loggers(module.config, config.logger, device.type, folder, overrides) as loggers,
-    ):
+    with recording_scores(module.config, config.logger, device.type, folder, overrides) as (record, loggers):
         evaluation = evaluate(module, slices, config.split, config.evaluation, device, config.symmetries)
         evaluation.trained = slices.trained(config.split, split_record) if split_record else Overlap()
         record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, evaluation)}

@@ -60,7 +60,7 @@ class Numbering:
         return np.stack([corner.ravel() for corner in padded], axis=1)
 
     def ray_numbers(self) -> np.ndarray:
-        """The number of each ray of the distinct views, −1 if another ray has that of its orbit: int64 [views, D]."""
+        """The number of each ray of the first views, int64 [views, D]; −1 in a mirrored bin, whose orbit has one."""
         bins = np.arange(self._n_bins)
         numbers = np.full((self._n_views, self._n_detectors), -1)
         view_starts = np.arange(self._n_views)[:, None] * _FAN

@@ -31,7 +31,7 @@ from qnmixer.runs.records import (
     sweep_of,
     versions,
 )
-from qnmixer.runs.run import name_of_run
+from qnmixer.runs.run import Run, name_of_run
 from qnmixer.runs.sharing import with_names, without_places
 from qnmixer.settings.compose import values_of
 from qnmixer.settings.names import OF_NETWORKS
@@ -100,32 +100,33 @@ def close_loggers(exit_code: int) -> None:
 
 
 @contextmanager
-def scoring_loggers(
+def recording_scores(
     config: Config,
     chosen: Mapping[str, WandbConfig | LoggerConfig],
     accelerator: str,
     folder: Path,
     overrides: list[str],
-) -> Iterator[list[Logger]]:
-    """The loggers of a command that scores a run, which are closed at the end. Without a choice there are none.
+) -> Iterator[tuple[dict[str, Any], list[Logger]]]:
+    """Around a command that scores a run: its record, written as results.json, and its loggers, closed at the end.
 
     Args:
         config: of the run that is scored, with the slices and the noise of the test.
-        chosen: loggers by name.
+        chosen: loggers by name. Without a choice there are none.
         accelerator: the device's type.
         folder: of the command.
         overrides: of the command line.
     """
-    if not chosen:
-        yield []
-        return
-    exit_code = FAILURE
-    try:
-        trainer = config.trainer.changed(accelerator=accelerator)
-        yield build_loggers(config.changed(logger=chosen, trainer=trainer), folder, overrides)
-        exit_code = SUCCESS
-    finally:
-        close_loggers(exit_code)
+    with Run(folder, overrides).recording() as record:
+        if not chosen:
+            yield record, []
+            return
+        exit_code = FAILURE
+        try:
+            trainer = config.trainer.changed(accelerator=accelerator)
+            yield record, build_loggers(config.changed(logger=chosen, trainer=trainer), folder, overrides)
+            exit_code = SUCCESS
+        finally:
+            close_loggers(exit_code)
 
 
 # metrics.csv

@@ -77,7 +77,7 @@ class DataConfig(Target):
         return change(self)
 
     def checked(self) -> Self:
-        """With its arguments checked, if its class is one of qnmixer without files: others are read when built."""
+        """Itself, after a check of its arguments. A class that reads files checks them when it is built."""
         return super().checked() if self.read_at_once else self
 
 
@@ -258,7 +258,7 @@ class PairData(DataConfig):
 
 
 def _kind_of_source(values: Any) -> str:
-    """The class above of a section. A user's own class says by its keys, those of _folder.yaml, that it reads files."""
+    """Which of the classes above a section belongs to. A user's own class with keys of _folder.yaml reads files."""
     values = values if isinstance(values, Mapping) else {}
     if (target := str(values.get(TARGET))) in (PhantomData.TARGET, MixedData.TARGET):
         return "phantoms" if target == PhantomData.TARGET else "mixed"

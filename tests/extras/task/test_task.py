@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.evaluate import check, evaluate, into_new_folder
+from qnmixer.evaluate import check, evaluate
 from qnmixer.extras.task.command import reconstructed
 from qnmixer.extras.task.config import EvaluateTaskConfig
 from qnmixer.extras.task.phantoms import Disc, TaskPhantom
 from qnmixer.extras.task.report import DoseScores, headings, task_figure
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.reconstruction.checkpoints import load_run
+from qnmixer.runs.run import into_new_folder
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import section
 
@@ -162,7 +163,7 @@ def test_what_does_not_fit_is_refused_in_one_line(network: Path, tmp_path: Path,
     assert code == 1
     (line,) = [line for line in stderr.splitlines() if not line.startswith("warning")]
     assert line.startswith(f"error: {says}")
-    assert into_new_folder(words) == words  # nothing was written
+    assert into_new_folder("evaluate", words) == words  # nothing was written
 
 
 def test_images_that_are_scaled_one_by_one_have_no_dose(tmp_path: Path) -> None:

@@ -29,8 +29,7 @@ from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor
-from qnmixer.runs.loggers import scoring_loggers
-from qnmixer.runs.run import Run
+from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.tables import NOTHING, Table, in_digits
 from qnmixer.runs.terminal import Console
 
@@ -121,10 +120,7 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
         write_text(folder / "table.csv", numbers(results).csv())  # what is measured stays, if the rest fails
         return results[condition]
 
-    with (
-        Run(folder, overrides).recording() as record,
-        scoring_loggers(module.config, config.logger, device.type, folder, overrides) as loggers,
-    ):
+    with recording_scores(module.config, config.logger, device.type, folder, overrides) as (record, loggers):
         for condition in test_conditions:
             scores_of_condition(condition)
         edge_lines = _edges(config, module, scores_of_condition)

@@ -20,8 +20,7 @@ from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor
-from qnmixer.runs.loggers import scoring_loggers
-from qnmixer.runs.run import Run
+from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.terminal import Console, progress
 from qnmixer.settings.rules import one_scale
 from qnmixer.settings.run import section
@@ -29,8 +28,8 @@ from qnmixer.settings.run import section
 _KINDS = "absent", "present", "edges"
 _FINER = 2  # sinograms come from a finer grid, so that no method reconstructs by the matrix that simulated
 _LEAST_CONTRAST_TO_NOISE = 25.0
-"""Of an edge, with the noise of a bin of its mean profile. Below it half modulation scatters by more than a tenth:
-measured with white noise and blurs of 1 to 6 mm."""
+"""An edge is measured if its contrast is at least so many times the noise of a bin of its mean profile. With less, the
+frequency of half modulation scatters by more than a tenth (measured with white noise and blurs of 1 to 6 mm)."""
 _CORE = 0.6  # part of an insert's radius within which its contrast is measured
 
 
@@ -48,10 +47,7 @@ def evaluate_task(config: EvaluateTaskConfig, folder: Path, overrides: list[str]
         advice = f"does not fit the images of this run: give {smallest:.3g} to {largest:.3g} mm"
         raise ConfigError(f"evaluation.insert_diameter={task.insert_diameter:g} {advice}")
     device = choose_device(config.accelerator)
-    with (
-        Run(folder, overrides).recording() as record,
-        scoring_loggers(module.config, config.logger, device.type, folder, overrides) as loggers,
-    ):
+    with recording_scores(module.config, config.logger, device.type, folder, overrides) as (record, loggers):
         scores = [*task_scores(module.to(device).eval(), task, console)]
         insert = f"inserts of {task.insert_hu:g} HU and {task.insert_diameter:g} mm"
         title = f"{insert}, {geometry.n_views} views, {task.n_images} images of each kind and dose"

@@ -21,8 +21,7 @@ from qnmixer.physics import Symmetry, images_by_symmetry
 from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor, symmetries_of
-from qnmixer.runs.loggers import scoring_loggers
-from qnmixer.runs.run import Run
+from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.tables import Table, in_digits
 from qnmixer.runs.terminal import Console, progress
 
@@ -43,10 +42,7 @@ def evaluate_uncertainty(config: EvaluateUncertaintyConfig, folder: Path, overri
     if len(turns) < 2:
         raise ConfigError("evaluation=uncertainty is the deviation over symmetries: give symmetries=8, and a full turn")
     device = choose_device(config.accelerator)
-    with (
-        Run(folder, overrides).recording() as record,
-        scoring_loggers(module.config, config.logger, device.type, folder, overrides) as loggers,
-    ):
+    with recording_scores(module.config, config.logger, device.type, folder, overrides) as (record, loggers):
         module = module.to(device).eval()
         curves = [_curves(module, slices, split, turns, settings.least_hu, console) for split in _SPLITS]
         rows = [_row(level, *curves) for level in settings.levels]

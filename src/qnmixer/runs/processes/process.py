@@ -116,37 +116,42 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
     # A second signal must not interrupt this function: the record would be lost.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    stopped, secondary, end_time = isinstance(error, KeyboardInterrupt), is_secondary(error), time.time()
-    # For torch's elastic agent, ours or torchrun's. It reads the first two fields, and `launch` the others.
-    record: dict[str, Any] = {
-        "message": "was stopped by a signal" if stopped else line or f"{type(error).__name__}: {error}",
-        "timestamp": int(end_time),
-        "time": end_time,
-        "traceback": traceback.format_exc(),
-        "bug": line is None and not stopped,  # the traceback is for the user too
-        "secondary": secondary,
-        "stopped": isinstance(error, Stopped) and error.together,  # as all others did, with a checkpoint
-    }
+    record, stopped = _record_of(error, line), isinstance(error, KeyboardInterrupt)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # The agent may read at any time, and must not find half a record.
         temporary = Path(f"{path}.tmp")
         temporary.write_text(json.dumps(record), encoding="utf-8")
         temporary.replace(path)
-    speaks = not secondary
-    if secondary and not stopped and stop_requested() is None:
-        # The rank that failed first must end first. Then SIGTERM ends this one. Else all ranks may have lost contact.
+    has_own_error = not record["secondary"]
+    if not has_own_error and not stopped and stop_requested() is None:
+        # The rank that failed first must end first. Then SIGTERM ends this one. Without SIGTERM all ranks may have
+        # lost contact, and this error is the only one.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
         time.sleep(_SECONDS_TO_BE_SECOND)
-        speaks = True
-    if say and speaks:
+        has_own_error = True
+    if say and has_own_error:
         details = record["traceback"] if record["bug"] else ""
-        text = f"{details}error: rank {rank()}: {record['message']}"
-        print(visible(text, keep="\n"), file=sys.stderr)
+        print(visible(f"{details}error: rank {rank()}: {record['message']}", keep="\n"), file=sys.stderr)
     elif say and rank() == 0 and (record["stopped"] or getattr(error, "number", None) == signal.SIGINT):
-        print(visible(str(error)), file=sys.stderr)
+        print(visible(str(error)), file=sys.stderr)  # all ranks stop with the same words, so one of them says them
+    # os._exit skips the cleanup at the end of Python, which also writes these buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(error.code if isinstance(error, Stopped) else 130 if stopped else 1)
+
+
+def _record_of(error: BaseException, line: str | None) -> dict[str, Any]:
+    """An error for torch's elastic agent (ours or torchrun's), which reads two fields, and for `launch`, which reads all."""
+    stopped, end_time = isinstance(error, KeyboardInterrupt), time.time()
+    return {
+        "message": "was stopped by a signal" if stopped else line or f"{type(error).__name__}: {error}",
+        "timestamp": int(end_time),
+        "time": end_time,
+        "traceback": traceback.format_exc(),
+        "bug": line is None and not stopped,  # the traceback is for the user too
+        "secondary": is_secondary(error),
+        "stopped": isinstance(error, Stopped) and error.together,  # as all others did, with a checkpoint
+    }
 
 
 def is_secondary(error: BaseException) -> bool:
