@@ -19,11 +19,11 @@ from measuring import GIVE_BACK, MIB, Row, in_own_process, markdown, peak_mib
 
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner, batch_of_replica
-from qnmixer.memory.tracker import AUTOCAST, batch_of
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
 from qnmixer.parallel.devices import compile_blocks
 from qnmixer.parallel.pipeline import Pipeline, sum_gradients
+from qnmixer.parallel.tracker import AUTOCAST, batch_of
 from qnmixer.settings.compose import compose
 from qnmixer.settings.override import override
 from qnmixer.settings.run import Config, parse

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.memory.tracker import batch_of
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
+from qnmixer.parallel.tracker import batch_of
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from qnmixer.memory import modes as memory
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
-from qnmixer.memory.tracker import PeakTracker
 from qnmixer.models import LEARN, QNMixer
+from qnmixer.parallel.tracker import PeakTracker
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse

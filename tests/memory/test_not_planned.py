@@ -10,8 +10,8 @@ from qnmixer.errors import ConfigError, OutOfMemory
 from qnmixer.memory.config import PlanConfig
 from qnmixer.memory.plan import Planner, advice, changes
 from qnmixer.memory.report import print_plan
-from qnmixer.memory.shapes import _Shapes
 from qnmixer.module.build import build_module
+from qnmixer.parallel.shapes import _Shapes
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import Config, parse
 from qnmixer.training import steps

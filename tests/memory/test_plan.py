@@ -11,12 +11,12 @@ from qnmixer.memory.config import PlanConfig, device_memory
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner, batch_of_replica, devices_per_replica, idle, in_flight, n_microbatches
 from qnmixer.memory.report import as_object, largest_batch, levers_table, print_plan, usable
-from qnmixer.memory.shapes import without_data
-from qnmixer.memory.tracker import PeakTracker, autocast, batch_of, make_state, n_bytes, optimizer_tensors
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
 from qnmixer.parallel.device_memory import MIB, Footprint
 from qnmixer.parallel.pipeline import Stage, layouts, loss_of_part, stages_of
+from qnmixer.parallel.shapes import without_data
+from qnmixer.parallel.tracker import PeakTracker, autocast, batch_of, make_state, n_bytes, optimizer_tensors
 from qnmixer.settings.compose import compose
 from qnmixer.settings.override import override
 from qnmixer.settings.run import Config, parse

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.recomputation import Recomputation
-from qnmixer.memory.tracker import PeakTracker
 from qnmixer.models import UnrolledNetwork
+from qnmixer.parallel.tracker import PeakTracker
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.settings.sections import MemoryConfig
 

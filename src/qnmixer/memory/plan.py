@@ -19,15 +19,15 @@ from torch.overrides import TorchFunctionMode
 from qnmixer.errors import ConfigError, UserError, first_line
 from qnmixer.measurement.build import build_projector, fine_size, system_matrix_at
 from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.memory.shapes import values_refused, without_data
-from qnmixer.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.module.base import RunModule
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
 from qnmixer.parallel.device_memory import MIB, DevicePlan, Footprint
 from qnmixer.parallel.pipeline import Packing, Stage, layouts, loss_of_part, stages_of
+from qnmixer.parallel.shapes import values_refused, without_data
 from qnmixer.parallel.torch_private import tree_map_only
+from qnmixer.parallel.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.settings.override import override

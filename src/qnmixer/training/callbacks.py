@@ -28,10 +28,10 @@ from qnmixer.errors import PluginError
 from qnmixer.evaluation.metrics import psnr
 from qnmixer.evaluation.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.measurement.pairs import check_pairs
-from qnmixer.memory.tracker import PeakTracker
 from qnmixer.module.base import RunModule
 from qnmixer.parallel.device_memory import MIB, read_usage
 from qnmixer.parallel.shards import gather
+from qnmixer.parallel.tracker import PeakTracker
 from qnmixer.reconstruction.weights import MEAN_KEY, TRAINED_KEY
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.names import ITERATES, best_name

@@ -8,11 +8,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from qnmixer.memory.shapes import key_of, report_to, storage_of
+from qnmixer.parallel.shapes import key_of, report_to, storage_of
 from qnmixer.parallel.torch_private import TorchDispatchMode, is_traceable_wrapper_subclass_type, tree_leaves
 
 AUTOCAST = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-
 HOST = torch.device("meta")
 """Where shapes are that offloading has moved to the host. Shapes on the CPU are those of the device."""
 

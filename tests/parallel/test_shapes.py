@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from qnmixer.memory.plan import Planner
-from qnmixer.memory.shapes import _Shapes, key_of, storage_of, without_data
-from qnmixer.memory.tracker import PeakTracker
+from qnmixer.parallel.shapes import _Shapes, key_of, storage_of, without_data
+from qnmixer.parallel.tracker import PeakTracker
 from qnmixer.settings.compose import compose
 from qnmixer.settings.override import override
 from qnmixer.settings.run import parse
 
-from .test_plan import SMALL
+from ..memory.test_plan import SMALL
 
 OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "a result": lambda x: x + 1,
