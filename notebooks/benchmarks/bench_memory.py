@@ -27,7 +27,7 @@ from qnmixer.parallel.tracker import AUTOCAST, batch_of
 from qnmixer.settings.compose import compose
 from qnmixer.settings.override import override
 from qnmixer.settings.run import Config, parse
-from qnmixer.settings.sections import PipelineConfig
+from qnmixer.settings.strategies import PipelineConfig
 
 CONFIGS = [
     "model.n_iterations=4", "memory=recompute data.batch_size=4 model.n_iterations=6",

@@ -16,8 +16,9 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import UnrolledNetwork
 from qnmixer.module import ReconstructionModule
 from qnmixer.module.base import RunModule
+from qnmixer.parallel.ddp import DDPStrategy
+from qnmixer.parallel.fsdp import FSDPStrategy
 from qnmixer.parallel.pipeline import PipelineStrategy
-from qnmixer.parallel.strategies import DDPStrategy, FSDPStrategy
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.runs.loggers import MetricsFile, WandbRun
 from qnmixer.settings.run import section

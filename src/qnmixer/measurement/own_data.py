@@ -4,7 +4,7 @@ from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import ConfigError
 from qnmixer.measurement.build import build_geometry
 from qnmixer.settings.run import Config
-from qnmixer.settings.sections import PipelineConfig
+from qnmixer.settings.strategies import PipelineConfig
 
 
 def build_own_data(config: Config, part: str = "test") -> OwnDataModule:

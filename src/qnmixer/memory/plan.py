@@ -33,7 +33,7 @@ from qnmixer.physics.scan import ScanMatrix
 from qnmixer.settings.override import override
 from qnmixer.settings.parts import ModelConfig, averages_weights
 from qnmixer.settings.run import Config, validate
-from qnmixer.settings.sections import FSDPConfig, PipelineConfig
+from qnmixer.settings.strategies import FSDPConfig, PipelineConfig
 
 # The plan of a run
 

@@ -12,7 +12,7 @@ from qnmixer.runs.tables import Table
 from qnmixer.runs.terminal import Console, progress
 from qnmixer.settings.options import options
 from qnmixer.settings.run import Config, effective_batch
-from qnmixer.settings.sections import PipelineConfig
+from qnmixer.settings.strategies import PipelineConfig
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
 """Precisions in one row need the same memory. (A V100 has no bf16.)"""

@@ -17,7 +17,7 @@ from qnmixer.module.base import RunModule
 from qnmixer.module.parts import parts_of
 from qnmixer.physics import FanBeamProjector
 from qnmixer.settings.run import Config
-from qnmixer.settings.sections import PipelineConfig
+from qnmixer.settings.strategies import PipelineConfig
 
 
 def build_module(config: Config, projector: FanBeamProjector | None = None) -> RunModule:

@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from qnmixer.parallel.torch_private import is_saved_buffer
-from qnmixer.settings.sections import PipelineConfig, StrategyConfig, TrainerConfig
+from qnmixer.settings.sections import TrainerConfig
+from qnmixer.settings.strategies import PipelineConfig, StrategyConfig
 
 
 class Place(NamedTuple):

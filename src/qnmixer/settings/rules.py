@@ -20,14 +20,12 @@ from qnmixer.settings.parts import (
 from qnmixer.settings.sections import (
     DebugConfig,
     FewBatchesConfig,
-    FSDPConfig,
     GeometryConfig,
     MemoryConfig,
-    PipelineConfig,
     ProfileConfig,
-    StrategyConfig,
     TrainerConfig,
 )
+from qnmixer.settings.strategies import FSDPConfig, PipelineConfig, StrategyConfig
 
 
 def scan_of_set(data: DataConfig, geometry: GeometryConfig) -> None:

@@ -33,10 +33,10 @@ from qnmixer.settings.sections import (
     GeometryConfig,
     MemoryConfig,
     Seed,
-    Strategy,
     TrainerConfig,
     WandbConfig,
 )
+from qnmixer.settings.strategies import Strategy
 from qnmixer.settings.target import Target
 from qnmixer.settings.validation import Section, plain_values, validated
 

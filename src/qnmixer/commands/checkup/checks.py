@@ -29,7 +29,8 @@ from qnmixer.runs.processes.folders import temporary_folder
 from qnmixer.runs.run import Run
 from qnmixer.settings.error_lines import explain
 from qnmixer.settings.run import Config, effective_batch
-from qnmixer.settings.sections import MemoryConfig, SingleConfig
+from qnmixer.settings.sections import MemoryConfig
+from qnmixer.settings.strategies import SingleConfig
 
 TOLERANCE = {"64": 1e-6, "32": 1e-4, "16-mixed": 3e-2, "bf16-mixed": 1e-1}
 """Relative error of a gradient, compared with one process. In float64 a part that a user keeps in float32 rounds."""

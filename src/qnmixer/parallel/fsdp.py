@@ -1,0 +1,124 @@
+"""FSDP2: weights, gradients and optimizer state are in shards over the devices.
+
+Each regulariser is one unit, and the rest of the network another. Checkpoints are those of one device: full tensors,
+and the optimizer state with torch's numbering.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.parallel.pipeline import TIMEOUT
+from qnmixer.parallel.shards import gather
+from qnmixer.parallel.torch_private import tree_map
+
+
+class FSDPStrategy(ModelParallelStrategy):
+    """Lightning's strategy for FSDP2. It sends no gradients while it accumulates, and writes standard checkpoints.
+
+    Args:
+        n_processes: of the Trainer, on all machines.
+    """
+
+    def __init__(self, n_processes: int) -> None:
+        # One file, as with the other strategies: Lightning's distributed checkpoint is a folder that only FSDP2 reads.
+        super().__init__(
+            data_parallel_size=n_processes,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+            timeout=TIMEOUT,
+        )
+
+    def shard(self, network: nn.Module, mesh: Any) -> None:
+        """Put the blocks of a network, and then the rest of it, into shards over a mesh, in place."""
+        if isinstance(network, FSDPModule):  # Lightning calls `configure_model` again before validation and test
+            return
+        mesh = mesh["data_parallel"]
+        # Blocks first: the last call takes all weights that are in no unit yet.
+        if not isinstance(network, UnrolledNetwork):
+            fully_shard(network, mesh=mesh, reshard_after_forward=True)
+            return
+        for block in network.blocks():
+            fully_shard(block, mesh=mesh)
+        fully_shard(network, mesh=mesh)
+        # FSDP2 gathers weights before `forward` only. Any other entry point must be registered.
+        register_fsdp_forward_method(network, "trajectory")
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Store full gradients on each device. Lightning enters this in every batch of a window except the last."""
+        # Without this FSDP2 reduces the gradients in every backward pass, and accumulating saves no traffic.
+        units = self._units()
+        for unit in units:
+            unit.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.set_requires_gradient_sync(True)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The shards of this rank; `save_checkpoint` gathers them."""
+        assert self.model is not None
+        return self.model.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer state of this rank, in shards too."""
+        return optimizer.state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write one full file on rank 0."""
+        gathered = tree_map(_gathered, checkpoint)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(gathered, filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the full file on every rank."""
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """True: Lightning then calls the two methods below in its own order."""
+        return True
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Load the shards of this rank from the full weights."""
+        assert self.model is not None
+        shards = self.model.state_dict()
+        self.model.load_state_dict(
+            {k: _sharded(shards.get(k), v) for k, v in checkpoint["state_dict"].items()}, strict=strict
+        )
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load the shards of this rank from the full optimizer state."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            numbers = [number for group in state["param_groups"] for number in group["params"]]
+            # torch numbers parameters in the order of the groups, so the state of one device fits by number.
+            parameter_of = dict(zip(numbers, parameters, strict=True))
+            sharded = {
+                n: {k: _sharded(parameter_of[n], v) for k, v in entry.items()} for n, entry in state["state"].items()
+            }
+            optimizer.load_state_dict({**state, "state": sharded})
+
+    def _units(self) -> list[FSDPModule]:
+        assert self.model is not None
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+
+def _gathered(value: Any) -> Any:
+    return gather(value).cpu() if isinstance(value, DTensor) else value
+
+
+def _sharded(target: Any, value: Any) -> Any:
+    """A full tensor in the shards of `target`, if that has shards and the same shape."""
+    if isinstance(target, DTensor) and isinstance(value, Tensor) and value.shape == target.shape:
+        return distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
+    return value
