@@ -18,7 +18,7 @@ import torch.distributed as dist
 from measuring import GIVE_BACK, MIB, Row, in_own_process, markdown, peak_mib
 
 from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.memory.plan import Planner, batch_of_replica
+from qnmixer.memory.plan import Planner
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
 from qnmixer.parallel.devices import compile_blocks
@@ -85,7 +85,7 @@ class PipelineStep:
 
     def __call__(self) -> None:
         """One optimizer step."""
-        size, n = self.config.data.image_size, batch_of_replica(self.config)
+        size, n = self.config.data.image_size, self.config.strategy.batch_of_replica(self.config)
         batch = {"image": torch.rand(n, 1, size, size), "weight": torch.ones(n), "name": []}
         with torch.no_grad():
             y = self.module.projector(batch["image"])

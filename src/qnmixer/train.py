@@ -85,7 +85,7 @@ def run(config: Config) -> Trained:
         check_processes(config)
         if is_rank():
             best = fit_as_rank(config, record)
-        elif config.strategy.name != "single":
+        elif config.strategy.is_parallel:
             best = fit_in_processes(config, record)
         else:
             with loading():  # its callbacks take more seconds; the process that only watches ranks does not load them

@@ -31,7 +31,7 @@ from qnmixer.memory.plan import Planner
 from qnmixer.module.build import build_module
 from qnmixer.parallel.device_memory import MIB, WORKSPACE, on_a_gpu
 from qnmixer.parallel.devices import allow_tf32, compile_blocks, has_bf16
-from qnmixer.parallel.strategies import build_precision
+from qnmixer.parallel.parallelism import build_precision
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.settings.compose import compose

@@ -9,7 +9,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.measurement.build import build_network, system_matrix_at
 from qnmixer.memory.config import PlanConfig, device_memory
 from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.memory.plan import Planner, batch_of_replica, devices_per_replica, idle, in_flight, n_microbatches
+from qnmixer.memory.plan import Planner
 from qnmixer.memory.report import as_object, largest_batch, levers_table, print_plan, usable
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
@@ -20,6 +20,7 @@ from qnmixer.parallel.tracker import PeakTracker, autocast, batch_of, make_state
 from qnmixer.settings.compose import compose
 from qnmixer.settings.override import override
 from qnmixer.settings.run import Config, parse
+from qnmixer.settings.strategies import PipelineConfig
 
 from ..conftest import every_third
 
@@ -124,7 +125,8 @@ def test_a_finer_grid_counts_where_a_device_simulates_from_it(planner: Planner, 
 
     finer = config_of("data.simulation_factor=2")
     matrix = n_bytes(system_matrix_at(finer, 64).buffers())
-    images = batch_of_replica(config_of(f"{SIMPLE} strategy={strategy}")) * 4 * 64**2
+    config = config_of(f"{SIMPLE} strategy={strategy}")
+    images = config.strategy.batch_of_replica(config) * 4 * 64**2
     coarse, fine = of(""), of("data.simulation_factor=2")
     assert fine.operator - coarse.operator == matrix
     assert fine.activations - coarse.activations == images
@@ -209,19 +211,21 @@ def test_what_each_strategy_adds_to_one_device(planner: Planner) -> None:
 
 def real_peak(config: Config, device: int) -> int:
     """Bytes that a device holds when it runs its stages with real tensors and all micro-batches in flight."""
-    b, n, size = config.strategy.microbatch_size, n_microbatches(config), config.data.image_size  # type: ignore[attr-defined]
+    keys, size = config.strategy, config.data.image_size
+    assert isinstance(keys, PipelineConfig)
+    b, n = keys.microbatch_size, keys.n_together(config)
     module = build_module(config)
     network = module.network
     apply_memory_mode(network, config.memory)
     optimizer = build_optimizer(config.optimizer, network)
     make_state(optimizer)
     optimizer.zero_grad()
-    image, weight = torch.rand(batch_of_replica(config), 1, size, size), torch.ones(batch_of_replica(config))
+    image, weight = torch.rand(b * n, 1, size, size), torch.ones(b * n)
     with torch.no_grad():
         y = module.projector(image)
     packings = layouts(network, y[:b], lambda: autocast(config.trainer.precision))
     parts: list[tuple[list[Tensor], list[Tensor]]] = []  # of each micro-batch: received state and gradient
-    it = stages_of(network.n_iterations, devices_per_replica(config))[device]
+    it = stages_of(network.n_iterations, keys.devices_per_replica(config))[device]
     stage = Stage(network, it, packings[it.start], lambda: autocast(config.trainer.precision))
     for _ in range(n):
         states = [packings[it.start].empty(b, "cpu")] if it.start else []
@@ -230,7 +234,7 @@ def real_peak(config: Config, device: int) -> int:
     tracker, made = PeakTracker(), []
     tracker.track(module, optimizer, image, weight, y)
     tracker.track(*(tensor for states, gradients in parts for tensor in (*states, *gradients)))
-    most = in_flight(config, device)
+    most = keys.in_flight(config, device)
     with tracker, torch.autocast("cpu", enabled=False):
         for k, (states, gradients) in enumerate(parts):
             if k >= most:
@@ -267,7 +271,7 @@ def test_the_run_is_planned_by_its_fullest_device(planner: Planner) -> None:
     assert max(told["devices"]) == told["peak_mib"]  # type: ignore[call-overload]
     assert told["idle_share"] == pytest.approx(3 / 7, abs=1e-4)  # (devices − 1) / (micro-batches + devices − 1)
     in_turns = override(config, "trainer.devices=4 strategy.schedule=sequential")
-    assert idle(in_turns) == 3 / 4
+    assert in_turns.strategy.idle_share(in_turns) == 3 / 4
     of_all, of_one = (max(plan.footprint.activations for plan in planner.devices(it)) for it in (config, in_turns))
     assert of_one < 0.42 * planner.estimate(config_of("data.batch_size=1")).activations < of_all
 

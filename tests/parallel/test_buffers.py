@@ -99,7 +99,7 @@ def test_buffers_against_those_of_one_process(buffers: dict[str, list[dict[str, 
 def test_a_line_says_what_buffers_of_several_devices_mean() -> None:
     def line(words: str, kind: type[Changing] = Everything) -> str | None:
         config = parse(compose("train", [*TINY.split(), *words.split()]))
-        return line_on_buffers(config.strategy, config.trainer, kind(build_projector(config), 4))
+        return line_on_buffers(config, kind(build_projector(config), 4))
 
     assert line("memory=recompute") is None
     assert line(f"strategy=ddp {TWO}", Changing) is None

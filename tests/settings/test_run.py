@@ -10,7 +10,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.errors import ConfigError
 from qnmixer.evaluation.config import EvaluateConfig
-from qnmixer.memory.plan import batch_of_replica, devices_per_replica
 from qnmixer.reconstruction.config import ReconstructConfig
 from qnmixer.reconstruction.sections import AsTrained
 from qnmixer.settings.compose import compose, with_one_limit
@@ -163,8 +162,8 @@ def test_samples_of_a_step(overrides: list[str]) -> None:
     config = parse(changed("trainer.devices=4", *overrides))
     nodes, accumulate = config.trainer.num_nodes, config.trainer.accumulate_grad_batches
     assert effective_batch(config) == config.data.batch_size * 4 * nodes * accumulate
-    pipelines = 4 * nodes // devices_per_replica(config)
-    assert effective_batch(config) == batch_of_replica(config) * pipelines * accumulate
+    pipelines = 4 * nodes // config.strategy.devices_per_replica(config)
+    assert effective_batch(config) == config.strategy.batch_of_replica(config) * pipelines * accumulate
 
 
 def test_files_of_other_versions() -> None:

@@ -4,7 +4,7 @@ from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import ConfigError
 from qnmixer.measurement.build import build_geometry
 from qnmixer.settings.run import Config
-from qnmixer.settings.strategies import PipelineConfig
+from qnmixer.settings.strategies import strategies_with
 
 
 def build_own_data(config: Config, part: str = "test") -> OwnDataModule:
@@ -15,7 +15,8 @@ def build_own_data(config: Config, part: str = "test") -> OwnDataModule:
     datamodule = config.datamodule
     if config.noise.load().for_measured:
         raise ConfigError(f"noise={config.noise.name} does not reach batches of {datamodule.as_typed}: add it there")
-    if isinstance(config.strategy, PipelineConfig):
-        raise ConfigError(f"strategy=pipeline does not take {datamodule.as_typed}: choose strategy=single, ddp or fsdp")
+    if not (strategy := config.strategy).takes_own_data:
+        others = strategies_with("takes_own_data")
+        raise ConfigError(f"strategy={strategy.name} does not take {datamodule.as_typed}: choose strategy={others}")
     data_module = datamodule.build(supplied={key: getattr(config.data, key) for key in datamodule.supplied})
     return OwnDataModule(data_module, datamodule.target, config.data, build_geometry(config), part)

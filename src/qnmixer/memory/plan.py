@@ -6,34 +6,27 @@ is out of memory plans too: its last line names changes that would fit.
 """
 
 import math
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from qnmixer.errors import ConfigError, UserError, first_line
 from qnmixer.measurement.build import build_projector, fine_size, system_matrix_at
 from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.module.base import RunModule
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
 from qnmixer.parallel.device_memory import MIB, DevicePlan, Footprint
-from qnmixer.parallel.pipeline import Packing, Stage, layouts, loss_of_part, stages_of
+from qnmixer.parallel.parallelism import parallelism_of
 from qnmixer.parallel.shapes import values_refused, without_data
-from qnmixer.parallel.torch_private import tree_map_only
-from qnmixer.parallel.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes
+from qnmixer.parallel.tracker import HOST, batch_of, make_state
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.settings.override import override
-from qnmixer.settings.parts import ModelConfig, averages_weights
+from qnmixer.settings.parts import ModelConfig
 from qnmixer.settings.run import Config, validate
-from qnmixer.settings.strategies import FSDPConfig, PipelineConfig
 
 # The plan of a run
 
@@ -62,7 +55,7 @@ class Planner:
     def growth(self, config: Config) -> float | None:
         """Bytes that each further iteration adds; None for a pipeline, and for a network that cannot have more."""
         T = config.model.T
-        if isinstance(config.strategy, PipelineConfig) or T < 2 or not config.model.is_unrolled:
+        if len(self.devices(config)) > 1 or T < 2 or not config.model.is_unrolled:
             return None
         n_added = 2  # an even number: two kinds of block may alternate
         try:
@@ -96,8 +89,7 @@ class Planner:
                 setattr(module.network, name, values_refused()(getattr(module.network, name)))
             optimizer = build_optimizer(config.optimizer, module.network)
             make_state(optimizer)
-            plan = _plan_pipeline if isinstance(config.strategy, PipelineConfig) else _plan_replica
-            return plan(module, optimizer)
+            return parallelism_of(config).plan(module, optimizer, partial(_measured_batch, module))
 
     def _fine_matrix(self, config: Config) -> ScanMatrix | None:
         """A of the finer grid, if the devices simulate on it. It takes as long to build as in the run."""
@@ -117,49 +109,11 @@ def with_assumed_devices(config: Config) -> Config:
 
     Raises ConfigError for a config that cannot run on these.
     """
-    if config.strategy.name == "single" or config.trainer.per_node is not None:
+    if not config.strategy.is_parallel or config.trainer.per_node is not None:
         return config
     config = config.changed(trainer=config.trainer.changed(devices=ASSUMED_DEVICES))
     validate(config)
     return config
-
-
-# A step on one device
-
-
-def _plan_replica(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple[DevicePlan, ...]:
-    """The plan of the one device that runs the whole network, for single, ddp or fsdp: a training step.
-
-    Gradients of ddp are views of its buckets, which stay when gradients are cleared. While it accumulates, gradients
-    are outside the buckets. `strategy` counts them as a copy.
-    """
-    config, network = module.config, module.network
-    accumulates, ddp = config.trainer.accumulate_grad_batches > 1, config.strategy.name == "ddp"
-    on_gpu = config.trainer.accelerator != "cpu"  # a plan is for GPUs, unless the run is known to have none
-    if on_gpu:
-        _step_all_at_once(optimizer)
-    tracker = PeakTracker()
-    tracker.track(module, optimizer)
-    norms = _NormsInFull() if on_gpu and config.trainer.precision != "32" else nullcontext()
-    with tracker, norms:
-        for k in range(1 + accumulates):  # all later batches need the same memory as the second
-            batch = _measured_batch(module, config.data.batch_size)
-            with autocast(config.trainer.precision):
-                loss = module.training_step(batch, 0)
-            if k == 0:  # as in Lightning: the gradients of the step before exist until here
-                optimizer.zero_grad(set_to_none=not ddp)
-            loss.backward()
-            del loss, batch
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-    footprint = Footprint(**tracker.peak)
-    if averages_weights(config.callbacks):
-        footprint = replace(footprint, parameters=2 * footprint.parameters)
-    if ddp and accumulates:
-        footprint = replace(footprint, strategy=footprint.gradients)
-    if isinstance(config.strategy, FSDPConfig):
-        footprint = _sharded(footprint, config, network)
-    return (DevicePlan(range(network.n_iterations), 1, footprint),)
 
 
 def _measured_batch(module: RunModule, n: int) -> Any:
@@ -172,144 +126,6 @@ def _measured_batch(module: RunModule, n: int) -> Any:
         sinogram = measurement.project(image[-1:], *(images[-1:] for images in fine_image.values()))
     other_sinograms = torch.empty(n - 1, 1, scan.n_views, scan.n_detectors)
     return batch_of(image, torch.ones(n), torch.cat([other_sinograms, sinogram])) | fine_image
-
-
-def _step_all_at_once(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer update all weights together, which needs a temporary of the size of all weights.
-
-    torch does so by default on a GPU but not on a CPU.
-    """
-    for group in optimizer.param_groups:
-        if group.get("foreach", False) is None:
-            group["foreach"] = True
-
-
-class _NormsInFull(TorchFunctionMode):
-    """Makes norms take and give float32, as under autocast on a GPU. On a CPU they would stay in half precision."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.layer_norm, F.group_norm):
-            args, kwargs = tree_map_only(Tensor, Tensor.float, (args, kwargs))
-        return func(*args, **(kwargs or {}))
-
-
-def _sharded(footprint: Footprint, config: Config, network: UnrolledNetwork[Any]) -> Footprint:
-    """The footprint of a step on one device under fsdp, by arithmetic. It is too large rather than too small.
-
-    `strategy` counts the full tensors that exist at once. These are the weights of the root unit and of one block.
-    Messages that gather weights and reduce gradients are twice the largest unit. While accumulating, all gradients are
-    full.
-    """
-    n_shards = config.trainer.n_devices
-    blocks = [n_bytes(block.parameters()) for block in network.blocks()]
-    all_bytes = n_bytes(network.parameters())
-    root = all_bytes - sum(blocks)
-    gathered = root + max(blocks, default=0)
-    unreduced = all_bytes if config.trainer.accumulate_grad_batches > 1 else 0
-    return replace(
-        footprint,
-        parameters=footprint.parameters / n_shards,
-        gradients=footprint.gradients / n_shards,
-        optimizer=footprint.optimizer / n_shards,
-        strategy=gathered + 2 * max([root, *blocks]) + unreduced,
-    )
-
-
-# The stages of a pipeline
-
-
-def devices_per_replica(config: Config) -> int:
-    """The number of devices that work on the same samples: those of a pipeline, or one."""
-    return config.strategy.devices_per_replica(config.trainer)
-
-
-def batch_of_replica(config: Config) -> int:
-    """Samples that the devices of one replica get together. data.batch_size is for one device."""
-    return config.data.batch_size * devices_per_replica(config)
-
-
-def n_microbatches(config: Config) -> int:
-    """Micro-batches in the batch of a pipeline."""
-    assert isinstance(config.strategy, PipelineConfig)
-    return batch_of_replica(config) // config.strategy.microbatch_size
-
-
-def in_flight(config: Config, device: int) -> int:
-    """The most micro-batches that a device has between their forward and their backward pass."""
-    assert isinstance(config.strategy, PipelineConfig)
-    n_remaining = devices_per_replica(config) - device
-    return 1 if config.strategy.schedule == "sequential" else min(n_microbatches(config), n_remaining)
-
-
-def idle(config: Config) -> float:
-    """Share of device time that a pipeline waits (the bubble), if all stages take the same time."""
-    assert isinstance(config.strategy, PipelineConfig)
-    n_together = 1 if config.strategy.schedule == "sequential" else n_microbatches(config)
-    n_waiting = devices_per_replica(config) - 1
-    return n_waiting / (n_together + n_waiting)
-
-
-def _plan_pipeline(module: RunModule, optimizer: torch.optim.Optimizer) -> tuple[DevicePlan, ...]:
-    """The plan of each device of a pipeline, first stage first. It is an upper bound."""
-    config = module.config
-    assert isinstance(config.strategy, PipelineConfig)
-    batch = _measured_batch(module, batch_of_replica(config))  # every device gets all of it
-    y = batch["sinogram"][: config.strategy.microbatch_size]
-    packings = layouts(module.network, y, partial(autocast, config.trainer.precision))
-    plans = []
-    for device, iterations in enumerate(stages_of(module.network.n_iterations, devices_per_replica(config))):
-        n_in_flight = in_flight(config, device)
-        footprint = _plan_stage(module, optimizer, batch, packings, iterations, n_in_flight)
-        plans.append(DevicePlan(iterations, n_in_flight, footprint))
-    return tuple(plans)
-
-
-def _plan_stage(
-    module: RunModule,
-    optimizer: torch.optim.Optimizer,
-    batch: Any,
-    packings: list[Packing],
-    iterations: range,
-    n_in_flight: int,
-) -> Footprint:
-    """A stage at the peak of one micro-batch, with what at most `n_in_flight` hold between forward and backward.
-
-    torch has a buffer for each received state and gradient of each micro-batch of one call. It frees a sent gradient at
-    its next message or later, when less is in flight.
-    """
-    config, network = module.config, module.network
-    assert isinstance(config.strategy, PipelineConfig)
-    b, precision = config.strategy.microbatch_size, partial(autocast, config.trainer.precision)
-    stage = Stage(network, iterations, packings[iterations.start], precision)
-    received = [packings[iterations.start].empty(b, "cpu")] if iterations.start else []
-    is_last = iterations.stop == network.n_iterations
-    gradient = [] if is_last else [packings[iterations.stop].empty(b, "cpu").detach()]  # it comes in
-
-    def forward() -> Tensor:
-        image: Tensor = stage(*received, y=batch["sinogram"][:b])
-        with precision():
-            return loss_of_part(module, batch, 0, image, 0, {}) if is_last else image
-
-    tracker = PeakTracker()
-    tracker.track(module, optimizer, *(value for value in batch.values() if isinstance(value, Tensor)))
-    # An outer autocast, as in training: it keeps half-precision copies of weights from one micro-batch to the next.
-    with tracker, torch.autocast("cpu", enabled=False):
-        if config.trainer.precision != "32":
-            forward()  # makes these copies
-        base_bytes = tracker.current["activations"]
-        output = forward()
-        held_bytes = tracker.current["activations"] - base_bytes
-        output.backward(*gradient)
-        del output
-        torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])  # the sum over the devices
-        optimizer.step()
-    n_at_once, n_late = (1, 0) if config.strategy.schedule == "sequential" else (n_microbatches(config), 1)
-    peak = Footprint(**tracker.peak)
-    return replace(
-        peak,
-        activations=peak.activations + (n_in_flight - 1) * held_bytes,
-        strategy=n_at_once * n_bytes(received + gradient) + n_late * n_bytes(received),
-    )
 
 
 # The last line of a run that is out of memory
@@ -362,21 +178,13 @@ def changes(config: Config) -> list[str]:
         f"{recompute} {half_precision} {batch_of_one}",
     ]
     candidates += [
-        _one_in_flight(config),
+        config.strategy.one_in_flight if (config.trainer.per_node or 1) > 1 else "",
         fewer_iterations,
         fewer_channels,
         f"{recompute} {half_precision} {batch_of_one} {fewer_channels}",
     ]
     overrides = dict.fromkeys(change for change in (" ".join(c.split()) for c in candidates) if change)
     return [change for change in overrides if changed_to(config, change) not in (None, config)]
-
-
-def _one_in_flight(config: Config) -> str:
-    """Overrides for a pipeline with one micro-batch at a time, if there are enough devices."""
-    if (config.trainer.per_node or 1) == 1:
-        return ""
-    group = "" if config.strategy.name == "pipeline" else "strategy=pipeline "
-    return f"{group}strategy.schedule=sequential"
 
 
 def changed_to(config: Config, overrides: str) -> Config | None:

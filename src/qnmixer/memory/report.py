@@ -2,17 +2,17 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 from qnmixer.memory.config import DEVICES, PlanConfig, device_memory
-from qnmixer.memory.plan import Planner, changed_to, channels_of, idle, with_assumed_devices
-from qnmixer.parallel.device_memory import MIB, on_a_gpu
+from qnmixer.memory.plan import Planner, changed_to, channels_of, with_assumed_devices
+from qnmixer.parallel.device_memory import MIB, DevicePlan, on_a_gpu
 from qnmixer.runs.tables import Table
 from qnmixer.runs.terminal import Console, progress
 from qnmixer.settings.options import options
 from qnmixer.settings.run import Config, effective_batch
-from qnmixer.settings.strategies import PipelineConfig
+from qnmixer.settings.strategies import StrategyConfig
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
 """Precisions in one row need the same memory. (A V100 has no bf16.)"""
@@ -27,7 +27,7 @@ LEVERS = {
     "trainer.precision=16-mixed": "half the digits in the regulariser",
     "data.batch_size=1 trainer.accumulate_grad_batches=4": "less parallel work a step",
     "strategy=pipeline trainer.devices=4 data.batch_size=1": "four devices, which wait for each other",
-    "strategy=pipeline strategy.schedule=sequential trainer.devices=4 data.batch_size=1": "one device works at a time",
+    f"{StrategyConfig.one_in_flight} trainer.devices=4 data.batch_size=1": "one device works at a time",
 }
 """What people try in order to save memory, and what it costs. Data parallelism is here because it saves none."""
 
@@ -51,8 +51,8 @@ def print_plan(config: PlanConfig) -> None:
         return
     console = Console()
     _print_run(console, run, planner, assumed)
-    if isinstance(run.strategy, PipelineConfig):
-        _print_pipeline(console, run, planner)
+    if len(devices_of_batch := planner.devices(run)) > 1:
+        _print_devices(console, run, devices_of_batch)
     _print_tables(console, run, devices, planner)
 
 
@@ -67,7 +67,7 @@ def as_object(config: Config, planner: Planner, devices: list[str]) -> dict[str,
         "fits": {name: footprint.peak / MIB <= usable(name) for name in devices},
         "devices": [_mib(device.footprint.peak) for device in planner.devices(config)],
     }
-    return plan | ({"idle_share": round(idle(config), 4)} if isinstance(config.strategy, PipelineConfig) else {})
+    return plan | ({"idle_share": round(idle, 4)} if (idle := config.strategy.idle_share(config)) else {})
 
 
 def _mib(n_bytes: float) -> float:
@@ -88,7 +88,7 @@ def levers_table(config: Config, planner: Planner, levers: Mapping[str, str] = L
 
 def _setting(config: Config, assumed: str = "") -> str:
     spread = ""
-    if config.strategy.name != "single":
+    if config.strategy.is_parallel:
         nodes = f" × {config.trainer.num_nodes} nodes" if config.trainer.num_nodes > 1 else ""
         spread = (
             f", strategy={config.strategy.name} on {config.trainer.per_node} devices{nodes}{assumed} "
@@ -106,7 +106,7 @@ def _print_run(console: Console, config: Config, planner: Planner, assumed: str)
     console.print(_setting(config, assumed), highlight=False, soft_wrap=True)  # before the plan, which takes seconds
     footprint, growth = planner.estimate(config), planner.growth(config)
     parts = " · ".join(f"{name} {value / MIB:,.1f}" for name, value in footprint.parts().items())
-    where = " on the fullest device" if isinstance(config.strategy, PipelineConfig) else ""
+    where = " on the fullest device" if len(planner.devices(config)) > 1 else ""
     lines = [f"peak of a training step{where}: {footprint.peak / MIB:,.1f} MiB ({parts})"]
     if growth is not None:
         lines.append(f"each further iteration adds {growth / MIB:,.1f} MiB")
@@ -118,16 +118,16 @@ def _print_run(console: Console, config: Config, planner: Planner, assumed: str)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _print_pipeline(console: Console, config: Config, planner: Planner) -> None:
+def _print_devices(console: Console, config: Config, devices: Sequence[DevicePlan]) -> None:
+    """Print the plan of each device that works on one batch, and how long they wait for each other."""
     rows = [
         [str(n), _span(device.iterations), str(device.in_flight), f"{device.footprint.peak / MIB:,.0f}"]
-        for n, device in enumerate(planner.devices(config))
+        for n, device in enumerate(devices)
     ]
     headings = ["device", "iterations", "micro-batches in flight", "peak, MiB"]
     console.print(Table(headings, rows, "devices").terminal(words=2))
-    console.print(
-        f"each device is idle {idle(config):.0%} of the time; strategy.schedule=sequential takes the least memory"
-    )
+    idle, least_memory = config.strategy.idle_share(config), config.strategy.one_in_flight
+    console.print(f"each device is idle {idle:.0%} of the time; {least_memory} takes the least memory")
 
 
 def _span(iterations: range) -> str:
@@ -137,9 +137,8 @@ def _span(iterations: range) -> str:
 
 def _print_tables(console: Console, config: Config, devices: list[str], planner: Planner) -> None:
     """Print the peak by batch size, and the largest batch by device."""
-    least = config.strategy.microbatch_size if isinstance(config.strategy, PipelineConfig) else 1
-    batches = [b * least for b in BATCHES]
-    suffix = " of a device" if config.strategy.name != "single" else ""
+    batches = [b * config.strategy.samples_at_once for b in BATCHES]
+    suffix = " of a device" if config.strategy.is_parallel else ""
     peaks: list[list[str]] = []
     largest: list[list[str]] = [devices]
     headings = ["device"]

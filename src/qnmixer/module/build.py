@@ -17,7 +17,7 @@ from qnmixer.module.base import RunModule
 from qnmixer.module.parts import parts_of
 from qnmixer.physics import FanBeamProjector
 from qnmixer.settings.run import Config
-from qnmixer.settings.strategies import PipelineConfig
+from qnmixer.settings.strategies import strategies_with
 
 
 def build_module(config: Config, projector: FanBeamProjector | None = None) -> RunModule:
@@ -28,10 +28,10 @@ def build_module(config: Config, projector: FanBeamProjector | None = None) -> R
     parts, measurement = parts_of(config), build_measurement(config, projector)
     network = build_network(config, measurement.projector)
     module: RunModule = config.module.build(network=network, **parts)
-    if not module.automatic_optimization and isinstance(config.strategy, PipelineConfig):
+    if not module.automatic_optimization and not config.strategy.takes_manual_optimization:
         raise ConfigError(
-            f"strategy=pipeline passes one loss back through its stages, but {type(module).__name__} optimizes by "
-            "itself (automatic_optimization=False): choose strategy=single, ddp or fsdp"
+            f"strategy={config.strategy.name} runs the backward pass itself, but {type(module).__name__} optimizes by "
+            f"itself (automatic_optimization=False): choose strategy={strategies_with('takes_manual_optimization')}"
         )
     require_shapes(module, config.module.as_typed)
     module.attach(config, config.plain(), measurement)

@@ -15,8 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from qnmixer.parallel.torch_private import is_saved_buffer
-from qnmixer.settings.sections import TrainerConfig
-from qnmixer.settings.strategies import PipelineConfig, StrategyConfig
+from qnmixer.settings.run import Config
 
 
 class Place(NamedTuple):
@@ -137,33 +136,18 @@ def _numbers(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().double().flatten()
 
 
-def buffer_means(strategy: StrategyConfig, trainer: TrainerConfig) -> list[Callback]:
+def buffer_means(config: Config) -> list[Callback]:
     """The callback of a run with several devices."""
-    if trainer.n_devices == 1:
-        return []
-    return [BufferMeans(trainer.n_devices // strategy.devices_per_replica(trainer))]
+    n_devices = config.trainer.n_devices
+    return [BufferMeans(n_devices // config.strategy.devices_per_replica(config))] if n_devices > 1 else []
 
 
-def line_on_buffers(strategy: StrategyConfig, trainer: TrainerConfig, network: nn.Module) -> str | None:
+def line_on_buffers(config: Config, network: nn.Module) -> str | None:
     """What the buffers of a network mean if several devices change them; None if there are none."""
     names = [place.name for place in places_of(network) if place.is_saved]
-    if not names or not buffer_means(strategy, trainer):
-        return None
-    return f"{_listed(names)}: {_meaning(strategy)}"
+    return f"{_listed(names)}: {config.strategy.on_buffers}" if names and config.trainer.n_devices > 1 else None
 
 
 def _listed(names: Sequence[str], limit: int = 4) -> str:
     suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
     return f"buffers {', '.join(names[:limit])}{suffix}"
-
-
-def _meaning(strategy: StrategyConfig) -> str:
-    if isinstance(strategy, PipelineConfig):
-        return (
-            f"updated once for each micro-batch of {strategy.microbatch_size}; those that several devices change are "
-            "averaged after each batch. One process gives other values: strategy=single memory=recompute"
-        )
-    return (
-        "each device updates them by its own slices, and they are averaged after each batch. One process gives other "
-        "values where slices depend on each other, as in BatchNorm: strategy=single"
-    )

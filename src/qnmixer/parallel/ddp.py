@@ -1,5 +1,6 @@
 """ddp: the whole network on every device; each gets a part of the batch."""
 
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -7,8 +8,29 @@ import lightning as L
 from lightning.pytorch import strategies
 from torch.nn.parallel import DistributedDataParallel
 
+from qnmixer.parallel.device_memory import Footprint
 from qnmixer.parallel.lightning_private import find_unused_parameters
-from qnmixer.parallel.pipeline import TIMEOUT
+from qnmixer.parallel.parallelism import TIMEOUT, Parallelism
+from qnmixer.settings.strategies import DDPConfig
+
+
+class DataParallel(Parallelism[DDPConfig]):
+    """How ddp trains, and what the plan counts for it.
+
+    Gradients are views of ddp's buckets, which stay when gradients are cleared.
+    """
+
+    frees_gradients = False
+
+    def strategy(self) -> "DDPStrategy":
+        """ddp, with this run's keys."""
+        return DDPStrategy(self.keys.find_unused_parameters)
+
+    def footprint(self, alone: Footprint, network: Any) -> Footprint:
+        """While it accumulates, gradients are outside the buckets: `strategy` counts them as a copy."""
+        accumulates = self.config.trainer.accumulate_grad_batches > 1
+        return replace(alone, strategy=alone.gradients) if accumulates else alone
+
 
 # Else ddp sends the scan's matrices at every forward, 30 MB at the default size. Every process has built the same.
 _BUFFER_OPTION = "forward_sync_buffers"  # called broadcast_buffers before torch 2.13

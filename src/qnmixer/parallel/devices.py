@@ -28,11 +28,11 @@ def resolve_devices(config: Config) -> Config:
     if not on_cuda and (devices == -1 or isinstance(devices, list)):  # as in Lightning
         raise ConfigError(f"trainer.devices={devices} on a CPU is no number of processes: give trainer.devices=4, say")
     if trainer.per_node is None:
-        if config.strategy.name != "single" and not on_cuda:
+        if config.strategy.is_parallel and not on_cuda:
             raise ConfigError(
                 f"strategy={config.strategy.name} on a CPU needs a number of processes: give trainer.devices=4, say"
             )
-        devices = 1 if config.strategy.name == "single" and devices != -1 else torch.cuda.device_count()
+        devices = torch.cuda.device_count() if config.strategy.is_parallel or devices == -1 else 1
     gpu_numbers = devices if isinstance(devices, list) else [*range(int(devices or 1))]
     if on_cuda and max(gpu_numbers) >= torch.cuda.device_count():
         raise ConfigError(

@@ -6,6 +6,7 @@ and the optimizer state with torch's numbering.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -15,9 +16,41 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.parallel.pipeline import TIMEOUT
+from qnmixer.parallel.device_memory import Footprint
+from qnmixer.parallel.parallelism import TIMEOUT, Parallelism
 from qnmixer.parallel.shards import gather
 from qnmixer.parallel.torch_private import tree_map
+from qnmixer.parallel.tracker import n_bytes
+from qnmixer.settings.strategies import FSDPConfig
+
+
+class ShardedDataParallel(Parallelism[FSDPConfig]):
+    """How fsdp trains, and what the plan counts for it."""
+
+    def strategy(self) -> "FSDPStrategy":
+        """FSDP2 over all devices."""
+        return FSDPStrategy(self.config.trainer.n_devices)
+
+    def footprint(self, alone: Footprint, network: Any) -> Footprint:
+        """The footprint by arithmetic. It is too large rather than too small.
+
+        `strategy` counts the full tensors that exist at once. These are the weights of the root unit and of one block.
+        Messages that gather weights and reduce gradients are twice the largest unit. While accumulating, all gradients
+        are full.
+        """
+        n_shards = self.config.trainer.n_devices
+        blocks = [n_bytes(block.parameters()) for block in network.blocks()]
+        all_bytes = n_bytes(network.parameters())
+        root = all_bytes - sum(blocks)
+        gathered = root + max(blocks, default=0)
+        unreduced = all_bytes if self.config.trainer.accumulate_grad_batches > 1 else 0
+        return replace(
+            alone,
+            parameters=alone.parameters / n_shards,
+            gradients=alone.gradients / n_shards,
+            optimizer=alone.optimizer / n_shards,
+            strategy=gathered + 2 * max([root, *blocks]) + unreduced,
+        )
 
 
 class FSDPStrategy(ModelParallelStrategy):

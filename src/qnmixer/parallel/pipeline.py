@@ -1,6 +1,7 @@
 """The pipeline over iterations: each device runs some of the T iterations and sends the state to the next device.
 
-`Stage`, `Packing` and `loss_of_part` are the parts of a network and of its loss; `PipelineStrategy` runs them. As in
+`Stage`, `Packing` and `loss_of_part` are the parts of a network and of its loss; `PipelineParallel` plans them, and
+`PipelineStrategy` runs them. As in
 ddp, every device holds all weights, and gradients are summed over all devices before the optimizer step. So weights
 that iterations share stay equal, clipping uses the norm of the full gradient, and all GradScalers see the same
 overflow. A checkpoint is that of one device. Every device validates by itself.
@@ -8,11 +9,10 @@ overflow. A checkpoint is that of one device. Every device validates by itself.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,11 @@ from torch.optim import Optimizer
 from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.parallel.buffers import unchanged_buffers
+from qnmixer.parallel.device_memory import DevicePlan, Footprint
+from qnmixer.parallel.parallelism import TIMEOUT, Parallelism
 from qnmixer.parallel.torch_private import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from qnmixer.parallel.tracker import PeakTracker, autocast, n_bytes
+from qnmixer.settings.strategies import PipelineConfig, Schedule, microbatches_together
 
 # The parts of a network and of its loss
 
@@ -209,8 +213,75 @@ def layouts(network: UnrolledNetwork[Any], y: Tensor, context: Context) -> list[
 # The strategy
 
 
-TIMEOUT = timedelta(minutes=30)
-"""Long, because ranks wait while one of them evaluates, plans or writes."""
+class PipelineParallel(Parallelism[PipelineConfig]):
+    """How a pipeline trains, and what the plan counts for it."""
+
+    def strategy(self) -> "PipelineStrategy":
+        """The pipelines of this run."""
+        keys, t, batch_size = self.keys, self.config.trainer, self.config.data.batch_size
+        n_devices, accumulate = keys.devices_per_replica(self.config), t.accumulate_grad_batches
+        return PipelineStrategy(n_devices, batch_size, accumulate, keys.schedule, keys.microbatch_size)
+
+    def plan(self, module: Any, optimizer: Optimizer, batch_of: Callable[[int], Any]) -> tuple[DevicePlan, ...]:
+        """The plan of each device, first stage first. It is an upper bound."""
+        network, config = module.network, self.config
+        batch = batch_of(self.keys.batch_of_replica(config))  # every device gets all of it
+        y = batch["sinogram"][: self.keys.microbatch_size]
+        packings = layouts(network, y, partial(autocast, config.trainer.precision))
+        plans = []
+        for device, iterations in enumerate(stages_of(network.n_iterations, self.keys.devices_per_replica(config))):
+            n_in_flight = self.keys.in_flight(config, device)
+            footprint = self._plan_stage(module, optimizer, batch, packings, iterations, n_in_flight)
+            plans.append(DevicePlan(iterations, n_in_flight, footprint))
+        return tuple(plans)
+
+    def _plan_stage(
+        self,
+        module: Any,
+        optimizer: Optimizer,
+        batch: Any,
+        packings: list[Packing],
+        iterations: range,
+        n_in_flight: int,
+    ) -> Footprint:
+        """A stage at the peak of one micro-batch, with what at most `n_in_flight` hold between forward and backward.
+
+        torch has a buffer for each received state and gradient of each micro-batch of one call. It frees a sent
+        gradient at its next message or later, when less is in flight.
+        """
+        config, network = self.config, module.network
+        b, precision = self.keys.microbatch_size, partial(autocast, config.trainer.precision)
+        stage = Stage(network, iterations, packings[iterations.start], precision)
+        received = [packings[iterations.start].empty(b, "cpu")] if iterations.start else []
+        is_last = iterations.stop == network.n_iterations
+        gradient = [] if is_last else [packings[iterations.stop].empty(b, "cpu").detach()]  # it comes in
+
+        def forward() -> Tensor:
+            image: Tensor = stage(*received, y=batch["sinogram"][:b])
+            with precision():
+                return loss_of_part(module, batch, 0, image, 0, {}) if is_last else image
+
+        tracker = PeakTracker()
+        tracker.track(module, optimizer, *(value for value in batch.values() if isinstance(value, Tensor)))
+        # An outer autocast, as in training: it keeps half-precision copies of weights from one micro-batch to the next.
+        with tracker, torch.autocast("cpu", enabled=False):
+            if config.trainer.precision != "32":
+                forward()  # makes these copies
+            base_bytes = tracker.current["activations"]
+            output = forward()
+            held_bytes = tracker.current["activations"] - base_bytes
+            output.backward(*gradient)
+            del output
+            torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])  # summed over the devices
+            optimizer.step()
+        n_together = self.keys.n_together(config)
+        n_late = int(n_together > 1)
+        peak = Footprint(**tracker.peak)
+        return replace(
+            peak,
+            activations=peak.activations + (n_in_flight - 1) * held_bytes,
+            strategy=n_together * n_bytes(received + gradient) + n_late * n_bytes(received),
+        )
 
 
 class PipelineStrategy(DDPStrategy):
@@ -233,7 +304,7 @@ class PipelineStrategy(DDPStrategy):
         n_devices: int,
         batch_size: int,
         accumulate: int = 1,
-        schedule: Literal["1f1b", "sequential"] = "1f1b",
+        schedule: Schedule = "1f1b",
         microbatch_size: int = 1,
     ) -> None:
         super().__init__(timeout=TIMEOUT)
@@ -317,25 +388,24 @@ class Pipeline:
     def __init__(
         self,
         module: Any,
-        schedule: Literal["1f1b", "sequential"],
+        schedule: Schedule,
         microbatch_size: int,
         y: Tensor,
         group: dist.ProcessGroup,
         context: Context,
     ) -> None:
         self.module, self.context, self.group = module, context, group
-        self.sequential = schedule == "sequential"
         self.microbatch_size = microbatch_size
+        self.n_together = microbatches_together(schedule, len(y) // microbatch_size)
         microbatch_y = y[: self.microbatch_size]
         # Layouts must not change later dropout.
         with torch.random.fork_rng([y.device] if y.is_cuda else []), unchanged_buffers(module.network):
             packings = layouts(module.network, microbatch_y, context)
         stages = stages_of(module.network.n_iterations, dist.get_world_size(group))
         stage = self._stage(stages, dist.get_rank(group), packings, microbatch_y)
-        # A schedule of one micro-batch, which is called for each, or one of all. torch's 1F1B takes no single one.
-        kind, n = (ScheduleGPipe, 1) if self.sequential else (Schedule1F1B, len(y) // self.microbatch_size)
+        kind = ScheduleGPipe if self.n_together == 1 else Schedule1F1B  # torch's 1F1B takes no single micro-batch
         # The loss of a micro-batch is its part of the batch's mean, so torch must not divide by their number again.
-        self.schedule = kind(stage, n, loss_fn=self._loss, scale_grads=False)
+        self.schedule = kind(stage, self.n_together, loss_fn=self._loss, scale_grads=False)
         self._batch: Any = None
         self._batch_idx = 0
         self._factor = torch.ones(())
@@ -366,7 +436,7 @@ class Pipeline:
         self._losses.clear()
         self._logged.clear()
         positions = torch.arange(len(y))  # on the host, which reads them
-        size = self.microbatch_size if self.sequential else len(y)
+        size = self.n_together * self.microbatch_size  # of the samples of one call of the schedule
         with torch.autocast(y.device.type, enabled=False):  # torch's schedules would else run backward under autocast
             for part, target in zip(y.split(size), positions.split(size), strict=True):
                 self.schedule.step(y=part, target=target)

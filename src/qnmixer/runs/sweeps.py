@@ -329,7 +329,7 @@ def _gpus() -> list[str]:
 def _n_gpus(config: Config, n_gpus: int) -> int:
     if config.trainer.accelerator == "cpu" or not n_gpus:
         return 0
-    return 1 if config.strategy.name == "single" else config.trainer.per_node or n_gpus
+    return config.trainer.per_node or n_gpus if config.strategy.is_parallel else 1
 
 
 def _threads(config: Config, limit: int, n_gpus: int) -> int:

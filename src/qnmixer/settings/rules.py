@@ -5,17 +5,13 @@ noise that the config names. So they are checked after the targets of a file are
 """
 
 import math
-from collections.abc import Mapping
 
 from qnmixer.errors import ConfigError
 from qnmixer.settings.data import DataConfig, PairData
 from qnmixer.settings.parts import (
-    CallbackConfig,
     ModelConfig,
     ModuleConfig,
     NoiseConfig,
-    OptimizerConfig,
-    averages_weights,
 )
 from qnmixer.settings.sections import (
     DebugConfig,
@@ -25,7 +21,6 @@ from qnmixer.settings.sections import (
     ProfileConfig,
     TrainerConfig,
 )
-from qnmixer.settings.strategies import FSDPConfig, PipelineConfig, StrategyConfig
 
 
 def scan_of_set(data: DataConfig, geometry: GeometryConfig) -> None:
@@ -89,26 +84,6 @@ def an_end(trainer: TrainerConfig, debug: DebugConfig | FewBatchesConfig | Profi
         )
 
 
-def fitting_strategy(
-    strategy: StrategyConfig,
-    trainer: TrainerConfig,
-    model: ModelConfig,
-    optimizer: OptimizerConfig,
-    callbacks: Mapping[str, CallbackConfig],
-) -> None:
-    """Several devices need something to share."""
-    if strategy.name == "single" and trainer.n_devices > 1:  # all but one would be idle
-        raise ConfigError(
-            f"strategy=single has one device, not {trainer.n_devices}: choose strategy=ddp, fsdp or pipeline"
-        )
-    if strategy.name != "single" and not model.has_weights:  # there are no gradients to share
-        raise ConfigError(f"model={model.name} has no weights to train on several devices: use strategy=single")
-    if isinstance(strategy, FSDPConfig) and optimizer.name == "adafactor":  # it takes means over rows and columns
-        raise ConfigError("optimizer=adafactor does not work with the sharded weights of strategy=fsdp")
-    if averages_weights(callbacks) and strategy.planned_as != "replica":  # it copies all weights
-        raise ConfigError(f"callbacks=ema does not work with strategy={strategy.name}: use strategy=single or ddp")
-
-
 def plain_network(model: ModelConfig, memory: MemoryConfig, module: ModuleConfig) -> None:
     """A plain torch module has no steps, which could be computed again or have losses. A pipeline says so itself."""
     if model.has_steps:
@@ -119,26 +94,3 @@ def plain_network(model: ModelConfig, memory: MemoryConfig, module: ModuleConfig
         )
     if module.name == "all_iterates":
         raise ConfigError(f"module=all_iterates needs the iterates of steps, but {model.as_typed} has none")
-
-
-def fitting_pipeline(strategy: StrategyConfig, trainer: TrainerConfig, model: ModelConfig, data: DataConfig) -> None:
-    """The stages of a pipeline are iterations, of which each device needs one, with micro-batches for all of them."""
-    if not isinstance(strategy, PipelineConfig):
-        return
-    T = model.T
-    if not model.is_unrolled:
-        raise ConfigError(f"strategy=pipeline cuts iterations into stages, but model={model.name} has {T}")
-    if trainer.per_node is None:  # the rest is checked when the devices are counted
-        return
-    devices, size = strategy.devices_per_replica(trainer), strategy.microbatch_size
-    n, remainder = divmod(data.batch_size * devices, size)
-    if devices == 1:
-        raise ConfigError("strategy=pipeline needs at least two devices: give trainer.devices=…, or strategy=single")
-    if trainer.per_node % devices:
-        raise ConfigError(f"strategy.devices_per_pipeline={devices} does not divide trainer.devices={trainer.devices}")
-    if devices > T:
-        key = "strategy.devices_per_pipeline" if strategy.devices_per_pipeline else "trainer.devices"
-        raise ConfigError(f"{key}={devices} gives more stages than model.n_iterations={T}")
-    if remainder or (strategy.schedule == "1f1b" and n < devices):
-        cut = f"data.batch_size={data.batch_size} × {devices} devices by strategy.microbatch_size={size}"
-        raise ConfigError(f"strategy.schedule={strategy.schedule} cannot cut {cut}")

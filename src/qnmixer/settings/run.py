@@ -146,9 +146,8 @@ def validate(config: Config) -> None:
     rules.divided_image(config.data, config.model)
     rules.one_start(config.finetune, config.resume)
     rules.an_end(config.trainer, config.debug)
-    rules.fitting_strategy(config.strategy, config.trainer, config.model, config.optimizer, config.callbacks)
+    config.strategy.check(config)
     rules.plain_network(config.model, config.memory, config.module)
-    rules.fitting_pipeline(config.strategy, config.trainer, config.model, config.data)
 
 
 class WithRunConfig(Section):

@@ -39,8 +39,8 @@ from qnmixer.parallel.buffers import buffer_means
 from qnmixer.parallel.device_memory import MIB, is_out_of_memory, memory_of
 from qnmixer.parallel.devices import allow_tf32, compile_blocks
 from qnmixer.parallel.lightning_private import count_training_steps, disable_signal_handling
+from qnmixer.parallel.parallelism import build_precision, parallelism_of
 from qnmixer.parallel.shards import gather
-from qnmixer.parallel.strategies import build_precision, build_strategy
 from qnmixer.reconstruction.checkpoints import load_weights, resumable, split_of, steps_of
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.weights import find_checkpoint
@@ -219,7 +219,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         accelerator=t.accelerator,
         devices=t.devices if isinstance(t.devices, list) else t.per_node or 1,
         num_nodes=t.num_nodes,
-        strategy=build_strategy(config.strategy, t, config.data.batch_size),
+        strategy=parallelism_of(config).strategy(),
         # Not precision=: Lightning turns fp16 into bf16 on a CPU, and refuses it with FSDP2.
         plugins=[AtomicCheckpointIO(), build_precision(t, t.accelerator)],
         max_steps=t.max_steps,
@@ -247,7 +247,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         detect_anomaly=t.detect_anomaly,
         use_distributed_sampler=False,  # Lightning's pads with slices that count twice, and shuffles always
         logger=list(loggers),
-        callbacks=[*buffer_means(config.strategy, t), StepMetrics(), DataCheck(), *callbacks],
+        callbacks=[*buffer_means(config), StepMetrics(), DataCheck(), *callbacks],
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         enable_model_summary=t.enable_model_summary,
         enable_autolog_hparams=t.enable_autolog_hparams,

@@ -35,7 +35,7 @@ def print_start(
 ) -> None:
     """Print network, scan, data, batch, and the limit of the training."""
     t, n_parameters = config.trainer, sum(p.numel() for p in module.parameters())
-    devices = "" if config.strategy.name == "single" else f" × {t.n_devices} devices"
+    devices = f" × {t.n_devices} devices" if config.strategy.is_parallel else ""
     noise = f"noise {config.noise.name}"
     if isinstance(data, OwnDataModule):
         noise += " where a batch has no sinograms"
@@ -65,7 +65,7 @@ def print_start(
             lines.append("compiling in the first step: that takes minutes on a CPU, and compile=false takes none")
         if getattr(config.optimizer.load(), "takes_hidden_weights", False) and not module.network.hidden_weights():
             lines.append(f"the network names no hidden_weights(): optimizer={config.optimizer.name} uses AdamW for all")
-        if (about_buffers := line_on_buffers(config.strategy, t, module.network)) is not None:
+        if (about_buffers := line_on_buffers(config, module.network)) is not None:
             lines.append(about_buffers)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 

@@ -36,6 +36,7 @@ from qnmixer.runs.run import Run, resume_hint
 from qnmixer.settings.error_lines import explain
 from qnmixer.settings.plugins import Kind, load_plugin
 from qnmixer.settings.run import Config, parse
+from qnmixer.settings.strategies import strategies_with
 
 _FIT = Kind("a function (config, run)", lambda value: callable(value) and not isinstance(value, type))
 
@@ -58,8 +59,9 @@ def check_processes(config: Config) -> None:
                 f"trainer.num_nodes={trainer.num_nodes}, but nothing has been started on other nodes: "
                 "conf/trainer/torchrun.yaml and slurm.yaml show how, or set it to 1"
             )
-    elif config.strategy.name == "single" and n > 1:
-        raise ConfigError(f"strategy=single, but {n} processes were started: choose strategy=ddp, fsdp or pipeline")
+    elif not config.strategy.is_parallel and n > 1:
+        others = strategies_with("is_parallel")
+        raise ConfigError(f"strategy={config.strategy.name}, but {n} processes were started: choose strategy={others}")
     elif trainer.per_node is not None and trainer.n_devices != n:
         raise ConfigError(
             f"trainer.devices={trainer.devices} × trainer.num_nodes={trainer.num_nodes} is not the number of processes "

@@ -21,7 +21,6 @@ from torch import Tensor
 from qnmixer.commands.checkup.rank import STEPS, Report, examine, read_report, run_ranks, train_a_little
 from qnmixer.errors import RankFailed, UserError
 from qnmixer.machine import n_cores
-from qnmixer.memory.plan import batch_of_replica, devices_per_replica
 from qnmixer.parallel.device_memory import MIB
 from qnmixer.parallel.devices import check_precision, choose_device, resolve_devices
 from qnmixer.reconstruction.reconstructor import Reconstructor
@@ -125,7 +124,7 @@ def shared_memory_needed(config: Config) -> int:
     # A slice, perhaps on a finer grid, and its sinogram.
     values = (data.simulation_factor * data.image_size) ** 2 + geometry.n_views * geometry.n_detectors
     workers = (config.trainer.per_node or 1) * data.num_workers
-    return workers * data.prefetch_factor * (batch_of_replica(config) + data.batch_size) * 4 * values
+    return workers * data.prefetch_factor * (config.strategy.batch_of_replica(config) + data.batch_size) * 4 * values
 
 
 def checkpoint_bytes(config: Config) -> int:
@@ -221,7 +220,7 @@ def check_sharding(run: Config, reports: Sequence[Report]) -> Check:
         return Check("sharding", "SKIP", f"training failed before it loaded data{reason}")
     lengths, problems = reports[0].lengths, list[str]()
     # All devices of a pipeline train on the same samples.
-    for part, by in (("train", reports[:: devices_per_replica(run)]), ("val", reports)):
+    for part, by in (("train", reports[:: run.strategy.devices_per_replica(run)]), ("val", reports)):
         # Samples of weight 0 only fill batches.
         times = Counter(n for report in by for n, weight in report.shares[part] if weight > 0)
         wrong = [n for n in sorted({*times, *range(lengths[part])}) if times[n] != (n < lengths[part])]
