@@ -126,6 +126,8 @@ def allow_tf32(allowed: bool) -> None:
 
     torch's default is no for products and yes for convolutions. "32" would then mean something else on each GPU.
     """
+    # The old switches set the new ones (fp32_precision) too. If only the new ones are set, Lightning 2.6 and inductor
+    # fail when they read the old ones (seen with torch 2.13). torch 2.6 to 2.8 have no new ones.
     # torch 2.9 has another interface, fp32_precision, and will retire this one. The oldest torch allowed here is 2.6.
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed

@@ -132,56 +132,93 @@ def checkpoint_bytes(config: Config) -> int:
     return 4 * sum(p.nbytes for p in Reconstructor(config).parameters())
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What some real steps gave.
+
+    Attributes:
+        reports: one of each rank.
+        reference: of the same step in one process; without gradients if it was not reached.
+        failure: what ended the steps, in one line; None if nothing did.
+        fix: how to mend the failure; "" if its line says it.
+        seconds: that all of it took.
+    """
+
+    reports: list[Report]
+    reference: Report
+    failure: str | None
+    fix: str
+    seconds: float
+
+
 def check_run(config: Config) -> Iterator[Check]:
     """Run some real steps over all devices, and check their results. `config` must come from `resolve_devices`."""
+    trial = run_steps(config)
+    yield (communication := check_communication(config, trial))
+    if communication.status == "FAIL":
+        yield Check("training", "SKIP", "not tried, because communication failed")
+        return
+    if trial.failure is not None:
+        yield Check("training", "FAIL", *_split(trial.failure, trial.fix))
+    else:
+        yield Check("training", "PASS", f"{STEPS} steps, T = {config.model.T}: {trial.seconds:.0f} s")
+    yield check_gradients(config, trial)
+    yield check_sharding(config, trial.reports)
+    yield check_growth(trial.reports)
+    yield check_finite(config.trainer.precision, trial.reports)
+
+
+def run_steps(config: Config) -> Trial:
+    """Run the steps over all devices, then the first of them in one process. Their errors become a line."""
     n, start, failure, reference = config.trainer.per_node or 1, time.monotonic(), None, Report()
-    exact = False
     fix = "python -m qnmixer.train with these settings prints where it fails"
     if n > 1:
         fix += "; if this checkup passes with strategy=single, the fault is between the processes"
     with temporary_folder("doctor") as folder, _silence():
         try:
-            if config.strategy.name == "single":
-                examine(config, Run(folder))
-            else:
+            if config.strategy.is_parallel:
                 run_ranks(config, folder, n)
+            else:
+                examine(config, Run(folder))
+            # The ranks say whether float64 worked, and whether the module optimizes by itself.
             reports = [read_report(folder, rank) for rank in range(n)]
-            exact = all(report.in_float64 for report in reports)
-            train_a_little(reference, single_process(config, reports[0].manual), folder, n_steps=1, in_float64=exact)
+            alone, exact = single_process(config, reports[0].manual), all(report.in_float64 for report in reports)
+            train_a_little(reference, alone, folder, n_steps=1, in_float64=exact)
         except Exception as error:
             failure = explain(error, "doctor") or f"{type(error).__name__}: {' '.join(str(error).split())}"
             if isinstance(error, UserError) and not isinstance(error, RankFailed):
                 fix = ""  # its line says it
-        reports = [read_report(folder, rank) for rank in range(n)]
+        reports = [read_report(folder, rank) for rank in range(n)]  # also of ranks that ended early
+    return Trial(reports, reference, failure, fix, time.monotonic() - start)
+
+
+def check_communication(config: Config, trial: Trial) -> Check:
+    """Check that the ranks reached each other, before anything was trained."""
+    name, n = "communication", len(trial.reports)
     if n == 1:
-        yield Check("communication", "SKIP", "a single device needs no communication")
-    elif all(report.talks for report in reports):
-        yield Check("communication", "PASS", f"{n} ranks: sums right, weights of a linear layer equal in ddp")
-    else:
-        mend = "GLOO_SOCKET_IFNAME=lo in the environment"
-        if config.trainer.accelerator == "cuda":
-            mend = "NCCL_DEBUG=INFO shows why; NCCL_P2P_DISABLE=1 if GPUs cannot reach each other; docker --ipc=host"
-        yield Check("communication", "FAIL", failure or "a rank ended without a report", mend)
-        yield Check("training", "SKIP", "not tried, because communication failed")
-        return
-    if failure is not None:
-        yield Check("training", "FAIL", *_split(failure, fix))
-    else:
-        yield Check("training", "PASS", f"{STEPS} steps, T = {config.model.T}: {time.monotonic() - start:.0f} s")
+        return Check(name, "SKIP", "a single device needs no communication")
+    if all(report.talks for report in trial.reports):
+        return Check(name, "PASS", f"{n} ranks: sums right, weights of a linear layer equal in ddp")
+    mend = "GLOO_SOCKET_IFNAME=lo in the environment"
+    if config.trainer.accelerator == "cuda":
+        mend = "NCCL_DEBUG=INFO shows why; NCCL_P2P_DISABLE=1 if GPUs cannot reach each other; docker --ipc=host"
+    return Check(name, "FAIL", trial.failure or "a rank ended without a report", mend)
+
+
+def check_gradients(config: Config, trial: Trial) -> Check:
+    """Check the gradients of all ranks against those of one process: in float64 if it worked on all of them."""
+    name, reports, expected = "gradients", trial.reports, trial.reference.gradients
     if not config.datamodule.is_of_slices:
         finding = f"several devices share the slices of {config.datamodule.target} in another order"
-        yield Check("gradients", "SKIP", finding)
-    elif reference.gradients and exact:
-        yield compare_gradients([report.in_float64 for report in reports], reference.gradients, TOLERANCE["64"])
-    elif reference.gradients and all(report.gradients for report in reports):
-        rounded_to_10_bits = config.trainer.tf32 and config.trainer.accelerator == "cuda"
-        precision = "16-mixed" if rounded_to_10_bits and config.trainer.precision == "32" else config.trainer.precision
-        yield compare_gradients([report.gradients for report in reports], reference.gradients, TOLERANCE[precision])
-    else:
-        yield Check("gradients", "SKIP", "the first step had no finite gradients on all ranks")
-    yield check_sharding(config, reports)
-    yield check_growth(reports)
-    yield check_finite(config.trainer.precision, reports)
+        return Check(name, "SKIP", finding)
+    if expected and all(report.in_float64 for report in reports):
+        return compare_gradients([report.in_float64 for report in reports], expected, TOLERANCE["64"])
+    if not expected or not all(report.gradients for report in reports):
+        return Check(name, "SKIP", "the first step had no finite gradients on all ranks")
+    precision = config.trainer.precision
+    if precision == "32" and config.trainer.tf32 and config.trainer.accelerator == "cuda":
+        precision = "16-mixed"  # TF32 rounds to 10 bits, as fp16 does
+    return compare_gradients([report.gradients for report in reports], expected, TOLERANCE[precision])
 
 
 def single_process(config: Config, at_once: bool = False) -> Config:
