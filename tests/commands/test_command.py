@@ -46,6 +46,8 @@ LINES = {
     "train hydra/launcher=slurm": "is for a sweep: add -m, or leave hydra/launcher=slurm out",
     "train -m experiment=glob(nope*)": "experiment=glob(nope*) has no value: give at least one",
     "train -m optimizer.lr=interval(1e-4,1)": "is for a search: add hydra/sweeper=search, or give values",
+    # here is no sweep, as of plan and doctor
+    "train -m hydra/sweeper=search seed=1,2": "a search needs the score of a training",
     # what no parser can bear
     f"train {'x' * 300}": "…xxxxxxxxxxxxxxxxxxxx cannot be read as KEY=VALUE (missing EQUAL at '<EOF>')",
     f"train seed={'1' * 5000}": "…11111111111111111111 cannot be read (Exceeds the limit",
@@ -180,12 +182,6 @@ def test_interruption_has_its_exit_code(typed: Typed, stop: KeyboardInterrupt, c
 
     outcome = typed.train(task=task)
     assert (outcome.code, outcome.stderr) == (code, "interrupted\n")
-
-
-def test_a_search_is_for_training_only(typed: Typed) -> None:
-    """`typed` gives no sweep, as plan and doctor do."""
-    line = typed("train", "-m", "hydra/sweeper=search", "seed=1,2").line
-    assert line.startswith("a search needs the score of a training")
 
 
 def test_a_sweep_of_another_command_runs_every_job_and_fails_when_one_did(typed: Typed) -> None:

@@ -127,9 +127,6 @@ def test_no_real_folder_is_doubted(real_ct: Path, option: str, tmp_path: Path) -
     assert not any("HU" in line or "[H, W, N]" in line for line in lines)
 
 
-# Axes
-
-
 @pytest.mark.parametrize("how", ["np.moveaxis(volume, 0, -1)", "volume.T"])
 def test_a_stack_with_its_slices_last_is_named_and_the_line_turns_it(how: str, tmp_path: Path) -> None:
     (tmp_path / "the root").mkdir()

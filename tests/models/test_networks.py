@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, PluginError
 from qnmixer.memory import modes
 from qnmixer.models import LEARN, FBPConvNet, ItNet, LearnedPrimalDual, LEARNPlusPlus, QNMixer, RegFormer
 from qnmixer.physics import FanBeamProjector
@@ -91,9 +91,6 @@ def test_torch_export(projector: FanBeamProjector, name: str) -> None:
         torch.testing.assert_close(exported(other), network(other))
 
 
-# Sizes and options
-
-
 def n_weights(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters())
 
@@ -110,15 +107,24 @@ def test_sizes_are_the_published_ones(projector: FanBeamProjector, network: Any)
     assert n_weights(network(projector)) == SIZES[network]
 
 
-@pytest.mark.parametrize(("network", "options", "message"), [
-    (LEARN, {"data_term": "fpb"}, "choose fbp or adjoint"),
-    (QNMixer, {"hessian": "bgfs"}, "choose bfgs or identity or momentum or gradients"),
-    (QNMixer, {"codec": "vq"}, "choose orthonormal or strided"),
-    (QNMixer, {"regularizer": nn.Identity}, "set detail_channels=0"),
+class OfChannels(nn.Identity):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize(("network", "options", "error", "message"), [
+    (LEARN, {"data_term": "fpb"}, ConfigError, "choose fbp or adjoint"),
+    (QNMixer, {"hessian": "bgfs"}, ConfigError, "choose bfgs or identity or momentum or gradients"),
+    (QNMixer, {"codec": "vq"}, ConfigError, "choose orthonormal or strided"),
+    (QNMixer, {"regularizer": nn.Identity}, ConfigError, "set detail_channels=0"),
+    *((RegFormer, {"channels": n}, ConfigError, f"channels={n} should be a multiple of 6") for n in (4, 8, 9, 100)),
+    *((QNMixer, {"detail_channels": 0, "regularizer": part}, PluginError,
+       r"called with two arguments, \(image_size, channels\)")
+      for part in (OfChannels, lambda: nn.Identity(), lambda a, b, c: nn.Identity())),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(
-    projector: FanBeamProjector, network: Any, options: dict[str, Any], message: str
+    projector: FanBeamProjector, network: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     """Some would be taken for another in silence."""
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(error, match=message):
         network(projector, **options)(projector(torch.zeros(1, 1, 16, 16)))

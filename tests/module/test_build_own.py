@@ -91,17 +91,13 @@ def test_what_does_not_fit_is_one_line(tiny_config: TinyConfig, words: list[str]
     ("torch.nn.GaussianNLLLoss", r"fails for images \[2, 1, 16, 16\] \(.*missing 1 required .* 'var'\)"),
     ("torch.nn.NLLLoss", r"fails for images \[2, 1, 16, 16\] \("),
     ("torch.nn.MSELoss", r"gives a tensor \[\] for a batch of 2: it must give \[B\]"),
+    ("options_of_mine.detached", "gives no gradient: compute it from the image with torch"),
 ])  # fmt: skip
 def test_a_loss_that_takes_no_two_images_is_one_line(tiny_config: TinyConfig, target: str, message: str) -> None:
     config = tiny_config(*chosen("loss", target))
     with pytest.raises(PluginError, match=rf"^loss\._target_={target} {message}") as error:
         build_module(config)
     assert len(str(error.value).splitlines()) == 1
-
-
-def test_a_loss_without_gradient_is_one_line(tiny_config: TinyConfig) -> None:
-    with pytest.raises(PluginError, match="detached gives no gradient: compute it from the image with torch"):
-        build_module(tiny_config(*chosen("loss", "options_of_mine.detached")))
 
 
 def test_results_that_do_not_fit(tiny_config: TinyConfig) -> None:

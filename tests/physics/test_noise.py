@@ -1,13 +1,15 @@
 """Noise: its statistics, its keys, and that starved bins stay finite."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from qnmixer.errors import GeometryError
+from qnmixer.errors import GeometryError, PluginError
 from qnmixer.physics import (
     FanBeamGeometry,
     FanBeamProjector,
@@ -199,3 +201,13 @@ def test_images_of_an_inserted_dose_have_the_noise_power_of_that_dose() -> None:
 def test_the_whole_dose_lacks_nothing() -> None:
     y = PHYSICAL(sinogram(), [(1,)])
     torch.testing.assert_close(InsertedNoise(1e4, electronic_sigma=5.0, dose=1.0)(y, [(2,)]), y)
+
+
+@pytest.mark.parametrize("sample", [torch.poisson, lambda p: p.clamp_min(0)])
+def test_a_noise_of_torch_is_told_that_it_gets_numpy(sample: Callable[[Any], Any]) -> None:
+    class Own(KeyedNoise):
+        def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+            return sample(p)
+
+    with pytest.raises(PluginError, match=r"sample fails \(.*\): it gets a NumPy array p \[1, V, D\]"):
+        Own()(torch.ones(1, 1, 4, 4), [(1, 1, 1)])

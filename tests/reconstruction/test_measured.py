@@ -139,9 +139,6 @@ def test_views_that_cannot_be_made_good_are_refused(fault: str, words: str) -> N
         regrid_scan(y, angles, geometry, geometry, "scan.npy")
 
 
-# Files
-
-
 def mat(path: Path, sinogram: np.ndarray, **changes: Any) -> Path:
     """A scan as the Helsinki laboratory writes them."""
     io = pytest.importorskip("scipy.io")

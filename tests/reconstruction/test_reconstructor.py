@@ -35,17 +35,14 @@ def step_sizes(module: Reconstructor | RunModule) -> Tensor:
     return torch.cat([step_size.detach().flatten() for step_size in module.network.step_sizes])
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["model=qn_mixer_small", "model.n_iterations=2", "model.channels=8"],
-        ["model=qn_mixer_small", "model.n_iterations=2", "model.channels=8", "model.shared_step_size=true"],
-        ["model=learn", "model.n_iterations=2", "model.channels=4", "model.data_term=fbp"],
-        ["model=learn_pp", "model.n_iterations=2", "model.channels=4", "model.data_term=fbp"],
-        ["model=regformer", "model.n_iterations=2", "model.channels=12"],
-        ["model=itnet", "model.n_iterations=2", "model.channels=4", "model.depth=1"],
-    ],
-)
+@pytest.mark.parametrize("words", [
+    ["model=qn_mixer_small", "model.n_iterations=2", "model.channels=8"],
+    ["model=qn_mixer_small", "model.n_iterations=2", "model.channels=8", "model.shared_step_size=true"],
+    ["model=learn", "model.n_iterations=2", "model.channels=4", "model.data_term=fbp"],
+    ["model=learn_pp", "model.n_iterations=2", "model.channels=4", "model.data_term=fbp"],
+    ["model=regformer", "model.n_iterations=2", "model.channels=12"],
+    ["model=itnet", "model.n_iterations=2", "model.channels=4", "model.depth=1"],
+])  # fmt: skip
 @pytest.mark.parametrize("change", [{"n_views": 10}, {"angle_span": 2.0}, {"fbp_filter": "hann"}])
 def test_step_sizes_follow_the_scan(words: list[str], change: dict, capsys: pytest.CaptureFixture[str]) -> None:
     """λ of a trained network stays the same part of 2/ρ(A†A), for every network with steps along FBP."""
@@ -70,21 +67,18 @@ FULL = FanBeamGeometry.paper(64)
 SHORT, PARALLEL = replace(FULL, angle_span=math.radians(120)), replace(FULL, beam="parallel")
 
 
-@pytest.mark.parametrize(
-    ("scan", "trained", "why"),
-    [
-        (replace(FULL, n_views=29), FULL, ""),
-        (replace(FULL, n_views=28), FULL, "its 28 views are fewer than 0.45 times the 64 of the training"),
-        (replace(FULL, n_views=128), FULL, ""),
-        (replace(FULL, angle_span=math.radians(219)), FULL, ""),
-        (replace(FULL, angle_span=-math.radians(218)), FULL, "its arc of 218° is shorter than 218.9°, 180° plus"),
-        (replace(PARALLEL, angle_span=math.pi), PARALLEL, ""),
-        (replace(PARALLEL, angle_span=3.0), PARALLEL, "its arc of 171.9° is shorter than 180°, 180° plus the fan"),
-        (SHORT, SHORT, ""),  # it learned to do without the missing lines
-        (replace(SHORT, angle_span=2.0), SHORT, "its arc of 114.6° is shorter than 120°, that of the training"),
-        (FULL, SHORT, ""),
-    ],
-)
+@pytest.mark.parametrize(("scan", "trained", "why"), [
+    (replace(FULL, n_views=29), FULL, ""),
+    (replace(FULL, n_views=28), FULL, "its 28 views are fewer than 0.45 times the 64 of the training"),
+    (replace(FULL, n_views=128), FULL, ""),
+    (replace(FULL, angle_span=math.radians(219)), FULL, ""),
+    (replace(FULL, angle_span=-math.radians(218)), FULL, "its arc of 218° is shorter than 218.9°, 180° plus"),
+    (replace(PARALLEL, angle_span=math.pi), PARALLEL, ""),
+    (replace(PARALLEL, angle_span=3.0), PARALLEL, "its arc of 171.9° is shorter than 180°, 180° plus the fan"),
+    (SHORT, SHORT, ""),  # it learned to do without the missing lines
+    (replace(SHORT, angle_span=2.0), SHORT, "its arc of 114.6° is shorter than 120°, that of the training"),
+    (FULL, SHORT, ""),
+])  # fmt: skip
 def test_where_a_network_holds_follows_from_scans(scan: FanBeamGeometry, trained: FanBeamGeometry, why: str) -> None:
     reason = outside_of_training(scan, trained)
     assert reason.startswith(why)

@@ -79,8 +79,6 @@ def test_an_argument_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             parse(compose("train", [*mine, *word.split()]))
 
 
-# Whole command lines
-
 TEXT_OF = {
     "": [],
     "dicom": ["data=dicom", "data.root=/ct", "data.split=explicit"],
