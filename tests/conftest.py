@@ -88,6 +88,10 @@ def environment(**variables: str) -> dict[str, str]:
     return inherited_variables | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | variables
 
 
+def last_checkpoint(run: Path) -> dict[str, Any]:
+    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+
+
 def csv_rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as stream:
         return list(csv.DictReader(stream))
@@ -105,10 +109,13 @@ def metrics(folder: Path) -> dict[str, list[float]]:
     return {key: [float(line[key]) for line in lines if line[key]] for key in lines[0]}
 
 
-@cache
-def _parsed(*overrides: str) -> Config:
-    """Hydra takes a tenth of a second, and many tests ask for the same."""
+def config_of(*overrides: str) -> Config:
+    """A checked config of these words alone."""
     return parse(compose("train", [*overrides]))
+
+
+_parsed = cache(config_of)
+"""Hydra takes a tenth of a second, and many tests ask for the same."""
 
 
 def _config(*overrides: str) -> Config:

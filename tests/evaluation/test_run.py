@@ -1,7 +1,5 @@
 """The slices of an evaluation, beside those that its network was trained on."""
 
-from functools import cache
-
 import pytest
 
 from qnmixer.errors import CheckpointError, ConfigError
@@ -9,20 +7,15 @@ from qnmixer.evaluation.command import other_slices
 from qnmixer.evaluation.config import EvaluateConfig
 from qnmixer.settings.compose import compose
 from qnmixer.settings.data import DataConfig, FolderData
-from qnmixer.settings.run import Config, parse
 
-
-@cache
-def run_of(*overrides: str) -> Config:
-    """The config of a run, which no test changes."""
-    return parse(compose("train", [*overrides]))
+from ..conftest import config_of
 
 
 def others(trained: list[str], overrides: list[str]) -> DataConfig:
     """The slices of an evaluation, beside those of a run with these overrides."""
     chosen = EvaluateConfig.parse(compose("evaluate", ["run=.", *overrides]))
     assert isinstance(chosen.data, DataConfig)
-    run = run_of(*trained)
+    run = config_of(*trained)
     data, own = other_slices(chosen.data, run.data, run.geometry, overrides)
     assert not own
     return data
@@ -53,7 +46,7 @@ def test_slices_have_their_true_size_where_the_run_was_trained_so(given: list[st
 def own_folder(*given: str) -> FolderData:
     """The slices of an evaluation on the folder of a run, in which some keys are given."""
     words = ["data=dicom", "data.root=/ct", "data.batch_size=3", "data.include='*.dcm'"]
-    trained = run_of(*words)
+    trained = config_of(*words)
     overrides = ["data=dicom", "data.root=/ct", *given]
     chosen = EvaluateConfig.parse(compose("evaluate", ["run=.", *overrides]))
     assert isinstance(chosen.data, DataConfig)

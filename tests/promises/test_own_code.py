@@ -16,7 +16,7 @@ import torch
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.run import parse_file
 
-from ..conftest import PHANTOMS, csv_rows, environment, metrics
+from ..conftest import PHANTOMS, csv_rows, environment, last_checkpoint, metrics
 from ..conftest import TINY as COMMON
 from .commands import Command
 
@@ -78,12 +78,8 @@ def sweep(here: Path, command: Command) -> Path:
     return here / "sweep"
 
 
-def checkpoint(run: Path) -> dict:
-    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-
-
 def weights_of(run: Path) -> torch.Tensor:
-    return torch.cat([value.flatten().double() for value in checkpoint(run)["state_dict"].values()])
+    return torch.cat([value.flatten().double() for value in last_checkpoint(run)["state_dict"].values()])
 
 
 def rows_of(run: Path) -> list[dict[str, float]]:
@@ -99,14 +95,14 @@ def trained(command: Command, here: Path, name: str, *words: str) -> list[dict[s
 
 
 def test_every_part_of_the_run_is_the_users(here: Path) -> None:
-    last_checkpoint = checkpoint(here / "run")
-    config = last_checkpoint[CHECKPOINT_KEY]["config"]
+    saved = last_checkpoint(here / "run")
+    config = saved[CHECKPOINT_KEY]["config"]
     assert config["loss"] == {"_target_": "own.huber", "delta": 0.1}
     assert (config["data"]["year"], config["data"]["hu_max"]) == (2016, 2000.0)
     assert config["module"] == {"_target_": "own.MyModule", "smooth": 0.5}
     assert parse_file(config).plain() == config
-    assert last_checkpoint["state_dict"]["network.denoiser.1.weight"].shape[0] == 12
-    (optimizer,) = last_checkpoint["optimizer_states"]
+    assert saved["state_dict"]["network.denoiser.1.weight"].shape[0] == 12
+    (optimizer,) = saved["optimizer_states"]
     assert [(group["beta"], group["weight_decay"]) for group in optimizer["param_groups"]] == [(0.95, 0.0)] * 2
     assert "mean" in optimizer["state"][0]
     assert metrics(here / "run")["train/lr"] == pytest.approx([0.0, 1e-3 * 0.5 / 0.7])
@@ -168,7 +164,7 @@ def test_words_alone_name_it_too_over_two_processes(here: Path, command: Command
     options = [f"strategy={strategy}", "memory=recompute", "trainer.devices=2", f"hydra.run.dir={strategy}"]
     assert command(here, "train", *TINY, *WORDS, *options, *callback).code == 0
     assert [(here / f"{strategy}.txt.{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
-    parallel_checkpoint, single_checkpoint = checkpoint(here / strategy), checkpoint(here / "run")
+    parallel_checkpoint, single_checkpoint = last_checkpoint(here / strategy), last_checkpoint(here / "run")
     assert parallel_checkpoint["state_dict"].keys() == single_checkpoint["state_dict"].keys()
     for part in ("loss", "model", "noise"):
         assert parallel_checkpoint[CHECKPOINT_KEY]["config"][part] == single_checkpoint[CHECKPOINT_KEY]["config"][part]

@@ -16,12 +16,9 @@ from qnmixer.settings.compose import compose, with_one_limit
 from qnmixer.settings.data import FolderData, PhantomData
 from qnmixer.settings.options import CONF
 from qnmixer.settings.override import override
-from qnmixer.settings.run import Config, effective_batch, parse, section
+from qnmixer.settings.run import effective_batch, parse, section
 
-
-def train(*overrides: str) -> Config:
-    """The config that Hydra composes from overrides, parsed."""
-    return parse(compose("train", list(overrides)))
+from ..conftest import config_of
 
 
 @cache
@@ -50,7 +47,7 @@ def refusal(*overrides: str) -> str:
 
 
 def test_values_are_typed_and_the_plain_form_is_read_back() -> None:
-    config = train(
+    config = config_of(
         "seed=7", "trainer.precision=32", "trainer.gradient_clip_val=1", "trainer.max_time=00:00:01:00",
         "trainer.limit_train_batches=3",
     )  # fmt: skip
@@ -59,7 +56,9 @@ def test_values_are_typed_and_the_plain_form_is_read_back() -> None:
     assert type(config.optimizer.lr) is type(config.trainer.gradient_clip_val) is float
     assert config.optimizer.betas == [0.9, 0.999]
     assert (config.trainer.max_time, config.trainer.limit_train_batches) == ("00:00:01:00", 3)
-    files = train("data=dicom", "data.root=/ct", "data.split=explicit", 'data.val_patients=[P1,"2"]', "noise=physical")
+    files = config_of(
+        "data=dicom", "data.root=/ct", "data.split=explicit", 'data.val_patients=[P1,"2"]', "noise=physical"
+    )
     assert (type(files.data), files.data.val_patients) == (FolderData, ["P1", "2"])
     for it in (config, files):
         plain = it.plain()
@@ -70,13 +69,13 @@ def test_values_are_typed_and_the_plain_form_is_read_back() -> None:
 def test_a_profile_is_read_from_its_file_once_and_has_the_bins_of_the_scan(tmp_path: Path) -> None:
     (tmp_path / "profile.txt").write_text("0.5\n1\n0.5\n")
     given = "noise=physical", f"noise.profile={tmp_path}/profile.txt"
-    config = train(*given, "geometry.n_detectors=3", "geometry.detector_pitch=100")
+    config = config_of(*given, "geometry.n_detectors=3", "geometry.detector_pitch=100")
     assert config.noise.profile == [0.5, 1, 0.5]
     assert parse(config.plain()) == config
     with pytest.raises(ConfigError, match=r"noise.profile has 3 bins, and the scan 512"):
-        train(*given)
+        config_of(*given)
     with pytest.raises(ConfigError, match=r"noise.profile=none.npy cannot be read"):
-        train("noise=physical", "noise.profile=none.npy")
+        config_of("noise=physical", "noise.profile=none.npy")
 
 
 BOUNDS = {
@@ -168,7 +167,7 @@ def test_samples_of_a_step(overrides: list[str]) -> None:
 
 def test_files_of_other_versions() -> None:
     """A key that they lack has its default; a key that is not known here is refused."""
-    now, older, later = train(), train().plain(), train().plain()
+    now, older, later = config_of(), config_of().plain(), config_of().plain()
     del older["tags"], older["callbacks"], older["metrics"], older["module"], older["datamodule"]
     del older["geometry"]["beam"], older["geometry"]["detector_offset"], older["trainer"]["tf32"]
     read = parse(older)
@@ -186,7 +185,7 @@ def test_files_of_other_versions() -> None:
     (["trainer.max_epochs=null"], (10000, None)),
 ])  # fmt: skip
 def test_epochs_given_alone_are_the_only_limit(overrides: list[str], length: tuple[int, int | None]) -> None:
-    trainer = train(*overrides).trainer
+    trainer = config_of(*overrides).trainer
     assert (trainer.max_steps, trainer.max_epochs) == length
     once = with_one_limit(["--cfg", "job", *overrides])
     assert with_one_limit(once) == once
@@ -198,7 +197,7 @@ def test_epochs_given_alone_are_the_only_limit(overrides: list[str], length: tup
     "model.n_iterations=3 model=learn",
 ])  # fmt: skip
 def test_a_program_gets_what_hydra_composes(words: str) -> None:
-    assert override(train("experiment=demo"), words).plain() == train("experiment=demo", *words.split()).plain()
+    assert override(config_of("experiment=demo"), words).plain() == config_of("experiment=demo", *words.split()).plain()
 
 
 def test_an_option_that_does_not_exist_in_a_program() -> None:

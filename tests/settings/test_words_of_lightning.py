@@ -14,8 +14,9 @@ from lightning.pytorch.loggers import WandbLogger
 from qnmixer.errors import ConfigError
 from qnmixer.settings.compose import compose
 from qnmixer.settings.error_lines import explain
-from qnmixer.settings.run import Config, parse
 from qnmixer.settings.sections import REFUSED, TrainerConfig, WandbConfig
+
+from ..conftest import config_of
 
 # Unknown keys of logger.wandb, because a run sets them, or has one W&B run for each folder and the same names in all.
 NOT_OF_WANDB = {
@@ -25,10 +26,6 @@ NOT_OF_WANDB = {
 }  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("no_wandb")
-
-
-def config_of(*overrides: str) -> Config:
-    return parse(compose("train", [*overrides]))
 
 
 def refusal(*overrides: str) -> str:

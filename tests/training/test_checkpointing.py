@@ -17,7 +17,7 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.runs.run import Run
 from qnmixer.training.checkpointing import AtomicCheckpointIO, Checkpointing
 
-from ..conftest import TinyConfig, rows_without_times
+from ..conftest import TinyConfig, last_checkpoint, rows_without_times
 
 # Four steps an epoch with n_train=8; validations after 3 and 6 of 7 steps, and at the end.
 RUN = [
@@ -57,10 +57,6 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, stream: str, step: int, number: i
     monkeypatch.setattr(ReconstructionModule, "measure", measure)
 
 
-def kept(folder: Path) -> dict[str, Any]:
-    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
-
-
 @pytest.mark.parametrize(("stop", "kept_at", "more"), [
     (("train", 4, signal.SIGUSR1), 5, ["trainer.accumulate_grad_batches=2", "data.batch_size=1"]),
     (("val", 3, signal.SIGTERM), 3, ["callbacks=ema", "callbacks.ema.decay=0.5"]),
@@ -78,10 +74,10 @@ def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
     with pytest.raises(Stopped, match=f"interrupted after step {kept_at}, to resume: .*resume=") as stopped:
         fit(tiny_config(*RUN, *more), Run(folder))
     assert stopped.value.code == 143
-    assert kept(folder)["global_step"] == kept_at
+    assert last_checkpoint(folder)["global_step"] == kept_at
     assert json.loads((folder / "results.json").read_text())["status"] == "interrupted"
     fit(tiny_config(*RUN, *more, f"resume={folder}"), Run(folder, resume=str(folder)))
-    ours, theirs = kept(folder), kept(tmp_path / "whole")
+    ours, theirs = last_checkpoint(folder), last_checkpoint(tmp_path / "whole")
     assert ours["global_step"] == 7
     for part in {"state_dict", "trained_weights"} & theirs.keys():  # the mean of callbacks=ema, and the weights
         for name, value in theirs[part].items():
@@ -98,7 +94,7 @@ def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
 
 def test_the_best_so_far_stays_the_best(tiny_config: TinyConfig, tmp_path: Path) -> None:
     fit(tiny_config(*RUN, "optimizer.lr=0.001"), Run(tmp_path))
-    checkpoint = kept(tmp_path)
+    checkpoint = last_checkpoint(tmp_path)
     checkpoint["qnmixer_run"]["best"] = 1000.0
     torch.save(checkpoint, tmp_path / "checkpoints" / "last.ckpt")
     longer = tiny_config(*RUN, "optimizer.lr=0.001", "trainer.max_steps=9", f"resume={tmp_path}")
@@ -180,7 +176,7 @@ def test_a_first_step_that_compiles_ends_at_once(
     with pytest.raises(Stopped, match="to resume"):
         fit(config, Run(tmp_path))
     assert bool(after_signal) == (kept_at is not None)
-    assert (kept(tmp_path)["global_step"] if (tmp_path / "checkpoints").exists() else None) == kept_at
+    assert (last_checkpoint(tmp_path)["global_step"] if (tmp_path / "checkpoints").exists() else None) == kept_at
 
 
 NESTED: list[Any] = []

@@ -8,7 +8,7 @@ import torch
 
 from qnmixer.runs.records import read_metrics, read_results
 
-from ..conftest import PHANTOMS, environment
+from ..conftest import PHANTOMS, environment, last_checkpoint
 from ..conftest import TINY as COMMON
 from ..warm import FORK_RANKS, Done, Warm
 
@@ -38,10 +38,6 @@ def train(warm: Warm, folder: Path, name: str, *words: str, command: str = "trai
     return warm.run("-m", f"qnmixer.{command}", *words, *where, cwd=folder, env=environment(**FORK_RANKS))
 
 
-def checkpoint(run: Path) -> dict:
-    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-
-
 @pytest.fixture(scope="module")
 def alone(here: Path, warm: Warm) -> Path:
     done = train(warm, here, "alone", *GAN, "test_after_training=true", "callbacks=default")
@@ -55,7 +51,7 @@ def test_the_example_has_at_most_sixty_lines() -> None:
 
 
 def test_a_step_is_a_training_step_everywhere(alone: Path) -> None:
-    found = checkpoint(alone)
+    found = last_checkpoint(alone)
     assert (read_results(alone)["steps"], found["global_step"]) == (4, 4)
     assert [state["state"][0]["step"] for state in found["optimizer_states"]] == [4, 4]
     rows = read_metrics(alone / "metrics.csv")
@@ -74,7 +70,7 @@ def test_a_resumed_gan_is_that_of_one_run_bit_for_bit(here: Path, alone: Path, w
         done = train(warm, here, "", *words, *keys)
         assert (done.returncode, done.stderr) == (0, "")
     assert train(warm, here, "whole", *GAN, "schedule=constant").returncode == 0
-    one, other = checkpoint(here / "whole"), checkpoint(here / "parts")
+    one, other = last_checkpoint(here / "whole"), last_checkpoint(here / "parts")
     assert any(name.startswith("discriminator.") for name in one["state_dict"])
     assert all(torch.equal(other["state_dict"][name], it) for name, it in one["state_dict"].items())
     for before, after in zip(one["optimizer_states"], other["optimizer_states"], strict=True):
@@ -103,7 +99,7 @@ def test_two_processes_have_the_gradients_of_one(here: Path, warm: Warm, strateg
     for name, more in runs.items():
         done = train(warm, here, f"sgd_{strategy}_{name}", *words, *more)
         assert (done.returncode, done.stderr) == (0, "")
-        found[name] = checkpoint(here / f"sgd_{strategy}_{name}")["state_dict"]
+        found[name] = last_checkpoint(here / f"sgd_{strategy}_{name}")["state_dict"]
     start = checkpoint_at_start(here, warm, words, f"start_{strategy}")
     for name, expected in found["one"].items():
         moved, other = expected - start[name], found[strategy][name] - start[name]
@@ -116,7 +112,7 @@ def checkpoint_at_start(here: Path, warm: Warm, words: list[str], name: str) -> 
     """Weights after a step so small that nothing moves."""
     done = train(warm, here, name, *words, "trainer.max_steps=1", "optimizer.lr=1e-30", "+module.lr=1e-30")
     assert done.returncode == 0
-    return checkpoint(here / name)["state_dict"]
+    return last_checkpoint(here / name)["state_dict"]
 
 
 WRONG = """
