@@ -93,10 +93,9 @@ def test_no_eigenvector_grows_on_a_scan(projectors: dict[str, FanBeamProjector])
         assert all(map(torch.equal, before, stable.step_sizes))
 
 
-@pytest.mark.parametrize(
-    ("scan", "at_tv", "passes"),
-    [("trained", False, 1), ("8 views", False, 4), ("6 views", True, 2), ("32 views", False, 1), ("150°", True, 2)],
-)
+@pytest.mark.parametrize(("scan", "at_tv", "passes"), [
+    ("trained", False, 1), ("8 views", False, 4), ("6 views", True, 2), ("32 views", False, 1), ("150°", True, 2),
+])  # fmt: skip
 def test_the_scan_says_when(scan: str, at_tv: bool, passes: int, projectors: dict[str, FanBeamProjector]) -> None:
     network = Descent(projectors[scan], [1.0])
     line, loop = put_on(network, projectors["trained"]), network.loop
@@ -131,13 +130,10 @@ def test_each_image_has_passes_while_its_residual_falls(projectors: dict[str, Fa
 
 
 NETWORKS = [
-    ["model=qn_mixer_small", "model.channels=8"],
-    ["model=learn", "model.channels=4"],
-    ["model=learn_pp", "model.channels=4"],
-    ["model=learned_primal_dual", "model.channels=4"],
-    ["model=regformer", "model.channels=12"],
-    ["model=itnet", "model.channels=4", "model.depth=1"],
-]
+    ["model=qn_mixer_small", "model.channels=8"], ["model=learn", "model.channels=4"],
+    ["model=learn_pp", "model.channels=4"], ["model=learned_primal_dual", "model.channels=4"],
+    ["model=regformer", "model.channels=12"], ["model=itnet", "model.channels=4", "model.depth=1"],
+]  # fmt: skip
 SCAN = ["experiment=demo", "data.image_size=16", "geometry.n_views=16", "geometry.n_detectors=32"]
 
 
