@@ -228,7 +228,7 @@ class RunModule(L.LightningModule):
         return by_epochs if trainer.max_steps == -1 else min(trainer.max_steps, by_epochs)
 
     def _batches_of_epoch(self) -> int:
-        """The batches of an epoch in this process. Only a user's own loader is cut by Lightning; ours has its length."""
+        """The batches of an epoch in this process. Lightning cuts a user's own loader only: ours has its length."""
         loader, limit = self.trainer.datamodule.train_dataloader(), self.trainer.limit_train_batches  # type: ignore[attr-defined]  # Lightning's, untyped
         n = n_batches(loader)
         return min(n, limit) if isinstance(limit, int) else int(n * limit)

@@ -141,7 +141,7 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
 
 
 def _record_of(error: BaseException, line: str | None) -> dict[str, Any]:
-    """An error for torch's elastic agent (ours or torchrun's), which reads two fields, and for `launch`, which reads all."""
+    """An error for torch's elastic agent, ours or torchrun's, which reads two fields; `launch` reads all."""
     stopped, end_time = isinstance(error, KeyboardInterrupt), time.time()
     return {
         "message": "was stopped by a signal" if stopped else line or f"{type(error).__name__}: {error}",
