@@ -181,11 +181,12 @@ def test_rays_that_never_vary_are_left_out_and_said(tmp_path: Path) -> None:
     assert "rays never vary" in " ".join(dose.remarks)
 
 
-def test_few_rays_have_one_group_and_no_profile(tmp_path: Path) -> None:
-    np.save(tmp_path / "scans.npy", -np.log(np.random.default_rng(0).poisson(1e3, (3, 4, 8)) / 1e4))
+def test_one_group_of_rays_shows_no_profile_and_not_both_values(tmp_path: Path) -> None:
+    np.save(tmp_path / "scans.npy", -np.log(np.random.default_rng(0).poisson(1e4, (3, 8, 16)) / 1e4))
     dose = calibrated([f"input={tmp_path}/scans.npy", "unit=attenuation"])
     assert isinstance(dose, Dose)
     assert (dose.profile, dose.photons_interval) == (None, None)
+    assert "too few" in " ".join(dose.remarks)
 
 
 def test_profiles_with_corners_have_intervals_that_hold() -> None:

@@ -253,10 +253,11 @@ def _fit(
         slopes = slopes[:, free] / (model * error)[:, None]
         residual = (measured / model - 1) / error
         scales = np.sqrt(np.sum(slopes**2, axis=0))
-        left, singular, right = np.linalg.svd(slopes / scales, full_matrices=False)
+        rows = np.vstack([slopes / scales, np.zeros((len(scales),) * 2)])  # no fewer than values, if rays are few
+        left, singular, right = np.linalg.svd(rows, full_matrices=False)
         singular = np.maximum(singular, 1e-6)  # equal rays: their errors become large, and not infinite
         step = np.zeros(len(free))
-        step[free] = right.T @ (left.T @ residual / singular) / scales
+        step[free] = right.T @ (left[: len(residual)].T @ residual / singular) / scales
         step[2:] = step[2:].clip(-1, 1)
         step[0] = step[0].clip(-values[0] / 2, values[0])
         values = values + step
