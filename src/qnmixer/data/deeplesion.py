@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from qnmixer.data.slices import SkipFile, Slice, SliceInfo, reading, require_size
+from qnmixer.data.slices import OpenFile, SkipFile, Slice, SliceInfo, reading, require_size
 from qnmixer.physics.units import FloatArray
 
 _ZERO_HU = 32768
@@ -30,10 +30,16 @@ def read_hu_png(path: Path) -> FloatArray:
 
 
 class DeepLesionReader:
-    """Decodes DeepLesion files for the cache."""
+    """Decodes DeepLesion files."""
 
     kind = "deeplesion"
     wanted = "16-bit PNG slices"
+    endings = (".png",)
+    magic = b"\x89PNG\r\n\x1a\n"
+
+    def open(self, path: Path) -> OpenFile:
+        """Open one file."""
+        return OpenFile(1, lambda _: read_hu_png(path))
 
     def read(self, root: Path, path: str) -> Iterator[Slice]:
         """The slice of a file `…/<patient>_<study>_<series>/<slice>.png`. Raises SkipFile if the file has none."""

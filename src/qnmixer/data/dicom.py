@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,7 +30,7 @@ from pydicom.uid import (
 )
 
 from qnmixer.data.decoder import decode_apart
-from qnmixer.data.slices import DERIVED, SkipFile, Slice, SliceInfo, reading, require_size
+from qnmixer.data.slices import DERIVED, OpenFile, SkipFile, Slice, SliceInfo, reading, require_size
 from qnmixer.physics.units import AIR, FloatArray
 
 _SLOPES = 1e-3, 1e3
@@ -309,7 +310,7 @@ def _is_unique(uid: str) -> bool:
 
 
 class DicomReader:
-    """Decodes DICOM files for the cache.
+    """Decodes DICOM files.
 
     Args:
         derived: take images too that were computed of slices, by ImageType: projections, subtractions, iodine, screens.
@@ -317,17 +318,25 @@ class DicomReader:
 
     kind = "dicom"
     wanted = "CT images in DICOM"
+    endings = ".dcm", ".ima"
+    magic = b""  # files of some programs have no header
 
     def __init__(self, derived: bool = False) -> None:
         self.derived = derived
+
+    def open(self, path: Path) -> OpenFile:
+        """Open one file. Raises SkipFile if it is no CT image."""
+        dataset = open_ct(path)
+        decode = partial(decode_frame, dataset, derived=self.derived)
+        return OpenFile(frame_count(dataset), decode, partial(pixel_spacing, dataset), dataset)
 
     def read(self, root: Path, path: str) -> Iterator[Slice]:
         """Slices of one file. `patient` is the PatientID, or empty.
 
         Raises SkipFile if the file has no slices, and after its last slice if some of its frames are none.
         """
-        dataset = open_ct(root / path)
-        n_frames = frame_count(dataset)
+        file = self.open(root / path)
+        dataset, n_frames = file.dataset, file.n_frames
         patient = str(dataset.get("PatientID") or "").strip()
         study, series, instance = (
             str(dataset.get(f"{level}InstanceUID") or "").strip() for level in ("Study", "Series", "SOP")
@@ -338,8 +347,8 @@ class DicomReader:
             try:
                 with reading("no position"):
                     position = slice_position(dataset, frame)
-                    spacing = pixel_spacing(dataset, frame)
-                hu = decode_frame(dataset, frame, derived=self.derived)
+                    spacing = file.spacing(frame)
+                hu = file.decode(frame)
             except SkipFile as reason:
                 skipped.append((f"{path}#{frame}" if n_frames > 1 else path, str(reason)))
                 continue

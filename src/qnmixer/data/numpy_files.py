@@ -1,12 +1,13 @@
 """`.npy` files in HU: single slices [H, W] or stacks [N, H, W]."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qnmixer.data.slices import LEAST_SIDE, SkipFile, Slice, SliceInfo, reading, require_size
+from qnmixer.data.slices import LEAST_SIDE, OpenFile, SkipFile, Slice, SliceInfo, reading, require_size
 from qnmixer.physics.units import FloatArray
 
 
@@ -22,15 +23,6 @@ def open_stack(path: Path) -> np.ndarray[Any, Any]:
     return array[None] if array.ndim == 2 else array
 
 
-def open_slices(path: Path) -> np.ndarray[Any, Any]:
-    """Do what `open_stack` does, for slices. Also raises SkipFile if the slices are too small or too large."""
-    stack = open_stack(path)
-    if stack.shape[2] < LEAST_SIDE <= min(stack.shape[:2]):
-        raise SkipFile(f"shape {[*stack.shape]}, as [H, W, N]; numpy.moveaxis(array, -1, 0) turns it to [N, H, W]")
-    require_size(*stack.shape[1:])
-    return stack
-
-
 def read_frame(path: Path, frame: int) -> FloatArray:
     """Slice [H, W] of a file that `open_stack` accepts. Raises SkipFile if the file has changed since.
 
@@ -40,18 +32,26 @@ def read_frame(path: Path, frame: int) -> FloatArray:
 
 
 class NumpyReader:
-    """Decodes NumPy files for the cache."""
+    """Decodes NumPy files."""
 
     kind = "numpy"
     wanted = ".npy slices in HU"
+    endings = (".npy",)
+    magic = b"\x93NUMPY"
+
+    def open(self, path: Path) -> OpenFile:
+        """Open one file. Raises SkipFile if it has no slices, or if they are too small or too large."""
+        shape = open_stack(path).shape
+        if shape[2] < LEAST_SIDE <= min(shape[:2]):
+            raise SkipFile(f"shape {[*shape]}, as [H, W, N]; numpy.moveaxis(array, -1, 0) turns it to [N, H, W]")
+        require_size(*shape[1:])
+        return OpenFile(shape[0], partial(read_frame, path))
 
     def read(self, root: Path, path: str) -> Iterator[Slice]:
         """Slices of one file. `patient` is empty, so the folder decides. Raises SkipFile if the file has none."""
         if not path.lower().endswith((".npy", ".npz")):
             raise SkipFile("not .npy")
-        stack = open_slices(root / path)
-        series = path.rpartition("/")[0] if len(stack) == 1 else path
-        for frame in range(len(stack)):
-            yield Slice(
-                SliceInfo(path, frame, len(stack), "", series, float(frame)), np.array(stack[frame], np.float32)
-            )
+        file = self.open(root / path)
+        series = path.rpartition("/")[0] if file.n_frames == 1 else path
+        for frame in range(file.n_frames):
+            yield Slice(SliceInfo(path, frame, file.n_frames, "", series, float(frame)), file.decode(frame))

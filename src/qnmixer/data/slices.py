@@ -3,7 +3,7 @@
 import importlib
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +125,23 @@ class Slice:
     hu: FloatArray
     spacing: tuple[float, float] | None = None
     uid: str = ""
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A file of slices, which are decoded one at a time.
+
+    Attributes:
+        n_frames: the number of its slices.
+        decode: one of them as HU [H, W]. Raises SkipFile.
+        spacing: mm between its rows and between its columns; None if the file has none.
+        dataset: of pydicom; None for a format that is not DICOM.
+    """
+
+    n_frames: int
+    decode: Callable[[int], FloatArray]
+    spacing: Callable[[int], tuple[float, float] | None] = lambda _: None
+    dataset: Any = None
 
 
 class SliceSource(Protocol):

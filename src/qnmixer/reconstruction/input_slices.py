@@ -1,6 +1,6 @@
 """Slices to reconstruct, read one at a time from a file or a folder. Their sparse views are simulated."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +9,7 @@ from pydicom.dataset import FileDataset
 
 from qnmixer.data.cache import list_files, to_grid
 from qnmixer.data.dataset import scaling_of
-from qnmixer.data.deeplesion import read_hu_png
-from qnmixer.data.dicom import decode_frame, frame_count, open_ct, pixel_spacing
-from qnmixer.data.numpy_files import open_slices, read_frame
+from qnmixer.data.formats import FORMATS, open_file
 from qnmixer.data.slices import (
     NO_SPACING,
     SkipFile,
@@ -19,7 +17,6 @@ from qnmixer.data.slices import (
     UnitSigns,
     clean_hu,
     doubted,
-    reading,
     summarise_skipped,
     turned,
     unit_signs,
@@ -30,8 +27,6 @@ from qnmixer.measurement.measurement import STREAMS
 from qnmixer.physics.units import FloatArray
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.scan import Scan, by_numbers, warn
-
-_NPY_MAGIC, _PNG_MAGIC = b"\x93NUMPY", b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ def slice_files(path: Path) -> list[Path]:
 
 
 def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -> Iterator[InputSlice]:
-    """The slices of files: DICOM with any number of frames, `.npy`, 16-bit PNG. One at a time is decoded.
+    """The slices of files, of any format and with any number of frames. One at a time is decoded.
 
     Unusable files and frames are left out, with a warning at the end. Another warning is for values in another unit.
 
@@ -78,17 +73,18 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
     for file in files:
         name = file.name if file == path else file.relative_to(path).as_posix()
         try:
-            frames, template, decode = _open(file)
+            opened = open_file(file)
         except SkipFile as reason:
             skipped.append((name, str(reason)))
             continue
+        frames = opened.n_frames
         for frame in range(frames):
             frame_name = f"{name}#{frame}" if frames > 1 else name
             try:
-                spacing = None if template is None else pixel_spacing(template, frame)
-                if true_size and template is not None and spacing is None:
+                spacing = opened.spacing(frame)
+                if true_size and opened.dataset is not None and spacing is None:
                     raise SkipFile(NO_SPACING)
-                hu = clean_hu(decode(frame))
+                hu = clean_hu(opened.decode(frame))
             except SkipFile as reason:
                 skipped.append((frame_name, str(reason)))
                 continue
@@ -96,28 +92,16 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
             groups.append(name if frames > 1 or file == path else file.parent.name)
             if signs[-1].is_turned:
                 stacks[name] = None
-            yield InputSlice(hu, frame_name, template, frame, spacing)
+            yield InputSlice(hu, frame_name, opened.dataset, frame, spacing)
     summary = summarise_skipped(str(path), skipped)
     if not signs:
-        raise DataError(f"input has no usable slice ({summary}): give CT in DICOM, HU in .npy or 16-bit PNG")
+        raise DataError(f"input has no usable slice ({summary}): give {' or '.join(form.wanted for form in FORMATS)}")
     if skipped:
         warn(summary)
     if doubtful_groups := doubted(groups, signs):
         warn(unit_warning(str(path), doubtful_groups, len(set(groups)), "files or folders"))
     if stacks:
         warn(turned(str(path if path.is_dir() else path.parent), [*stacks]))
-
-
-def _open(path: Path) -> tuple[int, FileDataset | None, Callable[[int], FloatArray]]:
-    """(number of slices, DICOM dataset if it is one, decoder of slice i). The first bytes show the format."""
-    with reading("unreadable"), path.open("rb") as stream:
-        magic = stream.read(8)
-    if magic.startswith(_NPY_MAGIC):
-        return len(open_slices(path)), None, lambda frame: read_frame(path, frame)
-    if magic == _PNG_MAGIC:
-        return 1, None, lambda frame: read_hu_png(path)
-    dataset = open_ct(path)
-    return frame_count(dataset), dataset, lambda frame: decode_frame(dataset, frame)
 
 
 def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) -> Iterator[Scan]:

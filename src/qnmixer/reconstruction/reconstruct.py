@@ -14,6 +14,7 @@ from pydicom.uid import generate_uid
 from rich.progress import Progress
 from torch import Tensor
 
+from qnmixer.data.formats import FORMATS
 from qnmixer.errors import ConfigError, DataError, OutOfMemory, first_line
 from qnmixer.models.fbp import FBP
 from qnmixer.parallel.device_memory import is_out_of_memory
@@ -305,5 +306,5 @@ def _file_name(name: str) -> Path:
     """The relative path of a slice without its ending: a/b.dcm#3 becomes a/b_3."""
     file, frame = re.fullmatch(r"(?s)(.*?)(#\d+)?", name).groups()  # type: ignore[union-attr]  # it matches anything
     path = Path(file)
-    path = path.with_suffix("") if path.suffix.lower() in (".dcm", ".ima", ".npy", ".png") else path
+    path = path.with_suffix("") if any(path.suffix.lower() in form.endings for form in FORMATS) else path
     return path.with_name(f"{path.name}_{frame[1:]}") if frame else path
