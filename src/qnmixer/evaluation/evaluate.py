@@ -115,75 +115,98 @@ def evaluate(
     processes each evaluates its share, and all get the full result.
     """
     module = module.to(device).eval()
-    network = module.network
-    baselines: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp}
-    if config.tv_weight is not None:
-        baselines[TotalVariation.title] = TotalVariation(
-            module.projector,
-            weight=config.tv_weight,
-            noise_weight=config.tv_noise_weight,
-            variance=module.measurement.noise.variance,
-        )
-    turns = symmetries_of(module.projector, most_symmetries)
-    first_order = network.first_order() if config.first_order else None
-    metrics = build_metrics(with_usual(module.config.metrics), data.config.own_range)
-    n_images = count_of(data, split)
-    patients = data.parts[split].patients if isinstance(data, SliceDataModule) else ()
-    picture_numbers = pictured(n_images, config.n_pictures)
-    scores: dict[int, list[ImageScore]] = {}
-    slices: dict[int, SliceImages] = {}
+    methods = _Methods(module, config, most_symmetries)
+    results = _Results(module, data, split, config)
     batches: DataLoader[Any] | Numbered = data.loader(split)
-    is_first = data.measured
     for host_batch in progress(batches, "evaluating", "batch", Console(quiet=rank() != 0)):
-        numbers = host_batch.get("number", host_batch["sample"]).tolist()
-        weights = host_batch["weight"].tolist()
         batch: Batch = data.on_after_batch_transfer(data.transfer_batch_to_device(host_batch, device, 0), 0)
-        if is_first:
+        if data.measured and not results.scores:  # before the first is scored
             check_pairs(module.config, module.projector, batch, split)
-            is_first = False
-        with torch.no_grad():
-            y = module.measure(batch, "test")
-            images = {name: [method(y)] for name, method in baselines.items() if name != network.title}
-            if first_order is not None:
-                images[f"{network.title}, H = I"] = [first_order(y)]
-            # For a solver with hundreds of iterations only x_T.
-            iterates = network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
-            images[network.title] = iterates
-            if len(turns) > 1:  # the first is the identity
-                symmetric_images = images_by_symmetry(network, y, turns[1:])
-                images[f"{network.title}, symmetric"] = [torch.cat([iterates[-1][None], symmetric_images]).mean(0)]
-        values = {name: _values_of(batch, iterates[-1], config.window, metrics) for name, iterates in images.items()}
-        for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
-            if weight:  # else it only fills the batch
-                file_name = batch["name"][b]
-                content = _content(host_batch, b, data.measured)
-                patient = patients[n] if patients else None
-                scores[n] = [
-                    ImageScore(n, file_name, method, rows[b], patient, content) for method, rows in values.items()
-                ]
-                slices[n] = _slice(n, batch, b, images, scores[n], config.window)
-        slices = worst_of(slices, scores, picture_numbers)
-    if dist.is_initialized():
-        shares: list[tuple[dict[int, list[ImageScore]], dict[int, SliceImages]]]
-        shares = [({}, {})] * dist.get_world_size()
-        dist.all_gather_object(shares, (scores, slices))
-        scores = {n: slice_scores for share, _ in shares for n, slice_scores in share.items()}
-        slices = worst_of({n: slice_ for _, share in shares for n, slice_ in share.items()}, scores, picture_numbers)
+        results.add(host_batch, batch, methods(module.measure(batch, "test")))
+    results.gather()
+    scores = [results.scores[n] for n in sorted(results.scores)]
     if not scores:
         raise DataError(f"{evaluated_name(module.config)} has no slice of {split} with a weight above 0")
+    scalars = {} if methods.first_order is None else second_order(module.network)
     return Evaluation(
-        title=title_of(module.config, module.projector.geometry.n_views, data, split) + mean_over(turns),
-        scores=[score for n in sorted(scores) for score in scores[n]],
-        slices=slices,
-        pictured=sorted(picture_numbers & scores.keys()),
-        baselines=[*baselines],
+        title=title_of(module.config, module.projector.geometry.n_views, data, split) + mean_over(methods.turns),
+        scores=[score for of_slice in scores for score in of_slice],
+        slices=results.slices,
+        pictured=sorted(results.picture_numbers & results.scores.keys()),
+        baselines=[*methods.baselines],
         own_range=data.config.own_range,
         titles=titles_of(module.config.metrics),
-        note=""
-        if first_order is None
-        else "".join(f". {name}: {scalar}" for name, scalar in second_order(network).items()),
-        test=conditions_of(module, data, [scores[n][0].content for n in sorted(scores)]),
+        note="".join(f". {name}: {scalar}" for name, scalar in scalars.items()),
+        test=conditions_of(module, data, [of_slice[0].content for of_slice in scores]),
     )
+
+
+class _Methods:
+    """The methods that an evaluation compares: functions y → x by name, the network, and what stands beside it."""
+
+    def __init__(self, module: Reconstructor, config: EvaluationConfig, most_symmetries: int) -> None:
+        self.network = module.network
+        self.baselines: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp}
+        if config.tv_weight is not None:
+            self.baselines[TotalVariation.title] = TotalVariation(
+                module.projector,
+                weight=config.tv_weight,
+                noise_weight=config.tv_noise_weight,
+                variance=module.measurement.noise.variance,
+            )
+        self.turns = symmetries_of(module.projector, most_symmetries)
+        self.first_order = self.network.first_order() if config.first_order else None
+
+    @torch.no_grad()
+    def __call__(self, y: Tensor) -> dict[str, list[Tensor]]:
+        """The images [B, 1, S, S] of each method from the same y [B, 1, V, D]: its iterates, or x_T alone."""
+        network, title = self.network, self.network.title
+        images = {name: [method(y)] for name, method in self.baselines.items() if name != title}
+        if self.first_order is not None:
+            images[f"{title}, H = I"] = [self.first_order(y)]
+        # For a solver with hundreds of iterations only x_T.
+        iterates = network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
+        images[title] = iterates
+        if len(self.turns) > 1:  # the first is the identity
+            symmetric_images = images_by_symmetry(network, y, self.turns[1:])
+            images[f"{title}, symmetric"] = [torch.cat([iterates[-1][None], symmetric_images]).mean(0)]
+        return images
+
+
+class _Results:
+    """The scores of all slices, and the images of those of the picture and of the worst, by number of the slice."""
+
+    def __init__(self, module: Reconstructor, data: RunData, split: str, config: EvaluationConfig) -> None:
+        self.metrics = build_metrics(with_usual(module.config.metrics), data.config.own_range)
+        self.window, self.measured = config.window, data.measured
+        self.picture_numbers = pictured(count_of(data, split), config.n_pictures)
+        self.patients = data.parts[split].patients if isinstance(data, SliceDataModule) else ()
+        self.scores: dict[int, list[ImageScore]] = {}
+        self.slices: dict[int, SliceImages] = {}
+
+    def add(self, host_batch: Mapping[str, Any], batch: Batch, images: dict[str, list[Tensor]]) -> None:
+        """Score the images of a batch. `host_batch`: the batch as its loader gave it."""
+        values = {name: _values_of(batch, xs[-1], self.window, self.metrics) for name, xs in images.items()}
+        numbers = host_batch.get("number", host_batch["sample"]).tolist()
+        for b, (n, weight) in enumerate(zip(numbers, host_batch["weight"].tolist(), strict=True)):
+            if weight:  # else it only fills the batch
+                origin = self.patients[n] if self.patients else None, _content(host_batch, b, self.measured)
+                self.scores[n] = [
+                    ImageScore(n, batch["name"][b], method, rows[b], *origin) for method, rows in values.items()
+                ]
+                self.slices[n] = _slice(n, batch, b, images, self.scores[n], self.window)
+        self.slices = worst_of(self.slices, self.scores, self.picture_numbers)
+
+    def gather(self) -> None:
+        """Give each process the results of all."""
+        if not dist.is_initialized():
+            return
+        shares: list[tuple[dict[int, list[ImageScore]], dict[int, SliceImages]]]
+        shares = [({}, {})] * dist.get_world_size()
+        dist.all_gather_object(shares, (self.scores, self.slices))
+        self.scores = {n: slice_scores for scores, _ in shares for n, slice_scores in scores.items()}
+        slices = {n: slice_ for _, slices in shares for n, slice_ in slices.items()}
+        self.slices = worst_of(slices, self.scores, self.picture_numbers)
 
 
 def mean_over(turns: Sequence[Symmetry]) -> str:
