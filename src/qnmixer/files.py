@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from qnmixer.errors import ConfigError, DataError, first_line
+from qnmixer.errors import ConfigError, DataError
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
@@ -183,32 +183,3 @@ def check_there(key: str, path: str, description: str) -> None:
         exists = False
     if not exists:
         raise DataError(f"{key}={path if len(path) < 200 else f'{path[:60]}…'} does not exist: give {description}")
-
-
-def check_no_nifti(key: str, path: str) -> None:
-    """Raise DataError for a NIfTI file, or for a folder that contains only NIfTI files, before anything is loaded."""
-    place, name = path_of(path), ""
-    # A generator, so that a folder with other files costs a look at one file only.
-    for name in [place.name] if place.is_file() else (file.name for file in place.rglob("*") if file.is_file()):
-        if not name.lower().endswith((".nii", ".nii.gz")):
-            return
-    if name:
-        raise DataError(
-            f"{key}={path} is NIfTI, which qnmixer cannot read: give its original DICOM files, or convert it to "
-            f".npy in HU: numpy.save('ct.npy', nibabel.load('{name}').get_fdata(dtype='float32').T)"
-        )
-
-
-def numbers_in(key: str, path: str) -> list[float]:
-    """The numbers of a .npy file [N], or of a text file with a number on each line. Raises ConfigError.
-
-    key: of the config that names the file.
-    """
-    import numpy as np
-
-    try:
-        values = np.load(path) if path.endswith(".npy") else np.loadtxt(path)
-        return [float(value) for value in values]
-    except (OSError, ValueError, TypeError) as error:
-        fix = "give a .npy [bins], or a text file with a number on each line"
-        raise ConfigError(f"{key}={path} cannot be read ({first_line(error)}): {fix}") from error

@@ -11,8 +11,9 @@ import qnmixer.needs_train  # noqa: F401
 from omegaconf import DictConfig
 
 from qnmixer.commands import command
+from qnmixer.data.folders import check_no_nifti
 from qnmixer.errors import ConfigError, say, visible
-from qnmixer.files import check_no_nifti, check_there, check_unused
+from qnmixer.files import check_there, check_unused
 from qnmixer.installed import require
 from qnmixer.reconstruction.config import OF_DATAMODULE, ReconstructConfig
 from qnmixer.reconstruction.weights import check_weights

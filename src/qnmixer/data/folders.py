@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.files import check_no_nifti, check_there, path_of
+from qnmixer.files import check_there, path_of
 from qnmixer.settings.data import DataConfig, FolderData, PairData
 from qnmixer.settings.validation import has_no_value
 
@@ -32,3 +32,17 @@ def check_data(config: DataConfig) -> None:
                 )
         seen[section] = folder
         check_no_nifti(f"{section}.root", source.root)
+
+
+def check_no_nifti(key: str, path: str) -> None:
+    """Raise DataError for a NIfTI file, or for a folder that contains only NIfTI files, before anything is loaded."""
+    place, name = path_of(path), ""
+    # A generator, so that a folder with other files costs a look at one file only.
+    for name in [place.name] if place.is_file() else (file.name for file in place.rglob("*") if file.is_file()):
+        if not name.lower().endswith((".nii", ".nii.gz")):
+            return
+    if name:
+        raise DataError(
+            f"{key}={path} is NIfTI, which qnmixer cannot read: give its original DICOM files, or convert it to "
+            f".npy in HU: numpy.save('ct.npy', nibabel.load('{name}').get_fdata(dtype='float32').T)"
+        )

@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, model_validator
 
-from qnmixer.errors import ConfigError
-from qnmixer.files import numbers_in
+from qnmixer.errors import ConfigError, first_line
 from qnmixer.settings.names import LOSS, taken_names
 from qnmixer.settings.options import TARGET, options
 from qnmixer.settings.plugins import Kind, defaults_of, is_trusted, load_plugin, parameters_of, subclass_of
@@ -128,7 +127,7 @@ class NoiseConfig(Target):
     def checked(self) -> Self:
         """With the values of a profile's file: checkpoints have these, and so need no file."""
         if isinstance(path := self.keywords().get("profile"), str):
-            return self.changed(profile=numbers_in("noise.profile", path)).checked()
+            return self.changed(profile=_numbers_in("noise.profile", path)).checked()
         return super().checked()
 
 
@@ -310,3 +309,18 @@ def check_monitor(monitor: str, metrics: Mapping[str, MetricConfig]) -> None:
     """Raise ConfigError if no validation gives the monitored metric."""
     if monitor not in (modes := modes_of(metrics)):
         raise ConfigError(f"monitor={monitor} is not known: choose {', '.join(modes)}, or add a metric")
+
+
+def _numbers_in(key: str, path: str) -> list[float]:
+    """The numbers of a .npy file [N], or of a text file with a number on each line. Raises ConfigError.
+
+    key: of the config that names the file.
+    """
+    import numpy as np
+
+    try:
+        values = np.load(path) if path.endswith(".npy") else np.loadtxt(path)
+        return [float(value) for value in values]
+    except (OSError, ValueError, TypeError) as error:
+        fix = "give a .npy [bins], or a text file with a number on each line"
+        raise ConfigError(f"{key}={path} cannot be read ({first_line(error)}): {fix}") from error
