@@ -108,4 +108,4 @@ def test_a_line_says_what_buffers_of_several_devices_mean() -> None:
         "slices, and they are averaged after each batch. One process gives other values where slices depend on each "
         "other, as in BatchNorm: strategy=single"
     )
-    assert "once for each micro-batch of 2; those that several devices change" in str(line(STRATEGIES["micro-batches"]))
+    assert "once for each micro-batch; those that several devices change" in str(line(STRATEGIES["micro-batches"]))

@@ -5,13 +5,7 @@ from typing import Any
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import ConfigError
-from qnmixer.measurement.build import (
-    build_geometry,
-    build_measurement,
-    build_network,
-    dataset_class_of,
-    require_shapes,
-)
+from qnmixer.measurement.build import build_geometry, build_measurement, build_network, dataset_class_of, require_shapes
 from qnmixer.measurement.own_data import build_own_data
 from qnmixer.module.base import RunModule
 from qnmixer.module.parts import parts_of

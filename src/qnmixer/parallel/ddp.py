@@ -49,10 +49,7 @@ class DDPStrategy(strategies.DDPStrategy):
     def __init__(self, find_unused_parameters: bool = False) -> None:
         # Gradients that are views of ddp's buckets save a copy of all gradients.
         super().__init__(
-            gradient_as_bucket_view=True,
-            timeout=TIMEOUT,
-            find_unused_parameters=find_unused_parameters,
-            **_NO_BUFFERS,
+            gradient_as_bucket_view=True, timeout=TIMEOUT, find_unused_parameters=find_unused_parameters, **_NO_BUFFERS
         )
 
     def setup(self, trainer: L.Trainer) -> None:

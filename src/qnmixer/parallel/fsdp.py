@@ -63,10 +63,7 @@ class FSDPStrategy(ModelParallelStrategy):
     def __init__(self, n_processes: int) -> None:
         # One file, as with the other strategies: Lightning's distributed checkpoint is a folder that only FSDP2 reads.
         super().__init__(
-            data_parallel_size=n_processes,
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=False,
-            timeout=TIMEOUT,
+            data_parallel_size=n_processes, tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=TIMEOUT
         )
 
     def shard(self, network: nn.Module, mesh: Any) -> None:

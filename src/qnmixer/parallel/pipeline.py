@@ -55,11 +55,7 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self,
-        network: UnrolledNetwork[Any],
-        iterations: range,
-        incoming: "Packing",
-        context: Context = nullcontext,
+        self, network: UnrolledNetwork[Any], iterations: range, incoming: "Packing", context: Context = nullcontext
     ) -> None:
         super().__init__()
         self.network, self.iterations, self.incoming, self.context = network, iterations, incoming, context
@@ -228,28 +224,19 @@ class PipelineParallel(Parallelism[PipelineConfig]):
         batch = batch_of(self.keys.batch_of_replica(config))  # every device gets all of it
         y = batch["sinogram"][: self.keys.microbatch_size]
         packings = layouts(network, y, partial(autocast, config.trainer.precision))
-        plans = []
-        for device, iterations in enumerate(stages_of(network.n_iterations, self.keys.devices_per_replica(config))):
-            n_in_flight = self.keys.in_flight(config, device)
-            footprint = self._plan_stage(module, optimizer, batch, packings, iterations, n_in_flight)
-            plans.append(DevicePlan(iterations, n_in_flight, footprint))
-        return tuple(plans)
+        devices = range(self.keys.devices_per_replica(config))
+        return tuple(self._plan_stage(module, optimizer, batch, packings, device) for device in devices)
 
     def _plan_stage(
-        self,
-        module: Any,
-        optimizer: Optimizer,
-        batch: Any,
-        packings: list[Packing],
-        iterations: range,
-        n_in_flight: int,
-    ) -> Footprint:
-        """A stage at the peak of one micro-batch, with what at most `n_in_flight` hold between forward and backward.
+        self, module: Any, optimizer: Optimizer, batch: Any, packings: list[Packing], device: int
+    ) -> DevicePlan:
+        """A stage at the peak of one micro-batch, with what those in flight hold between forward and backward.
 
         torch has a buffer for each received state and gradient of each micro-batch of one call. It frees a sent
         gradient at its next message or later, when less is in flight.
         """
         config, network = self.config, module.network
+        iterations = stages_of(network.n_iterations, self.keys.devices_per_replica(config))[device]
         b, precision = self.keys.microbatch_size, partial(autocast, config.trainer.precision)
         stage = Stage(network, iterations, packings[iterations.start], precision)
         received = [packings[iterations.start].empty(b, "cpu")] if iterations.start else []
@@ -274,14 +261,11 @@ class PipelineParallel(Parallelism[PipelineConfig]):
             del output
             torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])  # summed over the devices
             optimizer.step()
-        n_together = self.keys.n_together(config)
-        n_late = int(n_together > 1)
+        n_together, n_in_flight = self.keys.n_together(config), self.keys.in_flight(config, device)
+        messages = n_together * n_bytes(received + gradient) + (n_bytes(received) if n_together > 1 else 0)
         peak = Footprint(**tracker.peak)
-        return replace(
-            peak,
-            activations=peak.activations + (n_in_flight - 1) * held_bytes,
-            strategy=n_together * n_bytes(received + gradient) + n_late * n_bytes(received),
-        )
+        activations = peak.activations + (n_in_flight - 1) * held_bytes
+        return DevicePlan(iterations, n_in_flight, replace(peak, activations=activations, strategy=messages))
 
 
 class PipelineStrategy(DDPStrategy):

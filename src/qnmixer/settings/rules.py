@@ -8,11 +8,7 @@ import math
 
 from qnmixer.errors import ConfigError
 from qnmixer.settings.data import DataConfig, PairData
-from qnmixer.settings.parts import (
-    ModelConfig,
-    ModuleConfig,
-    NoiseConfig,
-)
+from qnmixer.settings.parts import ModelConfig, ModuleConfig, NoiseConfig
 from qnmixer.settings.sections import (
     DebugConfig,
     FewBatchesConfig,

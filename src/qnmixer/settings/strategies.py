@@ -26,23 +26,20 @@ class RunSections(Protocol):
 
 
 class StrategyConfig(Section):
-    """How a run uses its devices. Unless a strategy says otherwise, each has the whole network and its own samples.
+    """How a run uses its devices. Unless a strategy says otherwise, each has the whole network and its own samples."""
 
-    Attributes:
-        parallelism: the class that trains by it, a `qnmixer.parallel.parallelism.Parallelism`.
-        is_parallel: whether it is for several devices.
-        takes_weight_means: whether it goes with callbacks=ema, which copies all weights.
-        takes_own_data: whether it goes with a LightningDataModule of the user's, whose batches may differ in size.
-        takes_manual_optimization: whether it goes with a module that calls its optimizers by itself.
-        one_in_flight: overrides from this strategy to the one that takes the least memory on each of several devices.
-    """
-
-    parallelism: ClassVar[str]
-    is_parallel: ClassVar[bool] = True
-    takes_weight_means: ClassVar[bool] = True
-    takes_own_data: ClassVar[bool] = True
-    takes_manual_optimization: ClassVar[bool] = True
+    parallelism: ClassVar[str]  # the class that trains by it, a qnmixer.parallel.parallelism.Parallelism
+    is_parallel: ClassVar[bool] = True  # it is for several devices
+    takes_weight_means: ClassVar[bool] = True  # callbacks=ema, which copies all weights
+    takes_own_data: ClassVar[bool] = True  # a LightningDataModule of the user's, whose batches may differ in size
+    takes_manual_optimization: ClassVar[bool] = True  # a module that calls its optimizers by itself
     one_in_flight: ClassVar[str] = "strategy=pipeline strategy.schedule=sequential"
+    """Overrides from this strategy to the one that takes the least memory on each of several devices."""
+    on_buffers: ClassVar[str] = (
+        "each device updates them by its own slices, and they are averaged after each batch. One process gives other "
+        "values where slices depend on each other, as in BatchNorm: strategy=single"
+    )
+    """What the values of buffers mean that several devices change as the network runs."""
     name: str
 
     def devices_per_replica(self, run: RunSections) -> int:
@@ -62,16 +59,11 @@ class StrategyConfig(Section):
         """The smallest number of samples that a device works on."""
         return 1
 
-    @property
-    def on_buffers(self) -> str:
-        """What the values of buffers mean that several devices change as the network runs."""
-        return (
-            "each device updates them by its own slices, and they are averaged after each batch. One process gives "
-            "other values where slices depend on each other, as in BatchNorm: strategy=single"
-        )
-
     def check(self, run: RunSections) -> None:
         """Raise ConfigError for sections that this strategy does not go with."""
+        if not self.is_parallel and (n := run.trainer.n_devices) > 1:  # all but one would be idle
+            others = strategies_with("is_parallel")
+            raise ConfigError(f"strategy={self.name} has one device, not {n}: choose strategy={others}")
         if self.is_parallel and not run.model.has_weights:  # there are no gradients to share
             raise ConfigError(f"model={run.model.name} has no weights to train on several devices: use strategy=single")
         if averages_weights(run.callbacks) and not self.takes_weight_means:
@@ -85,12 +77,6 @@ class SingleConfig(StrategyConfig):
     parallelism = "qnmixer.parallel.parallelism.Parallelism"
     is_parallel = False
     name: Literal["single"] = "single"
-
-    def check(self, run: RunSections) -> None:
-        """All devices but one would be idle."""
-        if (n := run.trainer.n_devices) > 1:
-            others = strategies_with("is_parallel")
-            raise ConfigError(f"strategy=single has one device, not {n}: choose strategy={others}")
 
 
 class DDPConfig(StrategyConfig):
@@ -129,6 +115,10 @@ class PipelineConfig(StrategyConfig):
     parallelism = "qnmixer.parallel.pipeline.PipelineParallel"
     takes_weight_means = takes_own_data = takes_manual_optimization = False
     one_in_flight = "strategy.schedule=sequential"
+    on_buffers = (
+        "updated once for each micro-batch; those that several devices change are averaged after each batch. One "
+        "process gives other values: strategy=single memory=recompute"
+    )
     name: Literal["pipeline"] = "pipeline"
     schedule: Schedule
     microbatch_size: Count
@@ -155,14 +145,6 @@ class PipelineConfig(StrategyConfig):
     def samples_at_once(self) -> int:
         """A micro-batch."""
         return self.microbatch_size
-
-    @property
-    def on_buffers(self) -> str:
-        """Each device has other iterations, and all of them the same samples."""
-        return (
-            f"updated once for each micro-batch of {self.microbatch_size}; those that several devices change are "
-            "averaged after each batch. One process gives other values: strategy=single memory=recompute"
-        )
 
     def check(self, run: RunSections) -> None:
         """The stages are iterations, of which each device needs one, with micro-batches for all of them."""

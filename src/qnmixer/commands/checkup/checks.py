@@ -134,19 +134,11 @@ def checkpoint_bytes(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Trial:
-    """What some real steps gave.
+    """What some real steps gave."""
 
-    Attributes:
-        reports: one of each rank.
-        reference: of the same step in one process; without gradients if it was not reached.
-        failure: what ended the steps, in one line; None if nothing did.
-        fix: how to mend the failure; "" if its line says it.
-        seconds: that all of it took.
-    """
-
-    reports: list[Report]
-    reference: Report
-    failure: str | None
+    reports: list[Report]  # one of each rank
+    reference: Report  # of the first step in one process; an empty one if that was not reached
+    failure: str | None  # what ended the steps, in one line
     fix: str
     seconds: float
 
@@ -209,8 +201,7 @@ def check_gradients(config: Config, trial: Trial) -> Check:
     """Check the gradients of all ranks against those of one process: in float64 if it worked on all of them."""
     name, reports, expected = "gradients", trial.reports, trial.reference.gradients
     if not config.datamodule.is_of_slices:
-        finding = f"several devices share the slices of {config.datamodule.target} in another order"
-        return Check(name, "SKIP", finding)
+        return Check(name, "SKIP", f"several devices share the slices of {config.datamodule.target} in another order")
     if expected and all(report.in_float64 for report in reports):
         return compare_gradients([report.in_float64 for report in reports], expected, TOLERANCE["64"])
     if not expected or not all(report.gradients for report in reports):
