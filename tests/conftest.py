@@ -66,8 +66,6 @@ TINY_RUN = [*TINY[:-1], "data.n_train=8", "data.n_val=3", "data.n_test=4"]
 OUTER = ("HYDRA", "SLURM", "TORCHELASTIC", "WANDB", "GIT_")
 
 TinyConfig = Callable[..., Config]
-Build = Callable[..., ReconstructionModule]
-Build = Callable[..., ReconstructionModule]
 
 
 def every_third(cases: Iterable[Any]) -> list[Any]:
@@ -118,36 +116,26 @@ _parsed = cache(config_of)
 """Hydra takes a tenth of a second, and many tests ask for the same."""
 
 
-def _config(*overrides: str) -> Config:
+def tiny_config(*overrides: str) -> Config:
+    """A checked config of the smallest network."""
     return deepcopy(_parsed(*TINY_RUN, *overrides))
 
 
-@pytest.fixture
-def tiny_config() -> TinyConfig:
-    """tiny_config(*overrides): a checked config of the smallest network."""
-    return _config
+def other_config(*overrides: str) -> Config:
+    """The same for another network, with no word of QN-Mixer's mixer."""
+    words = [word for word in TINY_RUN if not word.startswith("model.n_mixer")]
+    return deepcopy(_parsed(*words, *overrides))
 
 
-@pytest.fixture
-def other_config() -> TinyConfig:
-    """other_config("model=…"): the same for another network, with no word of QN-Mixer's mixer."""
-
-    def config(*overrides: str) -> Config:
-        words = [word for word in TINY_RUN if not word.startswith("model.n_mixer")]
-        return deepcopy(_parsed(*words, *overrides))
-
-    return config
+def tiny_module(*overrides: Any) -> ReconstructionModule:
+    """The module of tiny_config, with the same weights every time."""
+    L.seed_everything(0, verbose=False)
+    return build_module(tiny_config(*overrides))
 
 
-@pytest.fixture
-def tiny_module() -> Callable[..., ReconstructionModule]:
-    """tiny_module(*overrides): its module, with the same weights every time."""
-
-    def build(*overrides: Any) -> ReconstructionModule:
-        L.seed_everything(0, verbose=False)
-        return build_module(_config(*overrides))
-
-    return build
+# For who takes them as fixtures.
+_tiny_config = pytest.fixture(lambda: tiny_config, name="tiny_config")
+_tiny_module = pytest.fixture(lambda: tiny_module, name="tiny_module")
 
 
 @pytest.fixture(scope="session")
@@ -332,15 +320,10 @@ class OfflineRun:
         return {name for row in self.history for name in row if not name.startswith("_")}
 
 
-@pytest.fixture(scope="session")
-def offline_runs() -> Callable[[Path], list[OfflineRun]]:
-    """offline_runs(folder): the W&B runs anywhere below a folder, in the order in which they began."""
-
-    def read(folder: Path) -> list[OfflineRun]:
-        runs = [_read_offline_run(path) for path in folder.rglob("offline-run-*/*.wandb")]
-        return sorted(runs, key=lambda run: run.started)
-
-    return read
+def offline_runs(folder: Path) -> list[OfflineRun]:
+    """The W&B runs anywhere below a folder, in the order in which they began."""
+    runs = [_read_offline_run(path) for path in folder.rglob("offline-run-*/*.wandb")]
+    return sorted(runs, key=lambda run: run.started)
 
 
 def _read_offline_run(path: Path) -> OfflineRun:

@@ -65,28 +65,21 @@ def check_example(path: Path, tmp_path: Path, warm: Warm) -> None:
     ]  # fmt: skip  # it writes nowhere else
 
 
-@pytest.fixture
-def own_step() -> Callable[..., torch.Tensor]:
-    """own_step(class, r, earlier r, s): the step s_t of a class of own_optimizer_step.py after the step s."""
-    found, projector = example("own_optimizer_step"), FanBeamProjector(FanBeamGeometry.paper(8, 16))
-
-    def step(name: str, r: torch.Tensor, earlier: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        network = found[name](projector, n_iterations=2, channels=4)
-        torch.nn.init.ones_(network.trust[0])  # the method itself, and nothing of −r
-        unit, scale = split_scale(s)
-        return network.direction(1, r, QNState(torch.zeros(2, 1, 16, 16), (), unit, scale, earlier))[0].detach()
-
-    return step
+def own_step(name: str, r: torch.Tensor, earlier: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """The step s_t of a class of own_optimizer_step.py after the step s."""
+    projector = FanBeamProjector(FanBeamGeometry.paper(8, 16))
+    network = example("own_optimizer_step")[name](projector, n_iterations=2, channels=4)
+    torch.nn.init.ones_(network.trust[0])  # the method itself, and nothing of −r
+    unit, scale = split_scale(s)
+    return network.direction(1, r, QNState(torch.zeros(2, 1, 16, 16), (), unit, scale, earlier))[0].detach()
 
 
-def test_barzilai_borwein_is_newtons_step_where_the_curvature_is_the_same_everywhere(
-    own_step: Callable[..., torch.Tensor],
-) -> None:
+def test_barzilai_borwein_is_newtons_step_where_the_curvature_is_the_same_everywhere() -> None:
     r, s = torch.randn(2, 2, 256, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(own_step("BarzilaiBorweinMixer", r, r - 2 * s, s), -r / 2)  # of the curvature 2
 
 
-def test_conjugate_gradients_are_conjugate(own_step: Callable[..., torch.Tensor]) -> None:
+def test_conjugate_gradients_are_conjugate() -> None:
     """After an exact line search on a quadratic, the next direction d has dᵀ A s = 0."""
     r, diagonal = torch.randn(2, 2, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     A = diagonal.abs() + 1

@@ -1,7 +1,6 @@
 """`import qnmixer` in a user's program."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ from qnmixer.errors import CheckpointError, ConfigError, GeometryError, PluginEr
 from qnmixer.models import QNMixer
 from qnmixer.reconstruction.checkpoints import encode
 from qnmixer.reconstruction.reconstructor import Reconstructor
-from qnmixer.settings.run import Config
 from qnmixer.train import train
 
-from .conftest import PHANTOMS, TINY
+from .conftest import PHANTOMS, TINY, other_config, tiny_config
 
 
 def test_the_shipped_network_comes_with_its_scan() -> None:
@@ -41,16 +39,14 @@ def test_the_shipped_network_on_another_scan(capsys: pytest.CaptureFixture[str])
         qnmixer.load_pretrained(views=48)
 
 
-def test_an_empty_batch_is_refused_in_one_line(tiny_config: Callable[..., Config]) -> None:
+def test_an_empty_batch_is_refused_in_one_line() -> None:
     network = Reconstructor(tiny_config()).network
     for call, size in ((network, (8, 24)), (network.projector.fbp, (8, 24)), (network.projector, (16, 16))):
         with pytest.raises(GeometryError, match=r"an empty batch: give 1 .* or more"):
             call(torch.zeros(0, 1, *size))
 
 
-def test_a_class_of_somebody_is_imported_only_if_trusted(
-    other_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_of_somebody_is_imported_only_if_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "somebodys.py").write_text("")
     path = tmp_path / "theirs.safetensors"

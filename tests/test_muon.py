@@ -1,7 +1,5 @@
 """Muon: against float64 and singular values, against torch's AdamW, and which weight goes where."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +7,8 @@ from torch import Tensor, nn
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
 from qnmixer.muon import Muon, orthogonalized
-from qnmixer.settings.run import Config
+
+from .conftest import other_config
 
 MODELS = ["qn_mixer", "learn", "learned_primal_dual", "learn_pp", "itnet model.channels=8"]
 MODELS += ["regformer model.channels=6 model.window_size=4"]
@@ -112,7 +111,7 @@ def test_weights_of_one_shape_change_as_each_alone() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_which_weights_go_where(other_config: Callable[..., Config], model: str) -> None:
+def test_which_weights_go_where(model: str) -> None:
     """Inner matrices and kernels to Muon, in the network's order; nothing that starts at zero."""
     words = ["optimizer=muon", "optimizer.lr=0.01", "optimizer.adamw_lr=0.002", "optimizer.weight_decay=0.07"]
     network = build_module(other_config(*f"model={model}".split(), *words)).network

@@ -1,6 +1,6 @@
 """The website's pages and hooks. `make site`, which .ci/run calls, builds it and checks its links."""
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from mkdocs.exceptions import PluginError
@@ -8,11 +8,7 @@ from mkdocs.exceptions import PluginError
 from .pages import ROOT, blocks, commands, script
 
 SITE = ROOT / "docs" / "site"
-
-
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    return script(SITE / "hooks.py")
+HOOKS = script(SITE / "hooks.py")
 
 
 def test_commands_of_the_site_are_those_that_other_pages_have_and_tests_run() -> None:
@@ -21,13 +17,13 @@ def test_commands_of_the_site_are_those_that_other_pages_have_and_tests_run() ->
     assert {*found} <= {*commands()}
 
 
-def test_links_to_other_files_lead_to_the_repository(hooks: ModuleType) -> None:
+def test_links_to_other_files_lead_to_the_repository() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="docs/compare.md"))
     files = SimpleNamespace(get_file_from_path={"docs/data.md": 1}.get)
     config = SimpleNamespace(extra={"repository": "https://a.b/c"})
 
     def written(text: str) -> str:
-        return hooks.on_page_markdown(text, page, config, files)
+        return HOOKS.on_page_markdown(text, page, config, files)
 
     assert written("[a](../src/qnmixer/fit.py#L3)") == "[a](https://a.b/c/blob/main/src/qnmixer/fit.py#L3)"
     assert written("[a](../conf/data)") == "[a](https://a.b/c/tree/main/conf/data)"
@@ -41,9 +37,9 @@ def test_links_to_other_files_lead_to_the_repository(hooks: ModuleType) -> None:
     '<script async src="https://a.b/c.js">', "<img alt=a src=//a.b/c.png>",
     '<link rel="stylesheet" href="https://fonts.googleapis.com/css">',
 ])  # fmt: skip
-def test_a_page_loads_nothing_from_another_server(hooks: ModuleType, tag: str) -> None:
+def test_a_page_loads_nothing_from_another_server(tag: str) -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
     own = '<script src="../a.js"></script><link rel="canonical" href="https://a.b/"><a href="https://c.d">e</a>'
-    assert hooks.on_post_page(own, page, None) == own
+    assert HOOKS.on_post_page(own, page, None) == own
     with pytest.raises(PluginError, match=r"^a\.md would load from another server"):
-        hooks.on_post_page(own + tag, page, None)
+        HOOKS.on_post_page(own + tag, page, None)

@@ -6,24 +6,18 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
-import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-@pytest.fixture(scope="module")
-def pyproject() -> dict[str, Any]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def test_every_command_is_a_line_of_python_m_qnmixer(pyproject: dict[str, Any]) -> None:
+def test_every_command_is_a_line_of_python_m_qnmixer() -> None:
     code = "import runpy, sys\nrunpy.run_module('qnmixer', run_name='__main__')\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    scripts = pyproject["project"]["scripts"].values()
+    scripts = PYPROJECT["project"]["scripts"].values()
     assert {line.split()[2] for line in lines} == {entry.partition(":")[0] for entry in scripts}
     assert all(len(line.split()) > 6 for line in lines)
 
@@ -66,20 +60,20 @@ def test_a_key_of_wandb_gets_into_neither_git_nor_the_container() -> None:
     assert ignored.stdout.split() == [".env"]
 
 
-def test_the_citation_and_the_changelog_are_of_this_version(pyproject: dict[str, Any]) -> None:
+def test_the_citation_and_the_changelog_are_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == pyproject["project"]["version"]
+    assert citation["version"] == PYPROJECT["project"]["version"]
     assert f"\n## {citation['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
     paper = citation["preferred-citation"]
     names = ", ".join(author["family-names"] for author in paper["authors"])
     readme = (ROOT / "README.md").read_text()
     assert f"({names}, CVPR {paper['year']})" in readme
     assert paper["url"] in readme
-    assert paper["url"] == pyproject["project"]["urls"]["Paper"]
+    assert paper["url"] == PYPROJECT["project"]["urls"]["Paper"]
 
 
-def test_the_map_of_rooms_is_that_of_the_import_contracts(pyproject: dict[str, Any]) -> None:
-    contracts = {it["name"]: it for it in pyproject["tool"]["importlinter"]["contracts"]}
+def test_the_map_of_rooms_is_that_of_the_import_contracts() -> None:
+    contracts = {it["name"]: it for it in PYPROJECT["tool"]["importlinter"]["contracts"]}
     text = (ROOT / "CONTRIBUTING.md").read_text()
 
     mapped = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", text.split("## The map")[1], re.MULTILINE)))

@@ -24,7 +24,7 @@ from qnmixer.data.dataset import EpochSampler
 from qnmixer.errors import RankFailed
 from qnmixer.parallel.devices import resolve_devices
 
-from ..conftest import TinyConfig
+from ..conftest import tiny_config
 from ..nvidia import fake_nvidia_smi
 from ..warm import Warm
 
@@ -88,7 +88,7 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.fixture
-def own(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """own(code): the config of two ranks whose module this code defines."""
 
     def config(code: str, *overrides: str) -> Any:
@@ -158,7 +158,7 @@ def test_ranks_that_do_not_talk_are_told(collective: str, line: str, monkeypatch
         communicate("cpu")
 
 
-def test_a_gpu_without_kernels(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvidia_smi(tmp_path, "7.0, 535.104.05")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -169,9 +169,7 @@ def test_a_gpu_without_kernels(tiny_config: TinyConfig, tmp_path: Path, monkeypa
     assert checks["versions"].mend.endswith(", or use trainer.accelerator=cpu")
 
 
-def test_a_machine_without_gloo_memory_and_disk(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_gloo_memory_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first keeps training from being tried."""
     config = tiny_config(*TWO, "data.num_workers=1")
     needed = 3 * checkpoint_bytes(config)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.sequence import Sequence
 from pydicom.uid import CTImageStorage, EnhancedCTImageStorage, ExplicitVRLittleEndian, generate_uid
@@ -14,7 +13,7 @@ from pydicom.uid import CTImageStorage, EnhancedCTImageStorage, ExplicitVRLittle
 MakeCt = Callable[..., FileDataset]
 
 
-def body(rows: int = 40, columns: int = 40, *, seed: int = 0) -> np.ndarray[Any, Any]:
+def body_hu(rows: int = 40, columns: int = 40, *, seed: int = 0) -> np.ndarray[Any, Any]:
     """A disc of tissue in air with a bone in it, in whole HU."""
     y, x = np.mgrid[:rows, :columns]
     hu = np.full((rows, columns), -1000.0)
@@ -23,8 +22,9 @@ def body(rows: int = 40, columns: int = 40, *, seed: int = 0) -> np.ndarray[Any,
     return hu
 
 
-def _ct(path: Path, hu: np.ndarray[Any, Any] | None = None, **tags: Any) -> FileDataset:
-    hu = body() if hu is None else hu
+def make_ct(path: Path, hu: np.ndarray[Any, Any] | None = None, **tags: Any) -> FileDataset:
+    """Write a CT image; 3-D hu makes an enhanced one; a tag of None is left out."""
+    hu = body_hu() if hu is None else hu
     meta = FileMetaDataset()
     meta.TransferSyntaxUID = ExplicitVRLittleEndian
     meta.MediaStorageSOPClassUID = CTImageStorage
@@ -78,15 +78,3 @@ def _enhance(dataset: FileDataset, n_frames: int) -> None:
         "SliceThickness",
     ):  # fmt: skip
         delattr(dataset, keyword)
-
-
-@pytest.fixture
-def make_ct() -> MakeCt:
-    """make_ct(path, hu=None, **tags): write a CT image; 3-D hu makes an enhanced one; a tag of None is left out."""
-    return _ct
-
-
-@pytest.fixture
-def body_hu() -> Callable[..., np.ndarray[Any, Any]]:
-    """body_hu(rows, columns, seed=…): a simple slice in HU."""
-    return body

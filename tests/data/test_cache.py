@@ -23,9 +23,11 @@ from qnmixer.data.slices import Slice
 from qnmixer.errors import DataError
 from qnmixer.settings.run import section
 
+from .conftest import body_hu, make_ct
+
 
 @pytest.fixture
-def root(body_hu: Any, tmp_path: Path) -> Path:
+def root(tmp_path: Path) -> Path:
     """Three files of one slice."""
     (tmp_path / "root").mkdir()
     for number in range(3):
@@ -46,9 +48,7 @@ def only(root: Path, pattern: str = "*.f32") -> Path:
     return file
 
 
-def test_slices_are_sorted_resampled_and_decoded_once(
-    make_ct: Any, body_hu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_are_sorted_resampled_and_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "root"
     for i, z in enumerate((4, 2, 6)):
         make_ct(root / "p" / f"{i}.IMA", body_hu(31, 57, seed=10 * i), ImagePositionPatient=[0, 0, z])
@@ -61,7 +61,7 @@ def test_slices_are_sorted_resampled_and_decoded_once(
     np.testing.assert_array_equal(opened(root, 20, "dicom").load(1), cache.load(1))
 
 
-def test_changed_sources_are_decoded_again(root: Path, body_hu: Any) -> None:
+def test_changed_sources_are_decoded_again(root: Path) -> None:
     opened(root)
     np.save(root / "P3.npy", body_hu(seed=50))
     assert len(opened(root)) == 4
@@ -71,7 +71,7 @@ def test_changed_sources_are_decoded_again(root: Path, body_hu: Any) -> None:
     assert opened(root).load(0)[10, 5] == pytest.approx(100, abs=1)
 
 
-def test_bad_files_among_good_ones_are_skipped_and_counted(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+def test_bad_files_among_good_ones_are_skipped_and_counted(tmp_path: Path) -> None:
     root = tmp_path / "root"
     make_ct(root / "p/0.IMA")
     (root / "notes.txt").write_text("no DICOM")
@@ -87,7 +87,7 @@ def test_bad_files_among_good_ones_are_skipped_and_counted(make_ct: Any, body_hu
         assert sorted(name for name, _ in cache.skipped) == ["notes.txt", "p/air", "p/cut.IMA", "p/three#1"]
 
 
-def test_frames_of_no_use_leave_the_others_of_their_file(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+def test_frames_of_no_use_leave_the_others_of_their_file(tmp_path: Path) -> None:
     dataset = make_ct(tmp_path / "root/multi", np.stack([body_hu(seed=i) for i in range(5)]))
     groups = dataset.PerFrameFunctionalGroupsSequence
     for frame, words in {0: "ORIGINAL PRIMARY LOCALIZER", 3: "DERIVED PRIMARY AXIAL MAXIMUM"}.items():
@@ -104,7 +104,7 @@ def test_frames_of_no_use_leave_the_others_of_their_file(make_ct: Any, body_hu: 
     assert [name for name, _ in cache.skipped] == ["multi#0", "multi#2"]
 
 
-def test_the_line_on_derived_images_names_the_key(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+def test_the_line_on_derived_images_names_the_key(tmp_path: Path) -> None:
     for k in range(4):
         its = {"PatientID": f"P{k}", "ImageType": ["DERIVED", "SECONDARY", "AXIAL", "MIP"]}
         make_ct(tmp_path / "root" / str(k), body_hu(), **its)
@@ -136,7 +136,7 @@ def test_folders_of_no_use_say_so(root: Path, option: str, files: dict[str, Any]
 
 
 @pytest.mark.parametrize("field_of_view", [None, 40.0])
-def test_every_size_keeps_the_same_slices(make_ct: Any, tmp_path: Path, field_of_view: float | None) -> None:
+def test_every_size_keeps_the_same_slices(tmp_path: Path, field_of_view: float | None) -> None:
     """A simulation on a finer grid takes slices by their number, so all sizes must have the same."""
     line, beside = np.full((64, 64), -1000), np.full((64, 64), -1000)
     line[30:32] = -450  # on a coarse grid it is thinner than air: below −500 HU
@@ -217,7 +217,7 @@ def test_no_damage_is_taken_for_a_slice(root: Path) -> None:
         assert content() == right
 
 
-def test_what_a_run_reads_stays_when_another_builds(root: Path, body_hu: Any) -> None:
+def test_what_a_run_reads_stays_when_another_builds(root: Path) -> None:
     """Two versions stay."""
     first = opened(root)
     before = first.load(0)
@@ -247,7 +247,7 @@ def test_a_cache_that_another_user_may_have_written_is_not_read(root: Path, whic
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows removes no open file")
 @pytest.mark.parametrize("how", ["added", "changed", "removed", "all but the lock"])
-def test_a_reader_keeps_the_version_that_it_opened(root: Path, body_hu: Any, how: str) -> None:
+def test_a_reader_keeps_the_version_that_it_opened(root: Path, how: str) -> None:
     """Also in a worker that starts later."""
     first = opened(root)
     before = [first.load(i) for i in range(3)]

@@ -22,6 +22,8 @@ from qnmixer.errors import DataError
 from qnmixer.runs.processes.process import SIGNALS
 from qnmixer.settings.run import section
 
+from .conftest import body_hu, make_ct
+
 
 def phantoms(**options: Any) -> SliceDataModule:
     chosen = {"image_size": 16, "num_workers": 0, "n_train": 6, "n_val": 3, "n_test": 2, "seed": 1} | options
@@ -197,7 +199,7 @@ def test_order_follows_seed_and_epoch_and_may_begin_in_the_middle() -> None:
     assert list(sampler) == picks(2)
 
 
-def test_deeplesion_folder(body_hu: Any, tmp_path: Path) -> None:
+def test_deeplesion_folder(tmp_path: Path) -> None:
     for patient in ("000001", "000002", "000003"):
         series = tmp_path / "Images_png" / f"{patient}_01_02"
         series.mkdir(parents=True)
@@ -211,7 +213,7 @@ def test_deeplesion_folder(body_hu: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose(hu, np.clip(body_hu(), -1000, 2000), atol=1e-3)
 
 
-def test_all_slices_for_test_and_nothing_to_train_on(body_hu: Any, tmp_path: Path) -> None:
+def test_all_slices_for_test_and_nothing_to_train_on(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.stack([body_hu()] * 3))
     module = folder("numpy", tmp_path, split="all", scaling="minmax")
     batch = next(iter(module.test_dataloader()))
@@ -232,7 +234,7 @@ def test_all_slices_for_test_and_nothing_to_train_on(body_hu: Any, tmp_path: Pat
     (2, r"4 of 4 patients \(p01_0, .*\) have no air .*is this really in HU"),
 ])  # fmt: skip
 def test_what_a_user_should_know_of_a_folder(
-    body_hu: Any, tmp_path: Path, n_frames: int, says: str, recwarn: pytest.WarningsRecorder
+    tmp_path: Path, n_frames: int, says: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     for k in range(4):
         np.save(
@@ -244,7 +246,7 @@ def test_what_a_user_should_know_of_a_folder(
     assert re.search(says, line)
 
 
-def test_copies_count_once(make_ct: Any, body_hu: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_copies_count_once(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     """A file is known by its SOPInstanceUID and its pixels, and a frame of a file also by its number."""
     root = tmp_path / "ct"
     for k in range(3):
@@ -261,7 +263,7 @@ def test_copies_count_once(make_ct: Any, body_hu: Any, tmp_path: Path, recwarn: 
 
 
 def test_the_same_uid_with_other_pixels_and_the_same_pixels_in_another_file_are_said(
-    make_ct: Any, body_hu: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     for k in range(4):
         uid = f"1.2.{[0, 1, 1, 2][k]}"
@@ -274,9 +276,7 @@ def test_the_same_uid_with_other_pixels_and_the_same_pixels_in_another_file_are_
     assert of_pixels.endswith("1 slices have the pixels of one in another file: both count (3.dcm)")
 
 
-def test_slices_of_two_series_at_one_place_are_said(
-    make_ct: Any, body_hu: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_slices_of_two_series_at_one_place_are_said(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     """Quarter dose beside full dose: each anatomy counted twice, and half of the truths were noisy."""
     for p in range(3):
         for s, dose in enumerate(("full_3mm", "quarter_3mm")[: 2 - (p == 2)]):

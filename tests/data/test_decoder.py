@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,17 +14,18 @@ from pydicom.uid import RLELossless
 from qnmixer.data.decoder import decode_apart
 from qnmixer.data.slices import SkipFile
 
+from .conftest import body_hu, make_ct
+
 
 @pytest.fixture
-def good(make_ct: Any, body_hu: Any, tmp_path: Path) -> Path:
+def good(tmp_path: Path) -> Path:
     dataset = make_ct(tmp_path / "good.dcm", body_hu(16, 16))
     dataset.compress(RLELossless)
     dataset.save_as(tmp_path / "good.dcm")
     return tmp_path / "good.dcm"
 
 
-def stored(body_hu: Any) -> Any:
-    return body_hu(16, 16) + 1024
+STORED = body_hu(16, 16) + 1024
 
 
 def decoder() -> int:
@@ -35,27 +35,27 @@ def decoder() -> int:
     return int(pid)
 
 
-def test_one_process_decodes_file_after_file(good: Path, body_hu: Any) -> None:
-    np.testing.assert_array_equal(decode_apart(str(good), 0), stored(body_hu))
+def test_one_process_decodes_file_after_file(good: Path) -> None:
+    np.testing.assert_array_equal(decode_apart(str(good), 0), STORED)
     first = decoder()
     for path, frame in ((good, 1), (good.with_name("nowhere"), 0)):
         with pytest.raises(SkipFile, match="cannot be decoded"):
             decode_apart(str(path), frame)
-    np.testing.assert_array_equal(decode_apart(str(good), 0), stored(body_hu))
+    np.testing.assert_array_equal(decode_apart(str(good), 0), STORED)
     assert decoder() == first
 
 
 @pytest.mark.parametrize("ends", ["by itself", "by the clock"])
-def test_a_decoder_that_dies_or_hangs_skips_its_file(good: Path, body_hu: Any, ends: str) -> None:
+def test_a_decoder_that_dies_or_hangs_skips_its_file(good: Path, ends: str) -> None:
     os.mkfifo(good.with_name("pipe"))  # so that it is at work when it ends
-    np.testing.assert_array_equal(decode_apart(str(good), 0), stored(body_hu))
+    np.testing.assert_array_equal(decode_apart(str(good), 0), STORED)
     start, seconds = time.monotonic(), 20 if ends == "by itself" else 1
     if ends == "by itself":  # as decoders in C do that find their memory damaged
         threading.Timer(0.2, os.kill, (decoder(), signal.SIGABRT)).start()
     with pytest.raises(SkipFile, match=f"died, or took longer than {seconds} s"):
         decode_apart(str(good.with_name("pipe")), 0, seconds=seconds)
     assert time.monotonic() - start < 15
-    np.testing.assert_array_equal(decode_apart(str(good), 0), stored(body_hu))
+    np.testing.assert_array_equal(decode_apart(str(good), 0), STORED)
 
 
 def test_a_decoder_ends_with_its_process(good: Path) -> None:

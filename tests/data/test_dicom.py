@@ -19,12 +19,14 @@ from tests.limits import within_limits
 from qnmixer.data.dicom import DicomReader, decode_frame, open_ct
 from qnmixer.data.slices import SkipFile, Slice
 
+from .conftest import body_hu, make_ct
+
 
 def read(path: Path) -> list[Slice]:
     return list(DicomReader().read(path.parent, path.name))
 
 
-def test_hu_follow_the_rescale_tags_and_content_tells_a_file(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+def test_hu_follow_the_rescale_tags_and_content_tells_a_file(tmp_path: Path) -> None:
     make_ct(tmp_path / "photo.jpg", body_hu(), RescaleSlope=2, RescaleIntercept=-500)
     np.testing.assert_array_equal(read(tmp_path / "photo.jpg")[0].hu, 2 * (body_hu() + 1024) - 500)
     (tmp_path / "bad.dcm").write_bytes(b"hello" * 100)
@@ -32,7 +34,7 @@ def test_hu_follow_the_rescale_tags_and_content_tells_a_file(make_ct: Any, body_
         read(tmp_path / "bad.dcm")
 
 
-def test_multi_frame_uses_each_frames_own_rescale_and_position(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+def test_multi_frame_uses_each_frames_own_rescale_and_position(tmp_path: Path) -> None:
     hu = np.stack([body_hu(), body_hu(seed=9)])
     make_ct(tmp_path / "multi.dcm", hu)
     slices = read(tmp_path / "multi.dcm")
@@ -43,7 +45,7 @@ def test_multi_frame_uses_each_frames_own_rescale_and_position(make_ct: Any, bod
 
 
 @pytest.mark.parametrize("padding", [-2000, -32768, -31000, 30000])
-def test_padding_that_no_tissue_has_is_air_everywhere(make_ct: Any, body_hu: Any, tmp_path: Path, padding: int) -> None:
+def test_padding_that_no_tissue_has_is_air_everywhere(tmp_path: Path, padding: int) -> None:
     hu = body_hu()
     hu[:5] = hu[20, 20] = padding - 1024
     make_ct(tmp_path / "a", hu, PixelPaddingValue=padding)
@@ -57,9 +59,7 @@ def test_padding_that_no_tissue_has_is_air_everywhere(make_ct: Any, body_hu: Any
     (1024, {"PixelPaddingValue": 1024, "PixelRepresentation": 0}),
     (0, {"PixelPaddingValue": 0, "PixelPaddingRangeLimit": 0}),
 ])  # fmt: skip
-def test_padding_of_a_value_that_tissue_has_is_none_inside(
-    make_ct: Any, body_hu: Any, tmp_path: Path, shift: int, tags: dict[str, Any]
-) -> None:
+def test_padding_of_a_value_that_tissue_has_is_none_inside(tmp_path: Path, shift: int, tags: dict[str, Any]) -> None:
     """It is air where it fills the corners, such as around a round field of view; inside, it is tissue."""
     stored = body_hu() + shift
     stored[18:22, 10:14] = shift
@@ -77,7 +77,7 @@ def test_padding_of_a_value_that_tissue_has_is_none_inside(
     (0, 0, 0, True), (1, -1024, 0, True), (0, 0, 4, False), (1, 0, 4, False), (0, 3000, 0, False),
 ])  # fmt: skip
 def test_bits_beyond_those_stored_are_looked_at(
-    make_ct: Any, body_hu: Any, tmp_path: Path, sign: int, low: int, shift: int, right: bool, compress: bool
+    tmp_path: Path, sign: int, low: int, shift: int, right: bool, compress: bool
 ) -> None:
     """HighBit may be wrong, and the pixels may be where it says: only what fits BitsStored is read."""
     stored = (body_hu() + 1000 + low).astype("<i2")
@@ -96,7 +96,7 @@ def test_bits_beyond_those_stored_are_looked_at(
 
 
 @pytest.mark.parametrize("what", ["padding", "overlay", "no sign"])
-def test_what_else_may_be_in_bits_beyond_those_stored(make_ct: Any, body_hu: Any, tmp_path: Path, what: str) -> None:
+def test_what_else_may_be_in_bits_beyond_those_stored(tmp_path: Path, what: str) -> None:
     hu = body_hu()
     tags: dict[str, Any] = {"RescaleIntercept": -1000, "PixelRepresentation": 0, "BitsStored": 12, "HighBit": 11}
     stored = (hu + 1000).astype("<u2")
@@ -122,9 +122,7 @@ def test_what_else_may_be_in_bits_beyond_those_stored(make_ct: Any, body_hu: Any
     ([0, 0, 0, 0, 0, 0], True),  # says nothing
 ])  # fmt: skip
 @pytest.mark.parametrize("n_frames", [1, 2])
-def test_only_axial_planes_are_read(
-    make_ct: Any, body_hu: Any, tmp_path: Path, orientation: list[float], axial: bool, n_frames: int
-) -> None:
+def test_only_axial_planes_are_read(tmp_path: Path, orientation: list[float], axial: bool, n_frames: int) -> None:
     dataset = make_ct(tmp_path / "a", np.stack([body_hu()] * n_frames) if n_frames > 1 else body_hu())
     its = dataset.SharedFunctionalGroupsSequence[0].PlaneOrientationSequence[0] if n_frames > 1 else dataset
     its.ImageOrientationPatient = orientation
@@ -136,7 +134,7 @@ def test_only_axial_planes_are_read(
             read(tmp_path / "a")
 
 
-def test_zeros_at_the_end_of_a_file_take_no_time(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+def test_zeros_at_the_end_of_a_file_take_no_time(tmp_path: Path) -> None:
     """A file may be long and take no room on the disk: gigabytes of zeros would be 100 million tags."""
     make_ct(tmp_path / "a", body_hu())
     with (tmp_path / "a").open("r+b") as stream:
@@ -147,9 +145,7 @@ def test_zeros_at_the_end_of_a_file_take_no_time(make_ct: Any, body_hu: Any, tmp
 
 @pytest.mark.parametrize("syntax", [ImplicitVRLittleEndian, ExplicitVRLittleEndian])
 @pytest.mark.parametrize("without", ["header", "syntax"])
-def test_a_file_without_its_header_is_read(
-    make_ct: Any, body_hu: Any, tmp_path: Path, without: str, syntax: UID
-) -> None:
+def test_a_file_without_its_header_is_read(tmp_path: Path, without: str, syntax: UID) -> None:
     """As planning systems write them. A folder of them had no usable slice."""
     dataset = make_ct(tmp_path / "a", body_hu())
     if without == "header":
@@ -167,7 +163,7 @@ def test_a_file_without_its_header_is_read(
         read(tmp_path / "a")
 
 
-def test_compressed_pixels_without_a_syntax_are_not_guessed(make_ct: Any, tmp_path: Path) -> None:
+def test_compressed_pixels_without_a_syntax_are_not_guessed(tmp_path: Path) -> None:
     dataset = make_ct(tmp_path / "a")
     dataset.compress(RLELossless)
     del dataset.file_meta.TransferSyntaxUID
@@ -187,7 +183,7 @@ def test_other_bytes_that_begin_as_tags_are_not_dicom(tmp_path: Path, content: b
         read(tmp_path / "a")
 
 
-def test_a_deflated_file_is_not_unpacked(make_ct: Any, tmp_path: Path) -> None:
+def test_a_deflated_file_is_not_unpacked(tmp_path: Path) -> None:
     """It may be of any size then."""
     dataset = make_ct(tmp_path / "a")
     dataset.file_meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
@@ -211,7 +207,7 @@ def test_a_deflated_file_is_not_unpacked(make_ct: Any, tmp_path: Path) -> None:
     ({"RescaleType": "US", "ImageType": None}, "RescaleType US, not HU"),
     ({"RescaleType": "US", "MultienergyCTAcquisition": "YES"}, "RescaleType US, not HU"),
 ])  # fmt: skip
-def test_files_of_no_use_say_why(make_ct: Any, tmp_path: Path, tags: dict[str, Any], reason: str) -> None:
+def test_files_of_no_use_say_why(tmp_path: Path, tags: dict[str, Any], reason: str) -> None:
     make_ct(tmp_path / "a", **tags)
     with pytest.raises(SkipFile, match=reason):
         read(tmp_path / "a")
@@ -230,12 +226,12 @@ def test_files_of_no_use_say_why(make_ct: Any, tmp_path: Path, tags: dict[str, A
     {"ImageType": ["DERIVED", "SECONDARY", "AXIAL"]},  # none: DICOM asks for a type where it is not HU
     {"RescaleType": ""},
 ], ids=str)  # fmt: skip
-def test_what_dicom_takes_for_hu_is_read(make_ct: Any, body_hu: Any, tmp_path: Path, tags: dict[str, Any]) -> None:
+def test_what_dicom_takes_for_hu_is_read(tmp_path: Path, tags: dict[str, Any]) -> None:
     make_ct(tmp_path / "a", body_hu(), **tags)
     np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, body_hu())
 
 
-def test_the_type_of_a_frame_counts(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+def test_the_type_of_a_frame_counts(tmp_path: Path) -> None:
     """A file of mixed frames: one of a scanner, and a map of blood flow that was computed of them."""
     dataset = make_ct(tmp_path / "multi.dcm", np.stack([body_hu(), body_hu()]), ImageType=["MIXED", "PRIMARY"])
     for group, words in zip(dataset.PerFrameFunctionalGroupsSequence, ("ORIGINAL NONE", "DERIVED RCBF"), strict=True):
@@ -258,7 +254,7 @@ def test_the_type_of_a_frame_counts(make_ct: Any, body_hu: Any, tmp_path: Path) 
 ], ids="-".join)  # fmt: skip
 @pytest.mark.parametrize("n_frames", [1, 2])
 def test_images_that_were_computed_of_slices_are_taken_if_asked_for(
-    make_ct: Any, body_hu: Any, tmp_path: Path, words: list[str], n_frames: int
+    tmp_path: Path, words: list[str], n_frames: int
 ) -> None:
     dataset = make_ct(tmp_path / "a", np.stack([body_hu()] * n_frames) if n_frames > 1 else body_hu(), ImageType=words)
     if n_frames > 1:  # one frame of it
@@ -276,7 +272,7 @@ def test_images_that_were_computed_of_slices_are_taken_if_asked_for(
 
 @pytest.mark.parametrize("derived", [False, True])
 @pytest.mark.parametrize("where", ["FrameType", "SharedFrameType", "ImageType", "SCOUT"])
-def test_a_localizer_is_never_taken(make_ct: Any, body_hu: Any, tmp_path: Path, where: str, derived: bool) -> None:
+def test_a_localizer_is_never_taken(tmp_path: Path, where: str, derived: bool) -> None:
     dataset = make_ct(tmp_path / "a", np.stack([body_hu(), body_hu()]))
     words = ["ORIGINAL", "PRIMARY", "SCOUT" if where == "SCOUT" else "LOCALIZER", "NONE"]
     dataset.ImageType = words if where == "ImageType" else ["ORIGINAL", "PRIMARY", "VOLUME", "NONE"]
@@ -296,7 +292,7 @@ def test_a_localizer_is_never_taken(make_ct: Any, body_hu: Any, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("syntax", [RLELossless, JPEGLSLossless])
-def test_compressed_files_decode_exactly(make_ct: Any, body_hu: Any, tmp_path: Path, syntax: Any) -> None:
+def test_compressed_files_decode_exactly(tmp_path: Path, syntax: Any) -> None:
     if syntax == JPEGLSLossless:
         pytest.importorskip("jpeg_ls")  # pyjpegls has no wheel for Python 3.14
     dataset = make_ct(tmp_path / "a", body_hu(33, 41))
@@ -306,7 +302,7 @@ def test_compressed_files_decode_exactly(make_ct: Any, body_hu: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["JPEG2000Lossless", "JPEGLosslessProcess14", "JPEGLosslessProcess14_1"])
-def test_what_gdcm_encodes_decodes_exactly(make_ct: Any, body_hu: Any, tmp_path: Path, name: str) -> None:
+def test_what_gdcm_encodes_decodes_exactly(tmp_path: Path, name: str) -> None:
     make_ct(tmp_path / "a", body_hu(64, 64))
     compressed(tmp_path / "a", tmp_path / "b", name)
     assert dcmread(tmp_path / "b").file_meta.TransferSyntaxUID.is_compressed

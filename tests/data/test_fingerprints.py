@@ -18,6 +18,8 @@ from qnmixer.physics import FanBeamGeometry
 from qnmixer.settings.data import FolderData
 from qnmixer.settings.run import section
 
+from .conftest import make_ct
+
 Ct = Callable[..., Any]
 GEOMETRY = FanBeamGeometry(32, 400 / 32, 8, 48, 20.0, 600.0, 400.0)
 PATIENTS = ("JanetDoe", "P1", "P2", "P3")
@@ -28,7 +30,7 @@ def slice_hu(number: int, size: int = 128) -> np.ndarray[Any, Any]:
 
 
 @pytest.fixture
-def ct(tmp_path: Path, make_ct: Ct) -> Path:
+def ct(tmp_path: Path) -> Path:
     """Four patients with two slices each; the first two train."""
     for p, patient in enumerate(PATIENTS):
         for k in range(2):
@@ -90,7 +92,7 @@ def test_copies(ct: Path, tmp_path: Path, change: Callable[[Any], Any], expected
     assert seen(record_of(ct), settings(tmp_path / "copies", "numpy")) == expected
 
 
-def test_other_slices_of_training_patients_are_told_by_their_ids(ct: Path, tmp_path: Path, make_ct: Ct) -> None:
+def test_other_slices_of_training_patients_are_told_by_their_ids(ct: Path, tmp_path: Path) -> None:
     """Not by the names of folders, which many data sets share."""
     record = record_of(ct)
     for p, patient in enumerate(["JanetDoe", "P2", "other"]):
@@ -103,7 +105,7 @@ def test_other_slices_of_training_patients_are_told_by_their_ids(ct: Path, tmp_p
     assert seen(record, settings(tmp_path / "new")) == (0, 0)
 
 
-def test_one_tag_for_all_says_nothing_where_folders_are_the_patients(tmp_path: Path, make_ct: Ct) -> None:
+def test_one_tag_for_all_says_nothing_where_folders_are_the_patients(tmp_path: Path) -> None:
     for p, folder in enumerate(PATIENTS):
         its = {"PatientID": "ANON", "StudyInstanceUID": "", "SeriesInstanceUID": ""}
         make_ct(tmp_path / folder / "0.dcm", slice_hu(p), **its)

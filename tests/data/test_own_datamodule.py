@@ -3,7 +3,7 @@
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +25,9 @@ from qnmixer.measurement.build import build_geometry, build_projector
 from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import Config, parse
+from qnmixer.settings.run import parse
 
-from ..conftest import TINY, environment, few_conditions
+from ..conftest import TINY, environment, few_conditions, tiny_config
 from ..warm import FORK_RANKS, Done, Warm
 
 PAGE = Path(__file__).parents[2] / "docs" / "other_loops.md"
@@ -145,9 +145,7 @@ def own() -> OwnDataModule:
     return OwnDataModule(LightningDataModule(), "my_file.Mine", config.data, build_geometry(config))
 
 
-def test_limits_of_batches(
-    here: Path, monkeypatch: pytest.MonkeyPatch, tiny_config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_limits_of_batches(here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They were ignored: a run had all four batches of an epoch."""
     monkeypatch.chdir(here)
     monkeypatch.syspath_prepend(here)
@@ -276,7 +274,7 @@ class Weighed(LightningDataModule):
 
 
 @pytest.mark.parametrize("part", ["train", "val", "test"])
-def test_a_part_without_any_weight_ends_the_run(tiny_config: Callable[..., Config], tmp_path: Path, part: str) -> None:
+def test_a_part_without_any_weight_ends_the_run(tmp_path: Path, part: str) -> None:
     """Validation gave NaN, for which the learning rate was blamed at the end of the run."""
     words = [f"datamodule._target_={__name__}.Weighed", f"+datamodule.part={part}", "trainer.max_steps=2"]
     line = (

@@ -13,6 +13,8 @@ from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.units import FloatArray
 from qnmixer.settings.run import section
 
+from .conftest import make_ct
+
 
 def disc(n: int, mm: float, diameter: float, x: float = 0.0, y: float = 0.0) -> FloatArray:
     """Water in air, [n, n]; the rim's pixels have their share of it. x to the right, y downwards, mm."""
@@ -35,7 +37,7 @@ def test_a_disc_keeps_its_millimetres(size: int) -> None:
     assert measured(image, 250.0 / size) == pytest.approx((120.0, 20.0, -12.0), abs=0.06)
 
 
-def folder(make_ct: Any, root: Path) -> Path:
+def folder(root: Path) -> Path:
     for k, mm in enumerate((0.6, 0.9, 0.9)):
         hu = disc(100, mm, 50.0)
         make_ct(root / f"p{k}" / "a", hu.round(), PixelSpacing=[mm, mm], PatientID=f"P{k}")
@@ -50,8 +52,8 @@ def scan(field_of_view: float) -> FanBeamGeometry:
     return FanBeamGeometry(64, field_of_view / 64, 8, 96, 1.5, 300.0, 100.0)
 
 
-def test_the_header_decides_where_it_is_asked(make_ct: Any, tmp_path: Path) -> None:
-    root, keys = folder(make_ct, tmp_path / "root"), {"image_size": 64, "num_workers": 0, "split": "all"}
+def test_the_header_decides_where_it_is_asked(tmp_path: Path) -> None:
+    root, keys = folder(tmp_path / "root"), {"image_size": 64, "num_workers": 0, "split": "all"}
     data = dicom(root, pixel_size="header", simulation_factor=2, **keys)
     for _ in range(2):  # decoded, then from the cache
         module = SliceDataModule(data, geometry=scan(60.0))
@@ -63,14 +65,14 @@ def test_the_header_decides_where_it_is_asked(make_ct: Any, tmp_path: Path) -> N
         assert measured(part.fine.load(0), 60.0 / 128)[0] == pytest.approx(50.0, rel=0.005)
 
 
-def test_without_being_asked_every_slice_fills_the_field(make_ct: Any, tmp_path: Path) -> None:
-    cache = open_cache(dicom(folder(make_ct, tmp_path / "root")), 100)
+def test_without_being_asked_every_slice_fills_the_field(tmp_path: Path) -> None:
+    cache = open_cache(dicom(folder(tmp_path / "root")), 100)
     assert [measured(cache.load(k), 1.0)[0] for k in range(3)] == pytest.approx([83.3, 55.6, 55.6], abs=0.2)
 
 
 @pytest.mark.parametrize("spacing", [None, [0, 0], ["nan", "nan"]])
-def test_slices_without_a_size_are_left_out(make_ct: Any, tmp_path: Path, spacing: Any) -> None:
-    root = folder(make_ct, tmp_path / "root")
+def test_slices_without_a_size_are_left_out(tmp_path: Path, spacing: Any) -> None:
+    root = folder(tmp_path / "root")
     make_ct(root / "odd" / "a", disc(100, 0.9, 50.0).round(), PixelSpacing=spacing)
     cache = open_cache(dicom(root), 64, 60.0)
     assert cache.skipped == [("odd/a", "no pixel size in the file, which data.pixel_size=header needs")]

@@ -15,6 +15,8 @@ from qnmixer.data.slices import SliceInfo, clean_hu, doubted, unit_signs
 from qnmixer.settings.data import DataConfig
 from qnmixer.settings.run import section
 
+from .conftest import make_ct
+
 Stack = np.ndarray[Any, Any]
 DISC = np.hypot(*(np.mgrid[:40, :40] - 19.5)) < 20
 
@@ -74,7 +76,7 @@ def test_slices_from_0_to_1_among_slices_in_hu_are_skipped(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("padding", [None, -1000])
-def test_a_patient_in_another_unit_is_named_from_dicom(make_ct: Any, padding: int | None, tmp_path: Path) -> None:
+def test_a_patient_in_another_unit_is_named_from_dicom(padding: int | None, tmp_path: Path) -> None:
     """RescaleIntercept was lost. Padding is air then, whatever the unit is."""
     for k in range(4):
         for z, hu in enumerate(volume(k)):

@@ -12,6 +12,8 @@ from qnmixer.data.numpy_files import NumpyReader
 from qnmixer.errors import DataError, PluginError
 from qnmixer.settings.run import section
 
+from .conftest import body_hu
+
 MINE = """
 import numpy as np
 
@@ -109,7 +111,7 @@ class Plain(NumpyReader):
 """
 
 
-def test_readers_of_ones_own_share_no_slices(tmp_path: Path, body_hu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_of_ones_own_share_no_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with our reader that they derive from, nor with themselves, with other arguments or before a change."""
     (tmp_path / "root").mkdir()
     np.save(tmp_path / "root" / "a.npy", body_hu(16, 16))

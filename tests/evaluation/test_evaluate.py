@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from qnmixer.runs.terminal import Console
 from qnmixer.settings.run import section
 from qnmixer.settings.sections import EvaluationConfig
 
-from ..conftest import csv_rows
+from ..conftest import csv_rows, tiny_module
 
 WINDOW = [-160.0, 240.0]
 NAMES = ("psnr", "ssim", "window_psnr", "window_ssim")
@@ -30,7 +29,7 @@ def changed(score: ImageScore, **values: float | None) -> ImageScore:
 
 
 @pytest.fixture
-def module(tiny_module: Callable[..., ReconstructionModule]) -> ReconstructionModule:
+def module() -> ReconstructionModule:
     return tiny_module("noise=field")
 
 

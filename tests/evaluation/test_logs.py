@@ -9,6 +9,7 @@ import pytest
 
 from qnmixer.evaluate import check, evaluate
 
+from ..conftest import offline_runs
 from ..saved import TINY, run, save
 
 Runs = Callable[[Path], list[Any]]
@@ -29,7 +30,7 @@ def evaluated(trained: Path, *words: str) -> Path:
     return folder
 
 
-def test_wandb_gets_the_scores_the_table_the_picture_and_the_page(trained: Path, offline_runs: Runs) -> None:
+def test_wandb_gets_the_scores_the_table_the_picture_and_the_page(trained: Path) -> None:
     folder = evaluated(trained, "logger=wandb")
     (logged,) = offline_runs(folder)
     record = json.loads((folder / "results.json").read_text())
@@ -53,7 +54,7 @@ def test_without_a_logger_nothing_is_logged(trained: Path) -> None:
 
 
 @pytest.mark.extras
-def test_wandb_gets_the_scores_of_an_evaluation_by_task(trained: Path, offline_runs: Runs) -> None:
+def test_wandb_gets_the_scores_of_an_evaluation_by_task(trained: Path) -> None:
     task = ["evaluation=task", "evaluation.n_images=3", "evaluation.photons=[1e5]", "evaluation.edge_hu=[500]"]
     folder = evaluated(trained, *task, "evaluation.insert_diameter=40", "logger=wandb")
     (logged,) = offline_runs(folder)

@@ -19,7 +19,7 @@ from qnmixer.runs.run import Run
 from qnmixer.settings.names import taken_names
 from qnmixer.settings.run import Config
 
-from ..conftest import TinyConfig
+from ..conftest import tiny_config
 
 OWN = """
 import torch
@@ -57,9 +57,7 @@ def some(config: Config) -> Batch:
     return batch
 
 
-def test_a_run_validates_and_tests_it_and_keeps_the_lowest(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_validates_and_tests_it_and_keeps_the_lowest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     words = [*MINE, "monitor=val/mine", "trainer.max_steps=6", "test_after_training=true", "optimizer.lr=0.01"]
     best = fit(tiny_config(*words), Run(folder))
@@ -86,7 +84,7 @@ def test_a_run_validates_and_tests_it_and_keeps_the_lowest(
     assert load_run(folder).config.metrics["mine"].mode == "min"  # its network needs no code of the user
 
 
-def test_rmse_in_hu(tiny_config: TinyConfig) -> None:
+def test_rmse_in_hu() -> None:
     config = tiny_config("metrics=[default,rmse_hu]", "data.hu_max=2000")
     batch = some(config)
     found = values(config, batch["image"] + 0.01, batch)
@@ -97,7 +95,7 @@ def test_rmse_in_hu(tiny_config: TinyConfig) -> None:
 @pytest.mark.parametrize("target", [
     "torchmetrics.MeanAbsoluteError", "torchmetrics.functional.mean_absolute_error",
 ], ids=["class", "function"])  # fmt: skip
-def test_a_metric_of_torchmetrics_is_of_each_image(tiny_config: TinyConfig, target: str) -> None:
+def test_a_metric_of_torchmetrics_is_of_each_image(target: str) -> None:
     config = tiny_config(f"+metrics.mae._target_={target}", "+metrics.mae.mode=min")
     batch = some(config)
     image = batch["image"] + torch.tensor([0.1, 0.3])[:, None, None, None]
@@ -110,7 +108,7 @@ def test_a_metric_of_torchmetrics_is_of_each_image(tiny_config: TinyConfig, targ
     (["broken"], "fails for images [1, 1, 16, 16] (it takes three channels)"),
     (["Picky", "width=1"], "metrics.mine._target_=metrics_of_mine.Picky refuses its arguments (width is below 3)"),
 ])  # fmt: skip
-def test_a_wrong_metric_is_one_line_before_training(tiny_config: TinyConfig, words: list[str], message: str) -> None:
+def test_a_wrong_metric_is_one_line_before_training(words: list[str], message: str) -> None:
     target, *arguments = words
     config = tiny_config(
         f"+metrics.mine._target_=metrics_of_mine.{target}", *(f"+metrics.mine.{argument}" for argument in arguments)
@@ -121,7 +119,7 @@ def test_a_wrong_metric_is_one_line_before_training(tiny_config: TinyConfig, wor
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_what_a_run_logs_itself_is_in_the_names_that_no_metric_has(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_what_a_run_logs_itself_is_in_the_names_that_no_metric_has(tmp_path: Path) -> None:
     """Every column beside the metrics themselves."""
     folder = tmp_path / "run"
     words = ["callbacks=default", "+metrics.type._target_=metrics_of_mine.likeness", "test_after_training=true"]
@@ -135,7 +133,7 @@ def test_what_a_run_logs_itself_is_in_the_names_that_no_metric_has(tiny_config: 
 
 
 def test_what_a_network_tells_of_itself_is_written_over_no_metric(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(QNMixer, "diagnostics", lambda self, state: {"psnr": torch.tensor(99.0)})
     with pytest.raises(PluginError, match=r"QNMixer.diagnostics gives psnr, which a run logs itself: give it another"):

@@ -1,6 +1,6 @@
 """The content of figures, and the slices that are drawn at each validation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
@@ -13,10 +13,11 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.module.build import build_module
 from qnmixer.runs.loggers import build_loggers
-from qnmixer.settings.run import Config
 from qnmixer.training import callbacks
 from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.steps import build_trainer
+
+from ..conftest import tiny_config
 
 
 def pixels(path: Path) -> np.ndarray:
@@ -82,7 +83,7 @@ def test_the_frame_is_around_what_is_magnified(tmp_path: Path) -> None:
 
 
 def test_the_first_slices_are_drawn_in_order_at_every_validation(
-    tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mean PSNR in the titles of the last iterates is val/psnr."""
     drawn: dict[str, Sequence[SliceImages]] = {}

@@ -20,9 +20,7 @@ from qnmixer.extras.calibration.variances import of_series
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
 from qnmixer.settings.compose import compose
 
-from ..data.conftest import MakeCt, make_ct
-
-__all__ = ["make_ct"]
+from ..data.conftest import make_ct
 
 WATER = 0.0192
 N_REPEATS, SIGMA = 40, 20.0
@@ -228,7 +226,7 @@ def noise_of(images: np.ndarray) -> float:
 RADII = [float(radius) for radius in np.linspace(70, 140, 16)]
 
 
-def test_a_series_gives_the_dose_and_simulates_with_the_same_noise(make_ct: MakeCt, tmp_path: Path) -> None:
+def test_a_series_gives_the_dose_and_simulates_with_the_same_noise(tmp_path: Path) -> None:
     images = series_of(Dose(4e4, 20.0, (0, 0), None), RADII, seed=1)
     for k, image in enumerate(images):
         make_ct(tmp_path / "ct" / f"{k:02d}.dcm", image.round(), PixelSpacing=[4, 4], InstanceNumber=k)
@@ -243,7 +241,7 @@ def test_a_series_gives_the_dose_and_simulates_with_the_same_noise(make_ct: Make
         assert noise_of(series_of(dose, RADII, seed)) == pytest.approx(noise_of(images), rel=0.05)
 
 
-def test_the_memory_for_a_series_does_not_grow_with_its_slices(make_ct: MakeCt, tmp_path: Path) -> None:
+def test_the_memory_for_a_series_does_not_grow_with_its_slices(tmp_path: Path) -> None:
     image = series_of(Dose(4e4, 20.0, (0, 0), None), RADII[:1], seed=1)[0].round()
     for k in range(30):
         make_ct(tmp_path / "ct" / f"{k:02d}.dcm", image, PixelSpacing=[4, 4], InstanceNumber=k)

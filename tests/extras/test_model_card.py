@@ -1,7 +1,6 @@
 """The model card, from run folders as training and evaluation leave them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,17 @@ from qnmixer.extras.export.card import model_card
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor
 
+from ..conftest import tiny_module
+
 RECORD = {
     "status": "done", "overrides": [], "git_commit": "abc123", "versions": {"python": "3.11.7", "torch": "2.13.0"},
     "started": "2026-01-01T10:00:00+0000", "device": "AMD EPYC", "steps": 10, "seconds": 245.0,
     "best": {"val/psnr": 31.25},
 }  # fmt: skip
-Build = Callable[..., Reconstructor]
 
 
-@pytest.fixture
-def network(tiny_module: Callable[..., Any]) -> Build:
-    return lambda *overrides: Reconstructor(tiny_module(*overrides).config)
+def network(*overrides: str) -> Reconstructor:
+    return Reconstructor(tiny_module(*overrides).config)
 
 
 def card(its: Reconstructor, run: Path) -> str:
@@ -45,7 +44,7 @@ def rows(text: str) -> dict[str, str]:
     return {line[0]: line[1] for line in lines if len(line) == 2}
 
 
-def test_it_says_what_it_was_trained_on_and_for_how_long(network: Build, tmp_path: Path) -> None:
+def test_it_says_what_it_was_trained_on_and_for_how_long(tmp_path: Path) -> None:
     found = rows(card(network(), tmp_path))  # without a record
     assert found["checkpoint"] == "best, after 8 of unknown steps"
     assert {found[key] for key in ("started from", "time", "device", "commit", "versions")} == {"unknown"}
@@ -70,7 +69,7 @@ def test_it_says_what_it_was_trained_on_and_for_how_long(network: Build, tmp_pat
     ("bfgs", "tau", "0.250; 0.500"), ("momentum", "beta", "0.250; 0.500"),
     ("gradients", "alpha", "0.250; 0.500, 0.500"),
 ])  # fmt: skip
-def test_it_says_how_far_H_is_used(network: Build, tmp_path: Path, hessian: str, name: str, shown: str) -> None:
+def test_it_says_how_far_H_is_used(tmp_path: Path, hessian: str, name: str, shown: str) -> None:
     its = network("model.n_iterations=3", f"model.hessian={hessian}")
     with torch.no_grad():
         for t, scalar in enumerate(its.network.scalars()[name]):
@@ -78,7 +77,7 @@ def test_it_says_how_far_H_is_used(network: Build, tmp_path: Path, hessian: str,
     assert rows(card(its, tmp_path))[f"{name}_t, learned"] == shown
 
 
-def test_every_table_of_these_weights_is_there_and_no_other(network: Build, tmp_path: Path) -> None:
+def test_every_table_of_these_weights_is_there_and_no_other(tmp_path: Path) -> None:
     its = network()
     ours = {"evaluated": {"weights": digest_of_weights(its.state_dict())}}
     keep(tmp_path, table=False, **RECORD | ours)

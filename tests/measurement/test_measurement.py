@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.measurement.build import dataset_class_of
 from qnmixer.module import ReconstructionModule
 
-Build = Callable[..., ReconstructionModule]
+from ..conftest import tiny_module
 
 
 def batches(module: ReconstructionModule, part: str = "test", epoch: int = 0) -> list[Batch]:
@@ -19,7 +18,7 @@ def batches(module: ReconstructionModule, part: str = "test", epoch: int = 0) ->
     return list(loader)
 
 
-def test_training_validation_and_test_draw_different_noise(tiny_module: Build) -> None:
+def test_training_validation_and_test_draw_different_noise() -> None:
     module = tiny_module("noise=field")
     batch = batches(module)[0]
     drawn = [module.measure(batch, stream) for stream in ("train", "val", "test")]
@@ -33,7 +32,7 @@ def test_training_validation_and_test_draw_different_noise(tiny_module: Build) -
 @pytest.mark.parametrize(
     "overrides", [["noise=field", "data.num_workers=2"], ["noise=physical", "data.simulation_factor=2"]]
 )
-def test_workers_measure_as_the_module_does(tiny_module: Build, overrides: list[str]) -> None:
+def test_workers_measure_as_the_module_does(overrides: list[str]) -> None:
     """To the last bit, whatever the number of threads."""
     module = tiny_module(*overrides)
     of_loader = SliceDataModule(module.config.data, dataset_class=dataset_class_of(module.config))
@@ -44,7 +43,7 @@ def test_workers_measure_as_the_module_does(tiny_module: Build, overrides: list[
             assert torch.equal(module.measure(measured, part), module.measure(plain, part))
 
 
-def test_a_script_measures_by_a_function(tiny_module: Build) -> None:
+def test_a_script_measures_by_a_function() -> None:
     """`measure` of SliceDataModule. It gets the finer image, which the loader does not pass on."""
     module = tiny_module("data.simulation_factor=2")
     data = SliceDataModule(module.config.data, measure=lambda part, sample: sample["fine"] + (part == "val"))

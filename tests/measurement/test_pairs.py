@@ -20,9 +20,9 @@ from qnmixer.measurement.pairs import check_pairs
 from qnmixer.physics import PhysicalNoise
 from qnmixer.runs.run import Run
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import Config, parse
+from qnmixer.settings.run import parse
 
-from ..conftest import TINY
+from ..conftest import TINY, tiny_config
 
 DEMO = parse(compose("train", ["experiment=demo", "data.image_size=32", f"datamodule._target_={__name__}.Mirrored"]))
 A = build_projector(DEMO)
@@ -91,7 +91,7 @@ class Mirrored(LightningDataModule):
     train_dataloader = val_dataloader = test_dataloader = pairs
 
 
-def test_a_run_says_it_once_for_each_part(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_run_says_it_once_for_each_part(tmp_path: Path) -> None:
     words = [f"datamodule._target_={__name__}.Mirrored", "trainer.max_steps=2", "trainer.val_every_n_steps=1"]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -19,7 +19,6 @@ from ..conftest import PHANTOMS, TINY, environment
 from ..data.conftest import make_ct
 from ..warm import Warm
 
-__all__ = ["make_ct"]
 CODE = """
 from torch import nn
 
@@ -132,7 +131,7 @@ def test_what_is_no_image_is_refused(module: nn.Module) -> None:
 
 @pytest.mark.extras
 @pytest.mark.slow
-def test_it_trains_evaluates_reconstructs_exports_and_loads(here: Path, make_ct: Any, warm: Warm) -> None:
+def test_it_trains_evaluates_reconstructs_exports_and_loads(here: Path, warm: Warm) -> None:
     def run(command: str, *words: str) -> str:
         done = warm.run("-m", f"qnmixer.{command}", *words, cwd=here, env=environment())
         assert done.returncode == 0, done.stderr

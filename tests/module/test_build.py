@@ -1,15 +1,15 @@
 """Groups of an optimizer, curves of schedules, and losses, as the options of conf/ build them."""
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
 
-from qnmixer.module import ReconstructionModule
 from qnmixer.module.parts import build_loss, build_optimizer, learning_rate_factor
 from qnmixer.settings.parts import ScheduleConfig
-from qnmixer.settings.run import Config, section
+from qnmixer.settings.run import section
+
+from ..conftest import tiny_config, tiny_module
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
 
@@ -17,7 +17,7 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": t
 @pytest.mark.parametrize(
     ("name", "shared"), [("adamw", "true"), ("adamw", "false"), ("sgd", "true"), ("adafactor", "true")]
 )
-def test_groups_hold_each_weight_once(tiny_module: Callable[..., ReconstructionModule], name: str, shared: str) -> None:
+def test_groups_hold_each_weight_once(name: str, shared: str) -> None:
     module = tiny_module(
         f"optimizer={name}", "optimizer.lr=0.002", "optimizer.step_size_lr_factor=5", "optimizer.weight_decay=0.07",
         f"model.shared_step_size={shared}",
@@ -61,7 +61,7 @@ def test_the_other_schedules() -> None:
 
 
 @pytest.mark.parametrize("name", ["mse", "l1", "ssim_mix"])
-def test_losses_are_of_each_image_by_itself(tiny_config: Callable[..., Config], name: str) -> None:
+def test_losses_are_of_each_image_by_itself(name: str) -> None:
     loss = build_loss(tiny_config(f"loss={name}").loss)
     image, truth = torch.rand(2, 3, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     together = loss(image, truth)

@@ -1,7 +1,6 @@
 """A loss, an optimizer and a schedule of the user's own, and messages about those that do not fit."""
 
 import types
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,10 @@ import torch
 
 from qnmixer.errors import PluginError
 from qnmixer.measurement.build import build_noise
-from qnmixer.module import ReconstructionModule
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer, learning_rate_factor
 
-from ..conftest import TinyConfig
+from ..conftest import tiny_config, tiny_module
 
 OWN = """
 import torch
@@ -61,7 +59,7 @@ def chosen(group: str, target: str, *words: str) -> list[str]:
     return [f"{group}=custom", f"{group}._target_={target}", *words]
 
 
-def test_a_module_is_no_part_of_the_network(tiny_config: TinyConfig) -> None:
+def test_a_module_is_no_part_of_the_network() -> None:
     config = tiny_config(*chosen("loss", "options_of_mine.Learning", "+loss.width=2"))
     module = build_module(config)
     assert all(name.startswith("network.") for name in module.state_dict())
@@ -82,7 +80,7 @@ def test_a_module_is_no_part_of_the_network(tiny_config: TinyConfig) -> None:
     (["loss", "options_of_mine.scalar", "+loss.a=1"], r"unknown key loss\.a: .* has no such key"),
     (["optimizer", "torch.optim.NAdam", "+optimizer.beta=0.1"], r"did you mean optimizer\.betas\?"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_one_line(tiny_config: TinyConfig, words: list[str], message: str) -> None:
+def test_what_does_not_fit_is_one_line(words: list[str], message: str) -> None:
     with pytest.raises(PluginError, match=message):
         tiny_config(*chosen(*words))
 
@@ -93,14 +91,14 @@ def test_what_does_not_fit_is_one_line(tiny_config: TinyConfig, words: list[str]
     ("torch.nn.MSELoss", r"gives a tensor \[\] for a batch of 2: it must give \[B\]"),
     ("options_of_mine.detached", "gives no gradient: compute it from the image with torch"),
 ])  # fmt: skip
-def test_a_loss_that_takes_no_two_images_is_one_line(tiny_config: TinyConfig, target: str, message: str) -> None:
+def test_a_loss_that_takes_no_two_images_is_one_line(target: str, message: str) -> None:
     config = tiny_config(*chosen("loss", target))
     with pytest.raises(PluginError, match=rf"^loss\._target_={target} {message}") as error:
         build_module(config)
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_results_that_do_not_fit(tiny_config: TinyConfig) -> None:
+def test_results_that_do_not_fit() -> None:
     for name, why in {"nothing": "NoneType", "of_step": "takes 1 positional argument"}.items():
         schedule = tiny_config(*chosen("schedule", f"options_of_mine.{name}"), "schedule.warmup=0.5").schedule
         with pytest.raises(PluginError, match=rf"{name} fails at step 5 \(.*{why}.*must take \(step, n_steps\)"):
@@ -110,7 +108,7 @@ def test_results_that_do_not_fit(tiny_config: TinyConfig) -> None:
         noise(torch.zeros(1, 1, 8, 24), [(1,)])
 
 
-def test_an_optimizer_of_torch(tiny_module: Callable[..., ReconstructionModule]) -> None:
+def test_an_optimizer_of_torch() -> None:
     words = chosen("optimizer", "torch.optim.NAdam", "+optimizer.momentum_decay=0.1", "optimizer.weight_decay=0.5")
     module = tiny_module(*words)
     optimizer = build_optimizer(module.config.optimizer, module.network)
@@ -119,7 +117,7 @@ def test_an_optimizer_of_torch(tiny_module: Callable[..., ReconstructionModule])
     assert optimizer.param_groups[-1]["lr"] == pytest.approx(10 * optimizer.param_groups[0]["lr"])
 
 
-def test_a_schedule_is_a_function_of_the_step(tiny_config: TinyConfig) -> None:
+def test_a_schedule_is_a_function_of_the_step() -> None:
     words = chosen("schedule", "options_of_mine.linear", "+schedule.end=0.5", "schedule.warmup=0.2")
     factor = learning_rate_factor(tiny_config(*words).schedule, 10)
     assert isinstance(factor, types.FunctionType)  # or LambdaLR would write its attributes into checkpoints

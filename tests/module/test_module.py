@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +17,12 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.training.callbacks import StepMetrics
 from qnmixer.training.steps import prepared_module
 
-from ..conftest import Build
+from ..conftest import tiny_config, tiny_module
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_loss_is_checked_before_the_next_one(tiny_module: Build, value: float, device: str) -> None:
+def test_a_loss_is_checked_before_the_next_one(value: float, device: str) -> None:
     """With accumulation, no optimizer step is between the two. On a CPU the answer is there at once."""
     checks = StepMetrics()
 
@@ -37,12 +36,12 @@ def test_a_loss_is_checked_before_the_next_one(tiny_module: Build, value: float,
     ask(1.0)  # said once
 
 
-def test_a_loss_for_each_image_is_refused(tiny_module: Build) -> None:
+def test_a_loss_for_each_image_is_refused() -> None:
     with pytest.raises(PluginError, match=r"Module\.training_step gives a tensor \[3\]: it must give one number"):
         StepMetrics().on_before_backward(SimpleNamespace(global_step=0), tiny_module(), torch.ones(3))  # type: ignore[arg-type]
 
 
-def test_weights_that_are_not_finite_are_not_written(tiny_module: Build, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
     """Another rank's loss may have spoilt them, and what was written before stays."""
     module = tiny_module()
     trainer = fitted(module, tmp_path)
@@ -88,7 +87,7 @@ class Clipping(ReconstructionModule):
 
 @pytest.mark.parametrize(("algorithm", "bound"), [("norm", 1e-3), ("value", 1e-5)])
 def test_a_module_that_clips_by_itself_clips_without_the_loss_scale(
-    tiny_module: Build, tmp_path: Path, algorithm: str, bound: float
+    tmp_path: Path, algorithm: str, bound: float
 ) -> None:
     """Gradients of 16-mixed were clipped to 1 / 65,536 of the bound. A step that overflows is skipped all the same."""
     target = [f"module._target_={__name__}.Clipping", f"+module.algorithm={algorithm}", f"+module.bound={bound}"]
@@ -105,7 +104,7 @@ def test_a_module_that_clips_by_itself_clips_without_the_loss_scale(
     assert all(bool(p.isfinite().all()) for p in module.parameters())
 
 
-def test_the_norm_is_before_clipping_and_the_schedule_is_of_optimizer_steps(tiny_module: Build, tmp_path: Path) -> None:
+def test_the_norm_is_before_clipping_and_the_schedule_is_of_optimizer_steps(tmp_path: Path) -> None:
     module = tiny_module("schedule=cosine", "schedule.warmup=0", "optimizer.lr=0.01")
     trainer = fitted(module, tmp_path, accumulate_grad_batches=2, gradient_clip_val=1e-6, log_every_n_steps=1)
     assert float(trainer.callback_metrics["train/grad_norm"]) > 1e-4
@@ -113,7 +112,7 @@ def test_the_norm_is_before_clipping_and_the_schedule_is_of_optimizer_steps(tiny
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
 
 
-def test_finer_images_bring_sinograms_nearer_to_the_truth(tiny_module: Build) -> None:
+def test_finer_images_bring_sinograms_nearer_to_the_truth() -> None:
     """Line integrals of a disc are known: 2√(r² − p²), p the ray's distance from its centre."""
     module = tiny_module("geometry.n_detectors=48", "geometry.detector_pitch=20")
     radius, centre = 110.3, (31.7, -21.9)  # mm
@@ -139,7 +138,7 @@ def test_finer_images_bring_sinograms_nearer_to_the_truth(tiny_module: Build) ->
 
 
 @pytest.mark.parametrize("memory", ["keep", "recompute", "offload"])
-def test_a_loss_on_all_iterates_is_the_mean_of_their_losses(tiny_module: Build, memory: str) -> None:
+def test_a_loss_on_all_iterates_is_the_mean_of_their_losses(memory: str) -> None:
     """And its gradient. Weights of the images count, and x₀, which nothing learns, does not."""
     words = ["module=all_iterates", "loss=l1", "model.n_iterations=3", "noise=field"]
     module, plain = tiny_module(*words, f"memory={memory}"), tiny_module(*words).network
@@ -172,12 +171,12 @@ class Manual(ReconstructionModule):
     (["trainer.gradient_clip_val=null", "trainer.accumulate_grad_batches=2"], "trainer.accumulate_grad_batches=1"),
 ])  # fmt: skip
 def test_what_a_module_that_optimizes_by_itself_cannot_take_is_told_when_it_is_built(
-    tiny_config: Callable[..., Any], words: list[str], way: str
+    words: list[str], way: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^this module optimizes by itself .*: set {way}$"):
         prepared_module(tiny_config(f"module._target_={__name__}.Manual", *words))
 
 
-def test_a_module_that_optimizes_by_itself_is_built_without_them(tiny_config: Callable[..., Any]) -> None:
+def test_a_module_that_optimizes_by_itself_is_built_without_them() -> None:
     words = [f"module._target_={__name__}.Manual", "trainer.gradient_clip_val=null"]
     assert not prepared_module(tiny_config(*words)).automatic_optimization

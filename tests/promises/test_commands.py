@@ -22,7 +22,7 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.reconstruction.pretrained import digest_of_weights
 
-from ..conftest import csv_rows, environment, metrics
+from ..conftest import csv_rows, environment, metrics, offline_runs
 from ..nvidia import fake_nvidia_smi
 from .commands import PHANTOMS, STEPS, TINY, Outcome, record, run, slice_hu, training, weights
 
@@ -87,7 +87,7 @@ def test_the_terminal_shows_progress_the_table_and_last_the_picture(trained: Pat
     assert any("2 × accumulation 1 = 2 slices" in line for line in lines)
 
 
-def test_a_nan_loss_ends_with_a_line_that_names_the_slices(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+def test_a_nan_loss_ends_with_a_line_that_names_the_slices(tmp_path: Path) -> None:
     error = training(tmp_path, "logger=wandb", "optimizer.lr=1e9", "trainer.max_steps=20").error
     for words in ("the loss became nan at step", "train-phantom-", "lower optimizer.lr"):
         assert words in error
@@ -98,7 +98,7 @@ def test_a_nan_loss_ends_with_a_line_that_names_the_slices(tmp_path: Path, offli
     assert run.exit_code == 1
 
 
-def test_ctrl_c_ends_in_order(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+def test_ctrl_c_ends_in_order(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = [*TINY, *PHANTOMS, "logger=wandb", "trainer.max_steps=100000", f"hydra.run.dir={folder}"]
     process = subprocess.Popen(

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.module import ReconstructionModule
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 
+from ..conftest import tiny_module
 from .commands import Command, Outcome, contents, reconstruction, run, training
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
@@ -73,11 +73,7 @@ def looks_up_a_word(config: dict[str, Any]) -> None:
     ],
 )
 def test_a_checkpoint_names_code_and_variables_in_vain(
-    tiny_module: Callable[..., ReconstructionModule],
-    tmp_path: Path,
-    command: Command,
-    name: str,
-    change: Callable[[dict[str, Any]], None],
+    tmp_path: Path, command: Command, name: str, change: Callable[[dict[str, Any]], None]
 ) -> None:
     """Each command on a checkpoint whose config was changed, beside a module of its maker."""
     (tmp_path / "evil_of_a_stranger.py").write_text("open('imported', 'w')\n")

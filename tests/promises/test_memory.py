@@ -19,7 +19,7 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.parallel.device_memory import MIB
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 
-from ..conftest import Build, environment
+from ..conftest import environment, tiny_module
 from ..memory.test_advice import TINY
 from ..memory.test_plan import SMALL
 from ..warm import Warm
@@ -87,7 +87,7 @@ def save(module: ReconstructionModule, path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is read from /proc")
-def test_a_batch_that_does_not_fit_is_halved(tiny_module: Build, tmp_path: Path) -> None:
+def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
     """Real allocations that the system refuses, 150 MiB above what is there."""
     save(tiny_module("data.image_size=128", "model.n_iterations=1", "model.channels=32"), tmp_path / "a.ckpt")
     np.save(tmp_path / "a.npy", np.stack([phantom(32, seed=0, part="test", index=k) for k in range(64)]))
@@ -120,7 +120,7 @@ finally:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
-def test_a_long_series_needs_the_memory_of_a_short_one(tiny_module: Build, tmp_path: Path) -> None:
+def test_a_long_series_needs_the_memory_of_a_short_one(tmp_path: Path) -> None:
     """All its slices together have 100 MiB."""
     save(tiny_module(), tmp_path / "a.ckpt")
     hu, peaks = phantom(256, seed=0, part="test", index=0).astype(np.float32), []

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from qnmixer.settings.compose import compose
 
-from ..conftest import PHANTOMS, TINY, csv_rows
+from ..conftest import PHANTOMS, TINY, csv_rows, offline_runs
 from ..warm import FORK_RANKS, Warm
 from .commands import Command
 
@@ -38,9 +38,7 @@ def table(sweep: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("devices", [pytest.param("21", marks=pytest.mark.long), "212"])
-def test_jobs_of_several_processes_follow_each_other(
-    start: Start, warm: Warm, tmp_path: Path, offline_runs: Callable[[Path], list[Any]], devices: str
-) -> None:
+def test_jobs_of_several_processes_follow_each_other(start: Start, warm: Warm, tmp_path: Path, devices: str) -> None:
     """Of two processes, of one, and of two again: what Hydra and Lightning by themselves deadlock on."""
     sweep = ["-m", *DDP, f"trainer.devices={','.join(devices)}", "optimizer.lr=1e-3"]
     code, stdout, stderr = start(*sweep, folder=None, under=warm.under, env=FORK_RANKS).outcome()
@@ -89,9 +87,7 @@ def test_a_search_over_jobs_of_two_processes(start: Start, warm: Warm, tmp_path:
     assert (tmp_path / "search" / "sweep.png").stat().st_size > 1000
 
 
-def test_a_bad_and_a_crashing_job_leave_the_others_alone(
-    start: Start, warm: Warm, tmp_path: Path, offline_runs: Callable[[Path], list[Any]]
-) -> None:
+def test_a_bad_and_a_crashing_job_leave_the_others_alone(start: Start, warm: Warm, tmp_path: Path) -> None:
     sweep = ["-m", "logger=wandb", "optimizer.lr=abc,1e9,1e-3", "hydra.launcher.jobs_at_once=2"]
     code, stdout, stderr = start(*sweep, "hydra.sweep.dir=sweep", folder=None, under=warm.under).outcome()
     assert code == 1

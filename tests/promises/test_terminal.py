@@ -8,11 +8,10 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ..conftest import TINY, Command
+from ..conftest import TINY, Command, offline_runs
 from ..terminal import in_terminal
 from ..warm import FORK_RANKS, Warm
 
@@ -30,9 +29,7 @@ class Noisy(Callback):
 
 
 @pytest.mark.slow
-def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
-    tmp_path: Path, offline_runs: Callable[[Path], list[Any]], warm: Warm
-) -> None:
+def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(tmp_path: Path, warm: Warm) -> None:
     """The real command, stopped by Ctrl-C."""
     (tmp_path / "noisy.py").write_text(NOISY)
     train = ["-m", "qnmixer.train"]

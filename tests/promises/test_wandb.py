@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import yaml
 from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.settings.options import CONF
 
-from ..conftest import PHANTOMS, environment
+from ..conftest import PHANTOMS, environment, offline_runs
 from ..conftest import TINY as COMMON
 from ..wandb_server import WandbServer
 from ..warm import Warm
@@ -85,9 +85,7 @@ def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeftAlone]:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    command: Command, tmp_path_factory: pytest.TempPathFactory, offline_runs: Callable[[Path], list[Any]]
-) -> dict[str, Any]:
+def runs(command: Command, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One run of each method, in the setting of one experiment, without key, home and network."""
     place, method_runs = tmp_path_factory.mktemp("methods"), {}
     (place / "home").mkdir()

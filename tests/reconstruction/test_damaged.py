@@ -25,6 +25,8 @@ from qnmixer.errors import DataError
 from qnmixer.reconstruction.input_slices import InputSlice, read_slices, slice_files
 from qnmixer.reconstruction.writers import write_dicom
 
+from ..data.conftest import body_hu, make_ct
+
 TAGS: dict[str, tuple[int, str, list[bytes]]] = {
     "RescaleSlope": (0x00281053, "DS", [b"abc", b"1,5", b"1\\2", b"0", b"nan", b"1e30"]),
     "RescaleIntercept": (0x00281052, "DS", [b"abc", b"1\\2", b"inf"]),
@@ -103,7 +105,7 @@ def read(folder: Path) -> list[InputSlice]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "enhanced", "RLE", "JPEG-LS", "JPEG 2000"])
-def test_no_damaged_dicom_ends_a_run_or_has_other_hu(make_ct: Any, body_hu: Any, tmp_path: Path, kind: str) -> None:
+def test_no_damaged_dicom_ends_a_run_or_has_other_hu(tmp_path: Path, kind: str) -> None:
     """50 damages of each kind, seeded."""
     hu = body_hu(16, 16)
     dataset = make_ct(tmp_path / "good", np.stack([hu, hu]) if kind == "enhanced" else hu)
@@ -128,7 +130,7 @@ def test_no_damaged_dicom_ends_a_run_or_has_other_hu(make_ct: Any, body_hu: Any,
 
 
 @pytest.mark.parametrize("keyword", TAGS)
-def test_an_odd_tag_skips_its_file_or_is_left_out(make_ct: Any, tmp_path: Path, keyword: str) -> None:
+def test_an_odd_tag_skips_its_file_or_is_left_out(tmp_path: Path, keyword: str) -> None:
     for number, value in enumerate(TAGS[keyword][2]):
         folder = tmp_path / str(number)
         make_ct(folder / "good.dcm")
@@ -153,7 +155,7 @@ def png_of(width: int, height: int) -> bytes:
     )
 
 
-def test_too_large_slices_are_skipped_unread(body_hu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_large_slices_are_skipped_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     header = "{{'descr': '{}', 'fortran_order': False, 'shape': {}, }}"
     for name, kind, shape, size in (
         ("a.npy", "|i1", (30_000, 30_000), 900_000_000),

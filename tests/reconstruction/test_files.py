@@ -18,6 +18,8 @@ from qnmixer.physics.units import FloatArray
 from qnmixer.reconstruction.input_slices import InputSlice, read_slices, slice_files
 from qnmixer.reconstruction.writers import write_dicom, write_npy, write_png
 
+from ..data.conftest import body_hu, make_ct
+
 WORDS: dict[str, Any] = {"description": "Derived by QN-Mixer from 32 simulated sparse views"}
 
 
@@ -34,7 +36,7 @@ def noise(size: int) -> FloatArray:
     return np.random.default_rng(0).uniform(-1100, 3000, (size, size)).astype(np.float32)
 
 
-def test_dicom_keeps_the_patient_and_says_that_it_is_derived(make_ct: Any, tmp_path: Path) -> None:
+def test_dicom_keeps_the_patient_and_says_that_it_is_derived(tmp_path: Path) -> None:
     make_ct(tmp_path / "in.dcm", PixelPaddingValue=-2000, ConvolutionKernel="B30", PresentationLUTShape="INVERSE")
     source = dcmread(tmp_path / "in.dcm")
     source.ICCProfile, source.PatientIdentityRemoved = b"\0" * 16, "YES"
@@ -68,7 +70,7 @@ def test_dicom_keeps_the_patient_and_says_that_it_is_derived(make_ct: Any, tmp_p
     (None, None, [1.5625, 1.5625], [0, 0, 0]),  # no source
 ])  # fmt: skip
 def test_a_point_lies_at_the_same_millimetres_before_and_after(
-    make_ct: Any, body_hu: Any, tmp_path: Path, shape: Any, spacing: Any, new: list[float], first: list[float]
+    tmp_path: Path, shape: Any, spacing: Any, new: list[float], first: list[float]
 ) -> None:
     template = None
     if shape is not None:
@@ -82,7 +84,7 @@ def test_a_point_lies_at_the_same_millimetres_before_and_after(
     assert (out.Rows, out.Columns) == (20, 20)
 
 
-def test_multi_frame_source_gives_single_frames(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+def test_multi_frame_source_gives_single_frames(tmp_path: Path) -> None:
     make_ct(tmp_path / "in.dcm", np.stack([body_hu(), body_hu()]))
     template = dcmread(tmp_path / "in.dcm")
     write_dicom(tmp_path / "out.dcm", noise(40), template=template, frame=1, series_uid="1.2", **WORDS)
@@ -137,7 +139,7 @@ def test_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     assert (tmp_path / "old").read_bytes() == before
 
 
-def test_inputs_of_a_folder(make_ct: Any, body_hu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inputs_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_ct(tmp_path / "in" / "a", np.stack([body_hu(), body_hu()]))
     np.save(tmp_path / "in" / "b.npy", body_hu(30, 50))
     np.save(tmp_path / "in" / "gone.npy", body_hu())
@@ -155,7 +157,7 @@ def test_inputs_of_a_folder(make_ct: Any, body_hu: Any, tmp_path: Path, capsys: 
 
 
 def test_the_parts_of_a_directly_named_file_that_are_usable_are_used(
-    make_ct: Any, body_hu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = make_ct(tmp_path / "a.dcm", np.stack([body_hu(), body_hu()]))
     dataset.PerFrameFunctionalGroupsSequence[0].PixelValueTransformationSequence[0].RescaleSlope = 0

@@ -2,7 +2,6 @@ import copy
 import pickle
 import random
 import zipfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,9 +18,9 @@ from qnmixer.reconstruction.checkpoints import encode, load_run, load_weights, r
 from qnmixer.reconstruction.pretrained import Outline, load
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, find_checkpoint
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import Config, parse
+from qnmixer.settings.run import parse
 
-from ..conftest import TINY, Build
+from ..conftest import TINY, other_config, tiny_module
 
 
 def save(module: ReconstructionModule, run: Path, name: str = "best") -> Path:
@@ -42,7 +41,7 @@ def refusal(path: Path) -> str:
     return message
 
 
-def test_a_run_comes_back_as_it_was(tiny_module: Build, tmp_path: Path) -> None:
+def test_a_run_comes_back_as_it_was(tmp_path: Path) -> None:
     module = tiny_module("geometry.n_views=6", "model.hessian=identity")
     with torch.no_grad():
         for parameter in module.parameters():
@@ -56,7 +55,7 @@ def test_a_run_comes_back_as_it_was(tiny_module: Build, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
-def test_a_file_that_is_cut_off_is_answered_in_plain_words(tiny_module: Build, tmp_path: Path, suffix: str) -> None:
+def test_a_file_that_is_cut_off_is_answered_in_plain_words(tmp_path: Path, suffix: str) -> None:
     module, path = tiny_module(), tmp_path / f"a{suffix}"
     content = save(module, tmp_path).read_bytes() if suffix == ".ckpt" else encode(module.config, module.state_dict())
     for length in (30, 1000, len(content) // 2, len(content) - 1):
@@ -95,7 +94,7 @@ def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
         assert "another program" in refusal(tmp_path / "a.ckpt")
 
 
-def test_a_config_of_another_version_is_refused(tiny_module: Build, tmp_path: Path) -> None:
+def test_a_config_of_another_version_is_refused(tmp_path: Path) -> None:
     path = save(tiny_module(), tmp_path)
     checkpoint = torch.load(path, weights_only=True)
     checkpoint[CHECKPOINT_KEY]["config"]["model"]["gates"] = 3
@@ -105,7 +104,7 @@ def test_a_config_of_another_version_is_refused(tiny_module: Build, tmp_path: Pa
     assert "model.gates" in message
 
 
-def test_a_folder_may_move_before_a_run_is_resumed(tiny_module: Build, tmp_path: Path) -> None:
+def test_a_folder_may_move_before_a_run_is_resumed(tmp_path: Path) -> None:
     config = parse(compose("train", [*TINY, "data=numpy", "data.root=/old"]))
     checkpoint: dict[str, object] = {"state_dict": {}}
     checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": config.plain()}
@@ -116,9 +115,7 @@ def test_a_folder_may_move_before_a_run_is_resumed(tiny_module: Build, tmp_path:
             resumable(now, tmp_path / "a.ckpt")
 
 
-def test_weights_of_another_class_are_refused_with_what_to_set(
-    tiny_module: Build, other_config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_weights_of_another_class_are_refused_with_what_to_set(tmp_path: Path) -> None:
     save(tiny_module(), tmp_path)
     with pytest.raises(CheckpointError, match=r"set model=qn_mixer (model\.[a-z]\w+=\S+ ?)+$"):
         load_weights(build_module(other_config("model=learn")), tmp_path)
@@ -146,7 +143,7 @@ def same(one: object, other: object) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["file", "safetensors"])
-def test_damage_is_reported_or_changes_nothing(tiny_module: Build, tmp_path: Path, kind: str) -> None:
+def test_damage_is_reported_or_changes_nothing(tmp_path: Path, kind: str) -> None:
     """Also in what only resume reads, such as the state of the optimizer. 50 times, seeded."""
     module = tiny_module()
     path = save(module, tmp_path)
@@ -170,7 +167,7 @@ def test_damage_is_reported_or_changes_nothing(tiny_module: Build, tmp_path: Pat
     assert not any("\n" in line for line in told)
 
 
-def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tiny_module: Build, tmp_path: Path) -> None:
+def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path: Path) -> None:
     """torch.load unpacks what is compressed: of 3 MB it would make 3 GB."""
     checkpoint = torch.load(save(tiny_module(), tmp_path), weights_only=True)
     torch.save(checkpoint | {"more": torch.zeros(1000)}, tmp_path / "plain.ckpt")
@@ -193,7 +190,7 @@ def test_an_unreadable_record_of_the_split_is_refused(tmp_path: Path, record: ob
         split_of(tmp_path / "a.ckpt")
 
 
-def test_weights_of_another_type_are_refused(tiny_module: Build, tmp_path: Path) -> None:
+def test_weights_of_another_type_are_refused(tmp_path: Path) -> None:
     path = save(tiny_module(), tmp_path)
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["state_dict"] = {name: it.to(torch.complex64) for name, it in checkpoint["state_dict"].items()}
@@ -202,7 +199,7 @@ def test_weights_of_another_type_are_refused(tiny_module: Build, tmp_path: Path)
         load_run(tmp_path)
 
 
-def test_a_config_that_somebody_made_is_refused_before_anything_is_built(tiny_module: Build, tmp_path: Path) -> None:
+def test_a_config_that_somebody_made_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     path = save(tiny_module(), tmp_path)
     good = torch.load(path, weights_only=True)
     odd: dict[str, list[object]] = {
@@ -227,9 +224,7 @@ def test_a_config_that_somebody_made_is_refused_before_anything_is_built(tiny_mo
     "data.image_size=256 model.patch_size=256 model.channels=1024",  # 60 TB at once
     "model=learn model.n_iterations=2 model.channels=1024",
 ])  # fmt: skip
-def test_a_network_that_is_larger_than_its_file_is_not_built(
-    other_config: Callable[..., Config], tmp_path: Path, overrides: str
-) -> None:
+def test_a_network_that_is_larger_than_its_file_is_not_built(tmp_path: Path, overrides: str) -> None:
     """The config of a small file may ask for terabytes. The file says that it has them: they are views of a number."""
     config = other_config(*overrides.split())
     plain = config.plain()
@@ -244,7 +239,7 @@ def test_a_network_that_is_larger_than_its_file_is_not_built(
     assert "\n" not in str(error.value)
 
 
-def test_the_matrices_of_a_scan_wait_until_the_weights_fit(tiny_module: Build, tmp_path: Path) -> None:
+def test_the_matrices_of_a_scan_wait_until_the_weights_fit(tmp_path: Path) -> None:
     """The config of a small file may have image_size=2048: the matrices take 1 GB, and 20 s."""
     path = save(tiny_module(), tmp_path)
     checkpoint = torch.load(path, weights_only=True)

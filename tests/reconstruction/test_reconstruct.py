@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,9 @@ from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse, section
 
-from ..conftest import TINY
+from ..conftest import TINY, tiny_module
+from ..data.conftest import make_ct
 from ..sets import write_lodopab, write_two_detect
-
-Build = Callable[..., ReconstructionModule]
 
 
 def settings(**values: object) -> ReconstructConfig:
@@ -51,9 +50,9 @@ def save(module: ReconstructionModule, path: Path) -> Path:
     return path
 
 
-def trained(build: Build, strength: float, *overrides: str) -> ReconstructionModule:
+def trained(strength: float, *overrides: str) -> ReconstructionModule:
     """A network whose regularisers do something: they start as zero."""
-    module = build(*overrides).eval()
+    module = tiny_module(*overrides).eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in module.network.parameters():
         parameter.data += strength * torch.randn(parameter.shape, generator=generator)
@@ -82,9 +81,9 @@ def measured(path: Path, module: ReconstructionModule, config: ReconstructConfig
 
 
 @pytest.mark.parametrize("overrides", [[], ["data.scaling=minmax"], ["data.simulation_factor=2"]])
-def test_batches_change_nothing(tiny_module: Build, tmp_path: Path, overrides: list[str]) -> None:
+def test_batches_change_nothing(tmp_path: Path, overrides: list[str]) -> None:
     """Neither the noise nor the scale of a slice depends on those beside it."""
-    module, path = trained(tiny_module, 0.05, "noise=field", *overrides), series(tmp_path / "a.npy", 5)
+    module, path = trained(0.05, "noise=field", *overrides), series(tmp_path / "a.npy", 5)
     alone, together = images(module, path, 1), images(module, path, 3)
     assert len(alone) == 5
     assert not np.allclose(alone[0], alone[1], atol=50)
@@ -92,7 +91,7 @@ def test_batches_change_nothing(tiny_module: Build, tmp_path: Path, overrides: l
         np.testing.assert_allclose(a, b, atol=0.05)
 
 
-def test_the_noise_of_a_slice_is_keyed_by_seed_and_number(tiny_module: Build, tmp_path: Path) -> None:
+def test_the_noise_of_a_slice_is_keyed_by_seed_and_number(tmp_path: Path) -> None:
     """As that of the test split. Two slices with the same pixels have different noise."""
     np.save(tmp_path / "a.npy", np.repeat(phantom(16, seed=0, part="test", index=0)[None], 2, axis=0))
     found = []
@@ -108,9 +107,7 @@ def test_the_noise_of_a_slice_is_keyed_by_seed_and_number(tiny_module: Build, tm
     assert not torch.equal(first, other)
 
 
-def test_another_noise_than_that_of_the_training(
-    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_noise_than_that_of_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Equal slices of a run with mixed noise have two qualities. With noise=none they are equal, as with field noise
     their errors are. A measured sinogram takes none."""
     np.save(tmp_path / "a.npy", np.repeat(phantom(16, seed=0, part="test", index=0)[None], 8, axis=0))
@@ -135,8 +132,8 @@ def test_another_noise_than_that_of_the_training(
     assert not (tmp_path / "y").exists()
 
 
-def test_only_scans_with_missing_views_get_further_passes(tiny_module: Build, tmp_path: Path) -> None:
-    module = trained(tiny_module, 0.05)
+def test_only_scans_with_missing_views_get_further_passes(tmp_path: Path) -> None:
+    module = trained(0.05)
     x = np.stack([phantom(16, seed=0, part="test", index=k).clip(-1000, 2000) for k in range(3)])
     with torch.no_grad():
         y = module.projector(torch.from_numpy((x + 1000) / 3000)[:, None].float())[:, 0].numpy()
@@ -183,7 +180,7 @@ def test_a_sinogram_of_a_public_set_is_reconstructed_as_it_is_evaluated(
 
 
 def test_a_disc_in_dicom_has_its_size_and_place_in_millimetres(
-    make_ct: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Water of 120 mm, 20 mm to the right and 12 mm down, in a slice that is 180 mm wide."""
     spacing = 0.6
@@ -209,7 +206,7 @@ def test_a_disc_in_dicom_has_its_size_and_place_in_millimetres(
     assert centre == pytest.approx((20, 12), abs=0.1)
 
 
-def test_what_has_no_size_is_said_once(make_ct: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_no_size_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = at_true_size("geometry.field_of_view=20", "geometry.detector_pitch=4", "data.simulation_factor=2")
     for k in range(2):
         make_ct(tmp_path / "in" / f"{k}.dcm")  # 32 mm wide
@@ -221,7 +218,7 @@ def test_what_has_no_size_is_said_once(make_ct: Any, tmp_path: Path, capsys: pyt
     assert unsized.startswith("warning: 2 slices are in files without a pixel size")
 
 
-def test_a_network_of_nan_writes_nothing(tiny_module: Build, tmp_path: Path) -> None:
+def test_a_network_of_nan_writes_nothing(tmp_path: Path) -> None:
     module = tiny_module()
     next(module.network.parameters()).data.fill_(np.nan)
     words = {"run": save(module, tmp_path / "a.ckpt"), "input": series(tmp_path / "s.npy", 1)}
@@ -231,7 +228,7 @@ def test_a_network_of_nan_writes_nothing(tiny_module: Build, tmp_path: Path) -> 
 
 
 def test_where_memory_is_short_batches_become_smaller(
-    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With real allocations: tests/promises/test_memory.py."""
     module, path = tiny_module(), series(tmp_path / "a.npy", 5)
@@ -250,7 +247,7 @@ def test_where_memory_is_short_batches_become_smaller(
         images(module, path, 1)
 
 
-def test_what_is_no_file_of_numbers_is_not_opened(tiny_module: Build, tmp_path: Path) -> None:
+def test_what_is_no_file_of_numbers_is_not_opened(tmp_path: Path) -> None:
     """Pipes, which would never end, and arrays that would take gigabytes."""
     module, path = tiny_module(), tmp_path / "a.npy"
     os.mkfifo(path)
@@ -268,7 +265,7 @@ def test_what_is_no_file_of_numbers_is_not_opened(tiny_module: Build, tmp_path: 
     assert time.perf_counter() - start < 2
 
 
-def test_endings_of_scans_may_be_in_capitals(tiny_module: Build, tmp_path: Path) -> None:
+def test_endings_of_scans_may_be_in_capitals(tmp_path: Path) -> None:
     """Beside others they were left out, and alone they were slices."""
     module = tiny_module()
     x = (phantom(16, seed=0, part="test", index=0).clip(-1000, 2000) + 1000) / 3000
@@ -285,9 +282,7 @@ def test_endings_of_scans_may_be_in_capitals(tiny_module: Build, tmp_path: Path)
     assert scans == ["a", "alone/c", "b"]
 
 
-def test_a_scan_of_no_use_in_a_stack_is_named(
-    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_scan_of_no_use_in_a_stack_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All others are written."""
     module = tiny_module()
     x = (phantom(16, seed=0, part="test", index=0).clip(-1000, 2000) + 1000) / 3000
@@ -483,10 +478,10 @@ def test_a_slice_that_fails_half_way_leaves_no_file(fbp_module: ReconstructionMo
 
 
 def test_the_mean_over_symmetries_and_its_spread_are_written(
-    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both in HU. The tiny scan has 8 views."""
-    run = save(trained(tiny_module, 0.05), tmp_path / "net.ckpt")
+    run = save(trained(0.05), tmp_path / "net.ckpt")
     inputs = {"run": run, "input": series(tmp_path / "a.npy", 2), "formats": "[npy,dicom]"}
     for symmetries in (1, 8):
         reconstruct_input(settings(**inputs, output=tmp_path / f"{symmetries}", symmetries=symmetries))
@@ -504,9 +499,7 @@ def test_the_mean_over_symmetries_and_its_spread_are_written(
 
 
 @pytest.mark.parametrize("views", [6, 16])
-def test_slices_and_sinograms_of_another_scan(
-    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str], views: int
-) -> None:
+def test_slices_and_sinograms_of_another_scan(tmp_path: Path, capsys: pytest.CaptureFixture[str], views: int) -> None:
     """Its rays are used as they are, not interpolated to those of the training."""
     run = save(tiny_module(), tmp_path / "net.ckpt")
     path = series(tmp_path / "a.npy", 1)

@@ -16,7 +16,7 @@ from qnmixer.settings.compose import compose
 from qnmixer.settings.plugins import module_of
 from qnmixer.settings.run import Config, parse
 
-from ..conftest import Build
+from ..conftest import tiny_module
 from ..public import PRIVATE
 from .test_reading import refusal
 
@@ -27,7 +27,7 @@ def write(module: ReconstructionModule, path: Path) -> Path:
 
 
 @pytest.fixture
-def module(tiny_module: Build) -> ReconstructionModule:
+def module() -> ReconstructionModule:
     """Weights unlike those that a new network has."""
     module = tiny_module("geometry.n_views=6", "noise=field")
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
     assert "cannot be read" in refusal(path)
 
 
-def test_a_run_starts_from_it_none_resumes(module: ReconstructionModule, tiny_module: Build, tmp_path: Path) -> None:
+def test_a_run_starts_from_it_none_resumes(module: ReconstructionModule, tmp_path: Path) -> None:
     path, other = write(module, tmp_path / "a.safetensors"), tiny_module("noise=none", "geometry.n_views=6")
     load_weights(other, path)
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), module.parameters(), strict=True))
@@ -123,7 +123,7 @@ def test_pretrained_is_what_the_package_ships(
         check_weights("finetune", "elsewhere")
 
 
-def test_files_name_what_is_public(module: ReconstructionModule, tiny_module: Build) -> None:
+def test_files_name_what_is_public(module: ReconstructionModule) -> None:
     """A checkpoint with most kinds of targets in it, a weights file, and the weights that are shipped."""
     trained = tiny_module("callbacks=ema", "logger=[csv,wandb]", "metrics=rmse_hu")
     trained.settings["data"] = parse(compose("train", ["data=dicom", "data.root=."])).data.plain()

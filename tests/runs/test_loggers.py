@@ -23,6 +23,8 @@ from qnmixer.settings.compose import compose
 from qnmixer.settings.error_lines import explain
 from qnmixer.settings.run import Config, parse, parse_file
 
+from ..conftest import offline_runs
+
 pytestmark = pytest.mark.usefixtures("no_wandb")
 OfflineRuns = Callable[[Path], list[Any]]
 CPU = ["trainer.accelerator=cpu", "trainer.devices=1"]
@@ -61,7 +63,7 @@ def test_without_wandb_and_on_other_ranks_there_is_metrics_csv(
     assert wandb.run is None
 
 
-def test_a_sweep_is_one_group(tmp_path: Path, offline_runs: OfflineRuns, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_is_one_group(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One process, one job after the other; what one logs is in no other. W&B says nothing."""
     sweep = tmp_path / "12-00-00-sweep"
     sweep.mkdir()
@@ -83,7 +85,7 @@ def test_a_sweep_is_one_group(tmp_path: Path, offline_runs: OfflineRuns, capfd: 
         assert {"git_commit", "versions", "device"} <= run.config.keys()
 
 
-def test_names_that_are_asked_for(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+def test_names_that_are_asked_for(tmp_path: Path) -> None:
     """A run by itself has its time as its name."""
     run_in(tmp_path / "2026-01-31" / "12-00-00", 1)
     asked = ["logger.wandb.name=mine", "logger.wandb.group=ours"]
@@ -93,7 +95,7 @@ def test_names_that_are_asked_for(tmp_path: Path, offline_runs: OfflineRuns) -> 
     assert (second.name, second.group) == ("mine", "ours")
 
 
-def test_words_beat_the_environment(tmp_path: Path, offline_runs: OfflineRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_beat_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = tmp_path / "runs", tmp_path / "wandb's"
     mine = {"DIR": str(places[1]), "PROJECT": "mine", "NAME": "by hand", "TAGS": "paper, noise", "ENTITY": ""}
     for name, value in mine.items():
@@ -113,7 +115,7 @@ def test_words_beat_the_environment(tmp_path: Path, offline_runs: OfflineRuns, m
     assert modes == ["disabled", "online"]
 
 
-def test_words_of_wandb(tmp_path: Path, offline_runs: OfflineRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The names of WandbLogger and wandb.init, in the file that W&B writes; and variables that were read nowhere."""
     words = "name=mine group=ours job_type=check notes=why tags=[one,two] id=abc offline=true mode=online"
     given = [f"logger.wandb.{word}" for word in words.split()]
@@ -150,7 +152,7 @@ def test_a_variable_that_only_wandb_knows(tmp_path: Path, monkeypatch: pytest.Mo
         run_in(tmp_path / "a", 1)
 
 
-def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Path) -> None:
     """Step 4 was done after the checkpoint, and is done again. Another part ends at step 3, with its test."""
     folder = tmp_path / "a"
     run_in(folder, 1, 2, 3, 4, config=config_of("logger=csv"), exit_code=INTERRUPTION)
@@ -173,7 +175,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Pa
 
 
 @pytest.mark.long
-def test_what_a_second_kill_repeats_is_not_logged_again(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+def test_what_a_second_kill_repeats_is_not_logged_again(tmp_path: Path) -> None:
     """metrics.csv has no step above 3 after the second part: W&B has those of the first one."""
     run_in(tmp_path / "a", 1, 2, 3, 4, 5, 6, exit_code=INTERRUPTION)
     time.sleep(1)  # wandb names folders by the second
@@ -195,7 +197,7 @@ def test_a_logger_gets_nothing_of_the_machine_and_the_patients() -> None:
 
 
 def test_an_unreachable_server_makes_the_run_an_offline_one(
-    tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch, offline_runs: OfflineRuns
+    tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb_server.leave()
     monkeypatch.setattr(room, "_SECONDS_TO_START", 1)

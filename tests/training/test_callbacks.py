@@ -17,7 +17,7 @@ from qnmixer.settings.parts import CallbackConfig, Callbacks
 from qnmixer.settings.validation import validated
 from qnmixer.training.callbacks import build_callbacks
 
-from ..conftest import TinyConfig
+from ..conftest import tiny_config
 
 MINE = """
 from lightning.pytorch.callbacks import Callback
@@ -45,7 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_callback_in_a_file_of_this_folder_is_not_read_from_a_checkpoint(here: Path, tiny_config: TinyConfig) -> None:
+def test_a_callback_in_a_file_of_this_folder_is_not_read_from_a_checkpoint(here: Path) -> None:
     """Not even that its module is there is asked."""
     mine = ["+callbacks.mine._target_=my_callbacks.Every", "+callbacks.mine.every=2"]
     fit(tiny_config("callbacks=default", *mine, "~callbacks.pictures", "test_after_training=false"), Run(here / "run"))
@@ -80,7 +80,7 @@ def test_a_callback_that_changes_what_the_config_fixes_is_refused(name: str) -> 
         build_callbacks({"mine": CallbackConfig(_target_=f"lightning.pytorch.callbacks.{name}")})
 
 
-def test_early_stopping_ends_a_run(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_early_stopping_ends_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stopping = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1"]
     long = ["callbacks.early_stopping.min_delta=100", "trainer.max_steps=100", "test_after_training=false"]
     best = fit(tiny_config(*stopping, *long), Run(tmp_path))
@@ -99,9 +99,7 @@ class Dipping(ReconstructionModule):
         self.log_means("val", {"loss": value, "psnr": value, "ssim": value}, counted=batch["weight"] > 0)
 
 
-def test_a_stop_before_min_steps_is_decided_anew(
-    tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stop_before_min_steps_is_decided_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It ended at step 5, though the metric was best there, without a word. A resumed run went on."""
     words = [f"module._target_={__name__}.Dipping", "test_after_training=false", "trainer.enable_progress_bar=false"]
     words += ["callbacks=none", "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"]

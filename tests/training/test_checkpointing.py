@@ -17,7 +17,7 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.runs.run import Run
 from qnmixer.training.checkpointing import AtomicCheckpointIO, Checkpointing
 
-from ..conftest import TinyConfig, last_checkpoint, rows_without_times
+from ..conftest import last_checkpoint, rows_without_times, tiny_config
 
 # Four steps an epoch with n_train=8; validations after 3 and 6 of 7 steps, and at the end.
 RUN = [
@@ -64,7 +64,7 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, stream: str, step: int, number: i
     (("val", 4, signal.SIGTERM), 4, ["trainer.val_every_n_steps=null"]), (("val", 7, signal.SIGTERM), 7, []),
 ])  # fmt: skip
 def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: Any, kept_at: int, more: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: Any, kept_at: int, more: list[str]
 ) -> None:
     before = [signal.getsignal(it) for it in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     signal_at(monkeypatch, "none", 0)
@@ -92,7 +92,7 @@ def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
     assert [signal.getsignal(it) for it in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
 
 
-def test_the_best_so_far_stays_the_best(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_the_best_so_far_stays_the_best(tmp_path: Path) -> None:
     fit(tiny_config(*RUN, "optimizer.lr=0.001"), Run(tmp_path))
     checkpoint = last_checkpoint(tmp_path)
     checkpoint["qnmixer_run"]["best"] = 1000.0
@@ -102,7 +102,7 @@ def test_the_best_so_far_stays_the_best(tiny_config: TinyConfig, tmp_path: Path)
 
 
 def test_a_run_that_was_stopped_after_training_comes_to_its_end(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All its steps and its last validation are kept: there is nothing left to train."""
     overrides = [*RUN, "test_after_training=true", "trainer.max_steps=6"]
@@ -159,7 +159,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("compiles", "step", "kept_at"), [(True, 0, None), (True, 2, 3), (False, 0, 1)])
 def test_a_first_step_that_compiles_ends_at_once(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool, step: int, kept_at: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool, step: int, kept_at: Any
 ) -> None:
     """It takes minutes on a CPU. Every other step ends first, and has a checkpoint."""
     after_signal: list[int] = []

@@ -12,7 +12,7 @@ from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.runs.run import Run
 from qnmixer.settings.run import Config
 
-from ..conftest import TinyConfig, metrics
+from ..conftest import metrics, tiny_config
 
 
 def trained(config: Config, folder: Path) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def trained(config: Config, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_overfitting_drives_the_loss_down(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_overfitting_drives_the_loss_down(tmp_path: Path) -> None:
     options = ["model.n_iterations=3", "model.channels=16", "optimizer.lr=3e-3", "trainer.val_every_n_steps=40"]
     results = trained(tiny_config("debug=overfit", *options, "trainer.max_steps=40"), tmp_path)
     losses = metrics(tmp_path)["train/loss"]
@@ -33,7 +33,7 @@ def test_overfitting_drives_the_loss_down(tiny_config: TinyConfig, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.long  # make test runs debug=few_batches among the commands of docs
-def test_few_batches_are_a_whole_run(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_few_batches_are_a_whole_run(tmp_path: Path) -> None:
     results = trained(tiny_config("debug=few_batches", "data.n_train=1000", "data.n_test=1000"), tmp_path)
     assert results["status"] == "done"
     assert len((tmp_path / "evaluation" / "images.csv").read_text().splitlines()) == 1 + 2 * 4
@@ -41,7 +41,7 @@ def test_few_batches_are_a_whole_run(tiny_config: TinyConfig, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_profile_is_a_trace_that_viewers_open(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_a_profile_is_a_trace_that_viewers_open(tmp_path: Path) -> None:
     options = ["debug.warm_up=2", "debug.steps=1", "trainer.max_steps=4", "trainer.val_every_n_steps=3"]
     trained(tiny_config("debug=profile", *options), tmp_path)
     trace, *_ = sorted((tmp_path / "profile").glob("*training_step*.json"))
@@ -52,9 +52,7 @@ def test_a_profile_is_a_trace_that_viewers_open(tiny_config: TinyConfig, tmp_pat
 
 
 @pytest.mark.slow
-def test_anomaly_detection_names_the_operator_and_the_line(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_anomaly_detection_names_the_operator_and_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def bad_loss(self: ReconstructionModule, batch: Any, batch_idx: int) -> Tensor:
         return (0 * self.network(self.measure(batch, "train"))).sum().sqrt()
 

@@ -12,12 +12,12 @@ from qnmixer.reconstruction.checkpoints import read_checkpoint
 from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
 
-from ..conftest import TinyConfig
+from ..conftest import tiny_config
 
 QUICK = ["callbacks=none", "test_after_training=false"]
 
 
-def test_an_epoch_of_fewer_batches(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_an_epoch_of_fewer_batches(tmp_path: Path) -> None:
     overrides = ["data.n_train=7", "trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.max_steps=-1"]
     fit(tiny_config(*overrides, "trainer.val_every_n_steps=null", *QUICK), Run(tmp_path))
     assert read_results(tmp_path)["steps"] == 6
@@ -26,7 +26,7 @@ def test_an_epoch_of_fewer_batches(tiny_config: TinyConfig, tmp_path: Path) -> N
     assert float(rows[-1]["samples"]) == 12
 
 
-def test_arguments_of_the_trainer_reach_it(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_arguments_of_the_trainer_reach_it(tmp_path: Path) -> None:
     overrides = ["trainer.max_time=00:00:00:01", "trainer.max_steps=-1"]
     overrides += ["trainer.max_epochs=100000", "trainer.gradient_clip_algorithm=value", *QUICK]
     fit(tiny_config(*overrides), Run(tmp_path))
@@ -54,9 +54,7 @@ class Mine(CSVLogger):
     (["callbacks=early_stopping", "optimizer.lr=0.5", "trainer.val_every_n_steps=1", "trainer.max_steps=20"], 3),
     pytest.param(["callbacks=none", "optimizer.lr=1000", "trainer.max_steps=1"], 1, marks=pytest.mark.long),
 ])  # fmt: skip
-def test_a_run_whose_last_validation_is_not_finite_has_failed(
-    tiny_config: TinyConfig, tmp_path: Path, overrides: list[str], step: int
-) -> None:
+def test_a_run_whose_last_validation_is_not_finite_has_failed(tmp_path: Path, overrides: list[str], step: int) -> None:
     with pytest.raises(FloatingPointError, match=rf"val/psnr became (nan|-inf) at step {step}$"):
         fit(tiny_config(*overrides), Run(tmp_path))
     assert read_results(tmp_path)["status"] == "failed"
@@ -65,7 +63,7 @@ def test_a_run_whose_last_validation_is_not_finite_has_failed(
         fit(tiny_config(*overrides, f"resume={tmp_path}"), Run(tmp_path, resume=str(tmp_path)))
 
 
-def test_loggers_get_the_same_numbers(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loggers_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a file of the user, which nobody looks for when the checkpoint is read, and one of Lightning."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_second_logger.py").write_text(LOGGER)
@@ -85,7 +83,7 @@ def test_loggers_get_the_same_numbers(tiny_config: TinyConfig, tmp_path: Path, m
 
 
 def test_a_resume_that_is_refused_or_fails_leaves_what_the_run_is(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def resume(*overrides: str) -> None:
         words = [*overrides, f"resume={tmp_path}"]
@@ -120,7 +118,7 @@ def raising(error: BaseException) -> Callable[..., None]:
     return function
 
 
-def test_a_stop_while_workers_start(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_while_workers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qnmixer.data.datamodule._Loader.__iter__", raising(Stopped(signal.SIGINT)))
     with pytest.raises(Stopped):  # Lightning's teardown fails then
         fit(tiny_config("test_after_training=false"), Run(tmp_path))
@@ -128,7 +126,7 @@ def test_a_stop_while_workers_start(tiny_config: TinyConfig, tmp_path: Path, mon
 
 
 def test_a_step_that_no_memory_is_there_for_is_refused_before_any_is_taken(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config("memory=recompute", "data.batch_size=1")  # of which few smaller ones are tried
     monkeypatch.setattr("qnmixer.training.steps.memory_of", lambda device: 0.1)

@@ -17,10 +17,9 @@ from qnmixer.parallel.device_memory import MIB
 from qnmixer.runs.records import read_results
 from qnmixer.runs.run import Run
 from qnmixer.runs.terminal import Console
-from qnmixer.settings.run import Config
 from qnmixer.training.callbacks import EMA, MemoryMonitor
 
-from ..conftest import csv_rows, every_third
+from ..conftest import csv_rows, every_third, tiny_config, tiny_module
 
 TinyModule = Callable[..., ReconstructionModule]
 
@@ -47,7 +46,7 @@ def lines(watching: MemoryMonitor) -> list[str]:
 
 
 @pytest.mark.parametrize("overrides", every_third([[], ["data.simulation_factor=2"], ["callbacks=ema"]]))
-def test_after_two_steps_a_line_says_the_plan(tiny_module: TinyModule, tmp_path: Path, overrides: list[str]) -> None:
+def test_after_two_steps_a_line_says_the_plan(tmp_path: Path, overrides: list[str]) -> None:
     watching, module = monitor(), tiny_module("model.n_iterations=4", *overrides)
     averaging = [EMA()] if "ema" in module.config.callbacks else []
     rows = train(module, tmp_path, watching, *averaging, max_steps=4, gradient_clip_val=1.0)
@@ -68,7 +67,7 @@ def test_after_two_steps_a_line_says_the_plan(tiny_module: TinyModule, tmp_path:
     (["data.n_train=9", "trainer.accumulate_grad_batches=2"], 2, None),  # filled with slices of no weight
 ])  # fmt: skip
 def test_a_step_of_fewer_slices_is_not_taken_for_a_whole_one(
-    tiny_module: TinyModule, tmp_path: Path, overrides: list[str], measured_at: int | None, slices: int | None
+    tmp_path: Path, overrides: list[str], measured_at: int | None, slices: int | None
 ) -> None:
     module = tiny_module("data.batch_size=4", "model.n_iterations=4", *overrides)
     watching, trainer = monitor(), module.config.trainer
@@ -95,7 +94,7 @@ def test_a_step_of_fewer_slices_is_not_taken_for_a_whole_one(
     assert short == pytest.approx(planned, rel=0.03)
 
 
-def test_a_resumed_run_keeps_memory_of_equal_settings(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_memory_of_equal_settings(tmp_path: Path) -> None:
     """One more step, in which nothing is measured."""
     words = ["test_after_training=false", "data.n_train=8", "data.batch_size=4"]
     fit(tiny_config(*words, "trainer.max_steps=3"), Run(tmp_path / "run"))

@@ -23,7 +23,7 @@ from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.steps import build_trainer
 from qnmixer.training.terminal import print_end, print_start
 
-from ..conftest import TinyConfig
+from ..conftest import tiny_config
 
 # 7 slices, 4 an optimizer step: every second step is of 3.
 SEVEN = ["data.n_train=7", "data.n_val=3", "data.batch_size=2", "trainer.accumulate_grad_batches=2"]
@@ -50,7 +50,7 @@ def train(config: Config, folder: Path, *more: Callback) -> Validated:
     return watch
 
 
-def test_a_row_has_the_step_of_the_checkpoint_that_it_goes_with(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_a_row_has_the_step_of_the_checkpoint_that_it_goes_with(tmp_path: Path) -> None:
     """A checkpoint of k steps goes with the rows up to k: those of training and of validation after step k."""
     watch = train(tiny_config(*SEVEN, "trainer.max_steps=5", "trainer.val_every_n_steps=2"), tmp_path)
     for global_step, rows in watch.rows.items():
@@ -62,7 +62,7 @@ def test_a_row_has_the_step_of_the_checkpoint_that_it_goes_with(tiny_config: Tin
     ]  # fmt: skip
 
 
-def test_the_scaler_skips_a_step_that_overflows(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_the_scaler_skips_a_step_that_overflows(tmp_path: Path) -> None:
     """Its norm is not the largest."""
     overflow = LambdaCallback(on_after_backward=_overflow_at_the_second_step)
     train(tiny_config("trainer.precision=16-mixed", "trainer.max_steps=3"), tmp_path, overflow)
@@ -83,7 +83,7 @@ def _overflow_at_the_second_step(trainer: L.Trainer, pl_module: L.LightningModul
 
 @pytest.fixture
 def lines(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., list[str]]:
     """lines(*overrides): those that a run prints of its steps, one being due after each of them."""
     monkeypatch.setattr(terminal, "SECONDS_TO_LINE", 0.0)
@@ -135,7 +135,7 @@ def test_a_log_has_whole_lines_by_optimizer_steps(lines: Callable[..., list[str]
     (["trainer.max_steps=2", "trainer.max_epochs=3"], "training ends after 2 steps or 3 epochs"),
     (["compile=true"], "compiling in the first step: that takes minutes on a CPU, and compile=false takes none"),
 ])  # fmt: skip
-def test_limit_and_compiler_are_told(tiny_config: TinyConfig, tmp_path: Path, words: list[str], line: str) -> None:
+def test_limit_and_compiler_are_told(tmp_path: Path, words: list[str], line: str) -> None:
     config, text = tiny_config(*words), io.StringIO()
     trainer, data = build_trainer(config, tmp_path, [], []), SliceDataModule(config.data)
     data.setup("fit")
@@ -155,7 +155,7 @@ def test_the_end_names_the_page_and_the_profile(tmp_path: Path, capsys: pytest.C
     ]  # fmt: skip
 
 
-def test_a_network_knows_the_seed_and_the_optimizer_step(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_a_network_knows_the_seed_and_the_optimizer_step(tmp_path: Path) -> None:
     """By which it draws random turns: the same in both batches of a step, and another one in the next."""
     seen: list[tuple[int, int]] = []
     watch = LambdaCallback(on_after_backward=lambda _, module: seen.append(module.network.step_key))

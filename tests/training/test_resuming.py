@@ -1,7 +1,6 @@
 """A run in this process that resumes in another way, or is refused. tests/promises has the kills."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,8 @@ from qnmixer.fit import fit
 from qnmixer.reconstruction.checkpoints import resumable
 from qnmixer.runs.records import read_metrics
 from qnmixer.runs.run import Run
-from qnmixer.settings.run import Config
+
+from ..conftest import tiny_config
 
 # Seven slices, four a step: epochs of two steps, the second of three slices.
 RUN = ["data.n_train=7", "noise=field", "schedule=constant", "callbacks=none", "test_after_training=false"]
@@ -27,7 +27,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
 ]
 
 
-def test_other_batches_are_the_same_and_other_runs_refused(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+def test_other_batches_are_the_same_and_other_runs_refused(tmp_path: Path) -> None:
     """Two batches of two instead of one of four, from the middle of an epoch."""
     kept = {}
     fit(tiny_config(*RUN, *TOGETHER, "trainer.max_steps=3"), Run(tmp_path / "begun"))
@@ -50,9 +50,7 @@ def test_other_batches_are_the_same_and_other_runs_refused(tiny_config: Callable
 @pytest.mark.parametrize(("begun", "batches"), [
     (3, PARTS), (2, PARTS), (2, TOGETHER), (3, TOGETHER),
 ], ids=["3 parts", "2 parts", "2 together", "3 together"])  # fmt: skip
-def test_the_rows_of_a_resumed_run_have_the_numbers_of_one_run(
-    tiny_config: Callable[..., Config], tmp_path: Path, batches: list[str], begun: int
-) -> None:
+def test_the_rows_of_a_resumed_run_have_the_numbers_of_one_run(tmp_path: Path, batches: list[str], begun: int) -> None:
     """Lightning numbers the rows of its own callbacks, and chooses those that are written, by a count of its own."""
     words = [*RUN, *batches, "callbacks=lr_monitor", "trainer.log_every_n_steps=3", "trainer.val_every_n_steps=2"]
     fit(tiny_config(*words, "trainer.max_steps=7"), Run(tmp_path / "whole"))

@@ -12,10 +12,9 @@ from torch.optim import lr_scheduler
 from qnmixer.fit import fit
 from qnmixer.module.parts import learning_rate_factor
 from qnmixer.runs.run import Run
-from qnmixer.settings.run import Config
 from qnmixer.training.checkpointing import BuiltSchedule
 
-from ..conftest import metrics
+from ..conftest import metrics, tiny_config
 
 Schedule = lr_scheduler.LRScheduler
 
@@ -112,12 +111,7 @@ def test_a_schedule_by_a_metric_stays_as_it_was() -> None:
 ])  # fmt: skip
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_that_resumes_with_another_schedule_follows_it_at_once(
-    tiny_config: Callable[..., Config],
-    tmp_path: Path,
-    before: list[str],
-    after: list[str],
-    optimizer: str,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, before: list[str], after: list[str], optimizer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And says where its rate goes on, if that is another one."""
     words = [f"optimizer={optimizer}", "callbacks=lr_monitor", "test_after_training=false"]

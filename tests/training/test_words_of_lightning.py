@@ -15,7 +15,7 @@ from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
 from qnmixer.settings.run import Config
 
-from ..conftest import TinyConfig
+from ..conftest import tiny_config
 
 # Eight slices in batches of two: four steps an epoch. Three validation slices in two batches.
 EPOCHS = ["trainer.max_steps=-1", "trainer.max_epochs=2", "callbacks=none", "noise=field"]
@@ -70,7 +70,7 @@ def assert_equal_weights(folder: Path, other: Path) -> None:
     assert all(torch.equal(result[name], value) for name, value in expected.items())
 
 
-def test_fast_dev_run(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fast_dev_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two batches of each, though a step has four elsewhere; no checkpoint, no metrics, no table, and a word of it."""
     words = ["trainer.fast_dev_run=2", "trainer.accumulate_grad_batches=4", "logger=[wandb,csv]"]
     fit(tiny_config(*EPOCHS, *words), Run(tmp_path))
@@ -93,21 +93,19 @@ def test_fast_dev_run(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.Ca
     (["trainer.check_val_every_n_epoch=2"], [8]),
     (["trainer.val_check_interval=0.3", "trainer.accumulate_grad_batches=2"], [1, 2, 3, 4]),  # no half step
 ], ids=str)  # fmt: skip
-def test_when_a_run_validates(tiny_config: TinyConfig, tmp_path: Path, words: list[str], expected: list[int]) -> None:
+def test_when_a_run_validates(tmp_path: Path, words: list[str], expected: list[int]) -> None:
     config = tiny_config(*EPOCHS, *words, UNTESTED, "trainer.val_every_n_steps=null")
     fit(config, Run(tmp_path))
     assert validated(tmp_path) == expected
 
 
-def test_more_batches_between_validations_than_there_are(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_more_batches_between_validations_than_there_are(tmp_path: Path) -> None:
     config = tiny_config(*EPOCHS, "trainer.val_check_interval=5", "trainer.val_every_n_steps=null")
     with pytest.raises(ConfigError, match=r"val_check_interval \(5\) must be less than or equal"):
         fit(config, Run(tmp_path))
 
 
-def test_a_validation_before_training_changes_nothing(
-    tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_validation_before_training_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["trainer.num_sanity_val_steps=1", "trainer.reload_dataloaders_every_n_epochs=1"]
     plain = watched(tiny_config(*EPOCHS, "callbacks=default"), tmp_path / "plain")
     lines = capsys.readouterr().out.count("\n")
@@ -120,7 +118,7 @@ def test_a_validation_before_training_changes_nothing(
     assert pictures[0] == pictures[1]
 
 
-def test_overfit_batches(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_overfit_batches(tmp_path: Path) -> None:
     """The same two batches in each epoch, in the order of the data, and as many of validation."""
     words = ["trainer.overfit_batches=2", "trainer.val_every_n_steps=null", "data.n_val=8"]
     seen = watched(tiny_config(*EPOCHS, *words), tmp_path)
@@ -129,7 +127,7 @@ def test_overfit_batches(tiny_config: TinyConfig, tmp_path: Path) -> None:
     assert read_results(tmp_path)["steps"] == 4
 
 
-def test_a_resumed_run_of_few_batches_has_the_weights_of_one_run(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_a_resumed_run_of_few_batches_has_the_weights_of_one_run(tmp_path: Path) -> None:
     words = ["trainer.overfit_batches=0.75", "trainer.val_check_interval=2", UNTESTED, *EPOCHS]
     words += ["trainer.val_every_n_steps=null", "trainer.max_epochs=3", "schedule=constant"]
     fit(tiny_config(*words), Run(tmp_path / "one"))
@@ -140,7 +138,7 @@ def test_a_resumed_run_of_few_batches_has_the_weights_of_one_run(tiny_config: Ti
     assert_equal_weights(folder, tmp_path / "one")
 
 
-def test_limits_of_validation_and_test(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_limits_of_validation_and_test(tmp_path: Path) -> None:
     words = ["trainer.limit_val_batches=0.5", "trainer.limit_test_batches=1", "trainer.val_every_n_steps=null"]
     seen = watched(tiny_config(*EPOCHS, *words), tmp_path / "val")
     assert seen.val == [[0, 1]] * 2
@@ -150,14 +148,14 @@ def test_limits_of_validation_and_test(tiny_config: TinyConfig, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])
-def test_profilers(tiny_config: TinyConfig, tmp_path: Path, name: str) -> None:
+def test_profilers(tmp_path: Path, name: str) -> None:
     words = [f"trainer.profiler={name}", "trainer.max_steps=2", UNTESTED, "callbacks=none"]
     fit(tiny_config(*words), Run(tmp_path))
     (report,) = (tmp_path / "profile").glob(f"*{name}*.txt")
     assert "step" in report.read_text()
 
 
-def test_what_a_run_prints(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_run_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["trainer.enable_progress_bar=false", "trainer.enable_model_summary=true", "trainer.max_steps=2"]
     fit(tiny_config(*words, UNTESTED, "callbacks=none"), Run(tmp_path))
     out = capsys.readouterr().out

@@ -23,7 +23,7 @@ from qnmixer.models import UnrolledNetwork
 from qnmixer.runs.records import read_results
 from qnmixer.runs.tables import NOTHING
 
-from ...conftest import csv_rows, few_conditions
+from ...conftest import csv_rows, few_conditions, offline_runs
 from ...saved import TINY, save
 
 
@@ -63,10 +63,7 @@ WORDS = ["data=phantoms", "data.num_workers=0", "n_slices=1", "accelerator=cpu"]
 
 
 def test_one_table_over_all_conditions(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    offline_runs: Callable[[Path], list[Any]],
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, folder = save(tmp_path / "run", *TINY), tmp_path / "run" / "robustness"
     few = [
