@@ -81,3 +81,14 @@ def test_the_map_of_rooms_is_that_of_the_import_contracts() -> None:
     floor_of = {room: number for number, floor in enumerate(floors) for room in floor.split(" | ")}
     assert sorted(mapped) == sorted(floor_of)
     assert mapped == sorted(mapped, key=floor_of.__getitem__)  # from the top floor down
+
+
+def test_a_change_needs_at_most_four_files_to_be_read_and_all_that_are_named_exist() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("## Where a change is made")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (?!change |-)(.*) \| (.*) \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) == 8
+    for change, *cells in rows:
+        read, changed = (re.findall(r"`([\w/]+\.\w+)`", cell) for cell in cells)
+        assert 0 < len(read) <= 4, change
+        for path in (path for path in read + changed if "NAME" not in path):
+            assert (ROOT / path if path.startswith("conf/") else ROOT / "src" / "qnmixer" / path).is_file(), path
