@@ -36,7 +36,7 @@ import yaml
 from qnmixer.module import ReconstructionModule
 from qnmixer.module.build import build_module
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import Config, parse
+from qnmixer.settings.config import Config, parse
 
 from .composing import compose_faster
 from .schemas import EXTRAS
@@ -148,7 +148,7 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Warm:
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
     """Runs commands that need torch, Lightning or W&B."""
     rooms = ["training.worker", "reconstruction.reconstruct", "memory.report", "commands.checkup.checks"]
-    modules = ["qnmixer.fit", *["qnmixer.extras.export.run"] * EXTRAS, *(f"qnmixer.{room}" for room in rooms)]
+    modules = ["qnmixer.fit", *["qnmixer.extras.export.export"] * EXTRAS, *(f"qnmixer.{room}" for room in rooms)]
     modules += ["wandb", "wandb.sdk.launch"]  # W&B loads its launcher when a run starts
     return server("warm", tmp_path_factory, *modules)
 

@@ -3,10 +3,10 @@
 from importlib.util import find_spec
 
 from qnmixer.doctor import DoctorConfig
-from qnmixer.evaluation.config import EvaluateConfig
-from qnmixer.memory.config import PlanConfig
-from qnmixer.reconstruction.config import ReconstructConfig
-from qnmixer.settings.run import Config
+from qnmixer.evaluation.evaluate_config import EvaluateConfig
+from qnmixer.memory.plan_config import PlanConfig
+from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
+from qnmixer.settings.config import Config
 from qnmixer.settings.validation import Section
 
 EXTRAS = find_spec("qnmixer.extras") is not None
@@ -14,10 +14,10 @@ SCHEMAS: dict[str, type[Section]] = {
     schema.command: schema for schema in (Config, PlanConfig, DoctorConfig, EvaluateConfig, ReconstructConfig)
 }
 if EXTRAS:
-    from qnmixer.extras.calibration.config import CalibrateConfig
-    from qnmixer.extras.comparison.config import CompareConfig
-    from qnmixer.extras.export.config import ExportConfig
-    from qnmixer.extras.robustness.config import RobustnessConfig
+    from qnmixer.extras.calibration.calibrate_config import CalibrateConfig
+    from qnmixer.extras.comparison.compare_config import CompareConfig
+    from qnmixer.extras.export.export_config import ExportConfig
+    from qnmixer.extras.robustness.robustness_config import RobustnessConfig
 
     of_extras: tuple[type[Section], ...] = (CalibrateConfig, CompareConfig, ExportConfig, RobustnessConfig)
     SCHEMAS |= {schema.command: schema for schema in of_extras}

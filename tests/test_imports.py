@@ -14,9 +14,9 @@ SRC = Path(qnmixer.__file__).parent
 
 @pytest.mark.parametrize(("module", "unwanted"), [
     ("qnmixer", {"torch", "numpy", "omegaconf", "rich"}),
-    ("qnmixer.settings.run", {"torch", "lightning"}),
+    ("qnmixer.settings.config", {"torch", "lightning"}),
     ("qnmixer.reconstruction.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
-    pytest.param("qnmixer.extras.export.run", {"lightning", "torchmetrics", "matplotlib"}, marks=pytest.mark.extras),
+    pytest.param("qnmixer.extras.export.export", {"lightning", "torchmetrics", "matplotlib"}, marks=pytest.mark.extras),
 ])  # fmt: skip
 def test_what_is_not_needed_is_not_loaded(module: str, unwanted: set[str]) -> None:
     code = f"import gc; gc.disable(); import sys, {module}"  # to look for garbage takes half of the time

@@ -215,9 +215,9 @@ def _preload(modules: list[str]) -> None:
 
 def _compose_once() -> None:
     """Let Hydra find its plugins and read conf/, and pydantic build its types."""
-    from qnmixer.runs.sharing import with_names
+    from qnmixer.runs.public_config import with_names
     from qnmixer.settings.compose import compose
-    from qnmixer.settings.run import parse
+    from qnmixer.settings.config import parse
 
     configs = {name: compose(name, []) for name in COMMANDS}
     with_names(parse(configs["train"]).plain())

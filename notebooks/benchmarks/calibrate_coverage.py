@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from qnmixer.errors import DataError
-from qnmixer.extras.calibration.config import CalibrateConfig
+from qnmixer.extras.calibration.calibrate_config import CalibrateConfig
 from qnmixer.extras.calibration.dose import Dose, fit_dose
 from qnmixer.extras.calibration.variances import of_repeats
 from qnmixer.runs.tables import Table

@@ -17,7 +17,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.metrics import psnr
 from qnmixer.models import TotalVariation
 from qnmixer.reconstruction.checkpoints import load_run
-from qnmixer.reconstruction.config import ReconstructConfig
+from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.scan import misfit
 from qnmixer.reconstruction.sinograms import measured_scans, sinogram_files

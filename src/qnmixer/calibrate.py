@@ -17,7 +17,7 @@ from qnmixer.files import check_there, check_unused
 from qnmixer.installed import extras, require
 
 with extras():
-    from qnmixer.extras.calibration.config import CalibrateConfig
+    from qnmixer.extras.calibration.calibrate_config import CalibrateConfig
 
 
 def calibrate(config: CalibrateConfig) -> None:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from qnmixer.commands import command
 from qnmixer.errors import ConfigError, say, visible
-from qnmixer.evaluation.config import check_slices
+from qnmixer.evaluation.evaluate_config import check_slices
 from qnmixer.files import check_no_links, check_unused, path_of
 from qnmixer.installed import extras
 from qnmixer.runs.sweeps import find_sweep
@@ -23,7 +23,7 @@ from qnmixer.settings.data import DataConfig
 from qnmixer.settings.parts import NoiseConfig
 
 with extras():
-    from qnmixer.extras.comparison.config import CompareConfig
+    from qnmixer.extras.comparison.compare_config import CompareConfig
 
 
 def compare(config: CompareConfig) -> None:

@@ -14,14 +14,14 @@ from omegaconf import DictConfig
 
 from qnmixer.commands import command
 from qnmixer.errors import say, visible
-from qnmixer.evaluation.config import EvaluateConfig, check_slices
+from qnmixer.evaluation.evaluate_config import EvaluateConfig, check_slices
 from qnmixer.installed import extras
 from qnmixer.reconstruction.weights import check_weights
 from qnmixer.runs.run import into_new_folder, new_folder
 
 if TYPE_CHECKING:
-    from qnmixer.extras.task.config import EvaluateTaskConfig
-    from qnmixer.extras.uncertainty.config import EvaluateUncertaintyConfig
+    from qnmixer.extras.task.task_config import EvaluateTaskConfig
+    from qnmixer.extras.uncertainty.uncertainty_config import EvaluateUncertaintyConfig
 
     AnyConfig = EvaluateConfig | EvaluateTaskConfig | EvaluateUncertaintyConfig
 
@@ -31,19 +31,19 @@ def evaluate(config: "AnyConfig") -> None:
     say(visible(f"evaluating {config.run} (loading PyTorch …)"))
     with new_folder() as (folder, overrides):
         if isinstance(config, EvaluateConfig):
-            from qnmixer.evaluation.command import evaluate_run
+            from qnmixer.evaluation.evaluate_run import evaluate_run
 
             evaluate_run(config, folder, overrides)
             return
 
-        from qnmixer.extras.task.config import EvaluateTaskConfig
+        from qnmixer.extras.task.task_config import EvaluateTaskConfig
 
         if isinstance(config, EvaluateTaskConfig):
-            from qnmixer.extras.task.command import evaluate_task
+            from qnmixer.extras.task.evaluate_task import evaluate_task
 
             evaluate_task(config, folder, overrides)
         else:
-            from qnmixer.extras.uncertainty.command import evaluate_uncertainty
+            from qnmixer.extras.uncertainty.evaluate_uncertainty import evaluate_uncertainty
 
             evaluate_uncertainty(config, folder, overrides)
 
@@ -60,11 +60,11 @@ def _parsed(cfg: DictConfig) -> "AnyConfig":
     """The config by the class that has the keys of its evaluation."""
     if "photons" in cfg.evaluation:
         with extras():
-            from qnmixer.extras.task.config import EvaluateTaskConfig
+            from qnmixer.extras.task.task_config import EvaluateTaskConfig
         return EvaluateTaskConfig.parse(cfg)
     if "levels" in cfg.evaluation:
         with extras():
-            from qnmixer.extras.uncertainty.config import EvaluateUncertaintyConfig
+            from qnmixer.extras.uncertainty.uncertainty_config import EvaluateUncertaintyConfig
         return EvaluateUncertaintyConfig.parse(cfg)
     return EvaluateConfig.parse(cfg)
 

@@ -20,12 +20,12 @@ from qnmixer.installed import extras
 from qnmixer.reconstruction.weights import PRETRAINED, SUFFIX
 
 with extras():
-    from qnmixer.extras.export.config import ExportConfig
+    from qnmixer.extras.export.export_config import ExportConfig
 
 
 def export(config: ExportConfig) -> None:
     """Write the weights and the card."""
-    from qnmixer.extras.export.run import export_run
+    from qnmixer.extras.export.export import export_run
 
     export_run(config)
 

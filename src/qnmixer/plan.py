@@ -8,7 +8,7 @@ python -m qnmixer.plan memory=recompute format=json           # one object, for 
 import qnmixer.needs_train  # noqa: F401
 
 from qnmixer.commands import command
-from qnmixer.memory.config import PlanConfig
+from qnmixer.memory.plan_config import PlanConfig
 
 
 def plan(config: PlanConfig) -> None:

@@ -15,7 +15,7 @@ from qnmixer.data.folders import check_no_nifti
 from qnmixer.errors import ConfigError, say, visible
 from qnmixer.files import check_there, check_unused
 from qnmixer.installed import require
-from qnmixer.reconstruction.config import OF_DATAMODULE, ReconstructConfig
+from qnmixer.reconstruction.reconstruct_config import OF_DATAMODULE, ReconstructConfig
 from qnmixer.reconstruction.weights import check_weights
 
 

@@ -12,13 +12,13 @@ from omegaconf import DictConfig
 
 from qnmixer.commands import command
 from qnmixer.errors import say, visible
-from qnmixer.evaluation.config import check_slices
+from qnmixer.evaluation.evaluate_config import check_slices
 from qnmixer.installed import extras
 from qnmixer.reconstruction.weights import check_weights
 from qnmixer.runs.run import into_new_folder, new_folder
 
 with extras():
-    from qnmixer.extras.robustness.config import RobustnessConfig
+    from qnmixer.extras.robustness.robustness_config import RobustnessConfig
 
 
 def robustness(config: RobustnessConfig) -> None:

@@ -11,13 +11,13 @@ import torch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.folders import check_data
 from qnmixer.errors import CheckpointError, ConfigError, DataError, PluginError
-from qnmixer.evaluation.command import as_trained
 from qnmixer.evaluation.evaluate import evaluated_source
+from qnmixer.evaluation.evaluate_run import as_trained
 from qnmixer.reconstruction.checkpoints import encode, read_checkpoint
 from qnmixer.reconstruction.sections import AsTrained
 from qnmixer.settings.compose import compose
+from qnmixer.settings.config import parse, section
 from qnmixer.settings.data import MixedData
-from qnmixer.settings.run import parse, section
 
 N_PATIENTS, N_EACH = 5, 2
 

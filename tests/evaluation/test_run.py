@@ -3,8 +3,8 @@
 import pytest
 
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.evaluation.command import other_slices
-from qnmixer.evaluation.config import EvaluateConfig
+from qnmixer.evaluation.evaluate_config import EvaluateConfig
+from qnmixer.evaluation.evaluate_run import other_slices
 from qnmixer.settings.compose import compose
 from qnmixer.settings.data import DataConfig, FolderData
 

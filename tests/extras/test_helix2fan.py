@@ -20,12 +20,12 @@ from qnmixer.installed import NotInstalled
 from qnmixer.measurement.build import build_geometry
 from qnmixer.module.build import build_module
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.reconstruction.config import ReconstructConfig
 from qnmixer.reconstruction.reconstruct import reconstruct_input
+from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.sinograms import holds_sinograms
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse, section
+from qnmixer.settings.config import parse, section
 
 from ..conftest import TINY
 from ..sets import discs, image_of, write_helix2fan

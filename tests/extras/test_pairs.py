@@ -12,16 +12,16 @@ import torch
 
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.evaluation.command import evaluate_run
-from qnmixer.evaluation.config import EvaluateConfig
 from qnmixer.evaluation.evaluate import title_of
+from qnmixer.evaluation.evaluate_config import EvaluateConfig
+from qnmixer.evaluation.evaluate_run import evaluate_run
 from qnmixer.measurement.build import build_geometry, build_noise
 from qnmixer.measurement.measurement import STREAMS
 from qnmixer.module.build import build_data_module, build_module
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse, section
+from qnmixer.settings.config import parse, section
 from qnmixer.train import train
 from qnmixer.training.steps import build_trainer
 from qnmixer.training.terminal import print_start

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from qnmixer.errors import ConfigError, OutOfMemory
-from qnmixer.memory.config import PlanConfig
 from qnmixer.memory.plan import Planner, advice, changes
+from qnmixer.memory.plan_config import PlanConfig
 from qnmixer.memory.report import print_plan
 from qnmixer.module.build import build_module
 from qnmixer.parallel.shapes import _Shapes
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import Config, parse
+from qnmixer.settings.config import Config, parse
 from qnmixer.training import steps
 
 OWN = """

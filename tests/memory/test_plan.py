@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
 from qnmixer.measurement.build import build_network, system_matrix_at
-from qnmixer.memory.config import PlanConfig, device_memory
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
+from qnmixer.memory.plan_config import PlanConfig, device_memory
 from qnmixer.memory.report import as_object, largest_batch, levers_table, print_plan, usable
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
@@ -18,8 +18,8 @@ from qnmixer.parallel.pipeline import Stage, layouts, loss_of_part, stages_of
 from qnmixer.parallel.shapes import without_data
 from qnmixer.parallel.tracker import PeakTracker, autocast, batch_of, make_state, n_bytes, optimizer_tensors
 from qnmixer.settings.compose import compose
+from qnmixer.settings.config import Config, parse
 from qnmixer.settings.override import override
-from qnmixer.settings.run import Config, parse
 from qnmixer.settings.strategies import PipelineConfig
 
 from ..conftest import every_third

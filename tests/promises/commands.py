@@ -13,12 +13,12 @@ import torch
 
 from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.evaluate import evaluate
-from qnmixer.evaluation.config import EvaluateConfig
+from qnmixer.evaluation.evaluate_config import EvaluateConfig
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
 from qnmixer.reconstruction.writers import write_dicom
 from qnmixer.runs.run import into_new_folder, resume_overrides
-from qnmixer.settings.run import parse
+from qnmixer.settings.config import parse
 from qnmixer.train import run as train
 
 from ..saved import run as run_task

@@ -17,11 +17,11 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.module.base import RunModule
 from qnmixer.module.build import build_module
 from qnmixer.parallel.devices import compile_blocks
-from qnmixer.parallel.shards import gather
+from qnmixer.parallel.gather import gather
 from qnmixer.reconstruction.checkpoints import load_weights
 from qnmixer.runs.loggers import build_loggers
 from qnmixer.runs.processes.process import rank, world_size
-from qnmixer.settings.run import Config, parse
+from qnmixer.settings.config import Config, parse
 from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.checkpointing import Checkpointing
 from qnmixer.training.steps import build_trainer

@@ -23,16 +23,16 @@ from qnmixer.physics import images_by_symmetry
 from qnmixer.physics import symmetries as symmetries_of_scan
 from qnmixer.physics.projector import system_matrix
 from qnmixer.reconstruction.checkpoints import load_run
-from qnmixer.reconstruction.config import ReconstructConfig
 from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.input_slices import read_slices, simulated_scans, slice_files
 from qnmixer.reconstruction.reconstruct import images_of, reconstruct_input
+from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.reconstructor import on_scan
 from qnmixer.reconstruction.scan import Scan
 from qnmixer.reconstruction.sinograms import holds_sinograms, measured_scans, sinogram_files
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse, section
+from qnmixer.settings.config import parse, section
 
 from ..conftest import TINY, tiny_module
 from ..data.conftest import make_ct

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from qnmixer.data.dataset import EpochSampler, Part, Sample, SliceDataset
 from qnmixer.data.multiprocessing_private import call_if_unsent
-from qnmixer.data.shares import number_of
+from qnmixer.data.samplers import number_of
 from qnmixer.data.sources import nothing_for, parts_of
 from qnmixer.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.errors import DataError, first_line, say, visible

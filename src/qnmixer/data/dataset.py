@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from qnmixer.data.shares import draws
+from qnmixer.data.samplers import draws
 from qnmixer.data.slices import SliceSource
 from qnmixer.physics.units import FloatArray
 from qnmixer.settings.data import DataConfig

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from qnmixer.data.batch import SHAPES
 from qnmixer.data.own_batches import OwnBatches
-from qnmixer.data.shares import drawn_alike, drawn_by, has_distributed_sampler, share_of, shared, shares_itself
+from qnmixer.data.samplers import drawn_alike, drawn_by, has_distributed_sampler, share_of, shared, shares_itself
 from qnmixer.data.splits import Overlap
 from qnmixer.errors import DataError
 from qnmixer.physics import FanBeamGeometry

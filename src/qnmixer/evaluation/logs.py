@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 
 from qnmixer.evaluation.evaluate import PAGE, PICTURE
 from qnmixer.evaluation.scores import Evaluation
-from qnmixer.settings import names
+from qnmixer.settings import logged_names
 
 
 def name_in_logs(heading: str) -> str:
@@ -55,8 +55,8 @@ def log_evaluation(
     files = [folder / PICTURE, folder / PAGE]
     for logger in loggers:
         if isinstance(logger, WandbLogger):
-            _log_table(logger, evaluation, f"{split}/{names.TABLE}", step)
-    log_scores(loggers, means, (f"{split}/{names.PICTURE}", files[0]), files, folder.parent, step)
+            _log_table(logger, evaluation, f"{split}/{logged_names.TABLE}", step)
+    log_scores(loggers, means, (f"{split}/{logged_names.PICTURE}", files[0]), files, folder.parent, step)
 
 
 def _log_table(logger: WandbLogger, evaluation: Evaluation, name: str, step: int) -> None:

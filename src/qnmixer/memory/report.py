@@ -5,13 +5,13 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from qnmixer.memory.config import DEVICES, PlanConfig, device_memory
 from qnmixer.memory.plan import Planner, changed_to, channels_of, with_assumed_devices
+from qnmixer.memory.plan_config import DEVICES, PlanConfig, device_memory
 from qnmixer.parallel.device_memory import MIB, DevicePlan, on_a_gpu
 from qnmixer.runs.tables import Table
 from qnmixer.runs.terminal import Console, progress
+from qnmixer.settings.config import Config, effective_batch
 from qnmixer.settings.options import options
-from qnmixer.settings.run import Config, effective_batch
 from qnmixer.settings.strategies import StrategyConfig
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))

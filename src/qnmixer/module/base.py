@@ -17,13 +17,13 @@ from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.measurement.measurement import Measurement
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.module.parts import parts_of
+from qnmixer.parallel.gather import gather
 from qnmixer.parallel.lightning_private import ONLY_THE_CLASS, set_hparams, set_position, trainer_of
-from qnmixer.parallel.shards import gather
 from qnmixer.reconstruction.checkpoints import load_run, run_of
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, SUFFIX, TRAINED_KEY, find_checkpoint
 from qnmixer.runs.records import own_modules
+from qnmixer.settings.config import Config, checked
 from qnmixer.settings.plugins import check_trusted, module_of, parameters_of, taken
-from qnmixer.settings.run import Config, checked
 
 if TYPE_CHECKING:
     from qnmixer.physics import FanBeamProjector

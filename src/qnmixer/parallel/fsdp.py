@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.parallel.device_memory import Footprint
+from qnmixer.parallel.gather import gather
 from qnmixer.parallel.parallelism import TIMEOUT, Parallelism
-from qnmixer.parallel.shards import gather
 from qnmixer.parallel.torch_private import tree_map
 from qnmixer.parallel.tracker import n_bytes
 from qnmixer.settings.strategies import FSDPConfig

@@ -7,7 +7,7 @@ from qnmixer.data.batch import Batch
 from qnmixer.errors import ConfigError
 from qnmixer.measurement.own_data import build_own_data
 from qnmixer.reconstruction.checkpoints import run_of
-from qnmixer.reconstruction.config import ReconstructConfig
+from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.scan import Scan
 from qnmixer.reconstruction.weights import find_checkpoint

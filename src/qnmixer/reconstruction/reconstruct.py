@@ -22,18 +22,18 @@ from qnmixer.parallel.devices import choose_device
 from qnmixer.physics import MixedNoise, NoNoise, Symmetry, images_by_symmetry
 from qnmixer.physics.units import FloatArray
 from qnmixer.reconstruction.checkpoints import load_run
-from qnmixer.reconstruction.config import OF_DATAMODULE, ReconstructConfig
 from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.input_slices import simulated_scans, slice_files
+from qnmixer.reconstruction.reconstruct_config import OF_DATAMODULE, ReconstructConfig
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan, symmetries_of
 from qnmixer.reconstruction.scan import Scan, misfit, warn
 from qnmixer.reconstruction.sections import scan_for
 from qnmixer.reconstruction.sinograms import holds_sinograms, measured_scans, sinogram_files
 from qnmixer.reconstruction.writers import window_of, write_dicom, write_npy, write_png
 from qnmixer.runs.terminal import Console
+from qnmixer.settings.config import targets_of
 from qnmixer.settings.plugins import module_of
 from qnmixer.settings.rules import one_scale
-from qnmixer.settings.run import targets_of
 
 # Default batch sizes: on a CPU more slices do not fit into its cache; a GPU needs more to be busy.
 _ON_CPU, _ON_GPU = 4, 16

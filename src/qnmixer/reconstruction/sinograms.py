@@ -21,7 +21,7 @@ from qnmixer.installed import not_installed
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.physics.units import FloatArray
-from qnmixer.reconstruction.config import ReconstructConfig
+from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.regrid import FloatList, regrid_scan
 from qnmixer.reconstruction.scan import Scan, by_numbers, misfit, warn

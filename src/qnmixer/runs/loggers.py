@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_in_errors, write_text
 from qnmixer.runs.processes.process import rank
+from qnmixer.runs.public_config import with_names, without_places
 from qnmixer.runs.records import (
     as_number,
     damaged,
@@ -32,11 +33,10 @@ from qnmixer.runs.records import (
     versions,
 )
 from qnmixer.runs.run import Run, name_of_run
-from qnmixer.runs.sharing import with_names, without_places
 from qnmixer.settings.compose import values_of
-from qnmixer.settings.names import OF_NETWORKS
+from qnmixer.settings.config import Config, effective_batch
+from qnmixer.settings.logged_names import OF_NETWORKS
 from qnmixer.settings.parts import METRICS_FILE, LoggerConfig
-from qnmixer.settings.run import Config, effective_batch
 from qnmixer.settings.sections import LONGEST_NAME, LONGEST_TAG, WandbConfig
 
 # The loggers of a run

@@ -26,7 +26,6 @@ from omegaconf import DictConfig, OmegaConf
 from qnmixer.errors import ConfigError, Stopped, SweepFailed, UserError, first_line, say, visible
 from qnmixer.files import atomic_file, check_unused, last_change, path_of, write_text
 from qnmixer.machine import THREADS, threads_each
-from qnmixer.runs.identity import digest_of_training
 from qnmixer.runs.optuna_private import distributions_of
 from qnmixer.runs.processes.process import SIGNALS, die_with_parent, handle_signals
 from qnmixer.runs.records import (
@@ -46,11 +45,12 @@ from qnmixer.runs.records import (
 from qnmixer.runs.run import RUNS, run_lock
 from qnmixer.runs.tables import Table, in_digits
 from qnmixer.runs.terminal import Console
+from qnmixer.runs.trained_settings import digest_of_training
 from qnmixer.settings.compose import quoted
+from qnmixer.settings.config import Config, parse
 from qnmixer.settings.parts import Metrics, modes_of
 from qnmixer.settings.plugins import digests_of_code
 from qnmixer.settings.project import NO_PROJECT
-from qnmixer.settings.run import Config, parse
 from qnmixer.settings.validation import validated
 
 # The sweep

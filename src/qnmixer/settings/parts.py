@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, model_validator
 
 from qnmixer.errors import ConfigError, first_line
-from qnmixer.settings.names import LOSS, taken_names
+from qnmixer.settings.logged_names import LOSS, taken_names
 from qnmixer.settings.options import TARGET, options
 from qnmixer.settings.plugins import Kind, defaults_of, is_trusted, load_plugin, parameters_of, subclass_of
 from qnmixer.settings.sections import WandbConfig

@@ -30,11 +30,11 @@ from qnmixer.evaluation.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.measurement.pairs import check_pairs
 from qnmixer.module.base import RunModule
 from qnmixer.parallel.device_memory import MIB, read_usage
-from qnmixer.parallel.shards import gather
+from qnmixer.parallel.gather import gather
 from qnmixer.parallel.tracker import PeakTracker
 from qnmixer.reconstruction.weights import MEAN_KEY, TRAINED_KEY
 from qnmixer.runs.terminal import Console
-from qnmixer.settings.names import ITERATES, best_name
+from qnmixer.settings.logged_names import ITERATES, best_name
 from qnmixer.settings.parts import CallbackConfig, MetricConfig, modes_of
 from qnmixer.settings.sections import Count
 

@@ -30,7 +30,7 @@ from qnmixer.reconstruction.pretrained import encoded_readably, load
 from qnmixer.reconstruction.weights import RUN_KEY
 from qnmixer.runs.layout import checkpoint_in
 from qnmixer.runs.processes.process import defer_stop, is_rank, rank, stop_requested
-from qnmixer.settings.names import best_name
+from qnmixer.settings.logged_names import best_name
 
 
 class Checkpointing(Checkpoint):

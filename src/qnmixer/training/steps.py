@@ -38,20 +38,20 @@ from qnmixer.module.build import build_data_module, build_module
 from qnmixer.parallel.buffers import buffer_means
 from qnmixer.parallel.device_memory import MIB, is_out_of_memory, memory_of
 from qnmixer.parallel.devices import allow_tf32, compile_blocks
+from qnmixer.parallel.gather import gather
 from qnmixer.parallel.lightning_private import count_training_steps, disable_signal_handling
 from qnmixer.parallel.parallelism import build_precision, parallelism_of
-from qnmixer.parallel.shards import gather
 from qnmixer.reconstruction.checkpoints import load_weights, resumable, split_of, steps_of
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.weights import find_checkpoint
-from qnmixer.runs.identity import digest_of_training
 from qnmixer.runs.loggers import FAILURE, INTERRUPTION, SUCCESS, close_loggers, device_name
 from qnmixer.runs.processes.process import rank, stop_signals, world_size
 from qnmixer.runs.records import git_diff, read_results
 from qnmixer.runs.run import Run, resume_hint
+from qnmixer.runs.trained_settings import digest_of_training
+from qnmixer.settings.config import Config, effective_batch, targets_of
 from qnmixer.settings.parts import modes_of
 from qnmixer.settings.plugins import digests_of_code, untrusted_modules
-from qnmixer.settings.run import Config, effective_batch, targets_of
 from qnmixer.settings.sections import FewBatchesConfig, ProfileConfig
 from qnmixer.training.callbacks import (
     DataCheck,

@@ -12,12 +12,12 @@ import torch
 
 from qnmixer.data.cache import to_square
 from qnmixer.data.phantoms.phantoms import phantom
-from qnmixer.evaluation.command import on_test
-from qnmixer.evaluation.config import EvaluateConfig
+from qnmixer.evaluation.evaluate_config import EvaluateConfig
+from qnmixer.evaluation.evaluate_run import on_test
 from qnmixer.evaluation.pictures import MethodImages, SliceImages
 from qnmixer.evaluation.scores import titles_of, used_in_training
 from qnmixer.extras.comparison.compare import compare
-from qnmixer.extras.comparison.config import CompareConfig
+from qnmixer.extras.comparison.compare_config import CompareConfig
 from qnmixer.extras.comparison.methods import ComparedMethod, Comparison
 from qnmixer.extras.comparison.report import write_comparison
 from qnmixer.runs.terminal import Console

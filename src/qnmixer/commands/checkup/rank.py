@@ -21,12 +21,12 @@ from qnmixer.errors import RankFailed
 from qnmixer.files import atomic_file
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.module.build import build_data_module, build_module
-from qnmixer.parallel.shards import gather
+from qnmixer.parallel.gather import gather
 from qnmixer.runs.loggers import build_loggers
 from qnmixer.runs.processes.launch import launch
 from qnmixer.runs.processes.process import is_rank, rank, world_size
 from qnmixer.runs.run import Run
-from qnmixer.settings.run import Config
+from qnmixer.settings.config import Config
 from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.steps import build_trainer
 

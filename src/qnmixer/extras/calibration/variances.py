@@ -15,7 +15,7 @@ from qnmixer.data.cache import to_grid
 from qnmixer.data.numpy_files import open_stack
 from qnmixer.data.slices import usable
 from qnmixer.errors import DataError
-from qnmixer.extras.calibration.config import CalibrateConfig
+from qnmixer.extras.calibration.calibrate_config import CalibrateConfig
 from qnmixer.extras.calibration.dose import Variances
 from qnmixer.measurement.build import geometry_of
 from qnmixer.physics import FanBeamGeometry

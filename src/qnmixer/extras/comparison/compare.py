@@ -5,9 +5,9 @@ from math import inf
 from pathlib import Path
 
 from qnmixer.errors import ConfigError, say, visible
-from qnmixer.evaluation.command import on_test
 from qnmixer.evaluation.evaluate import evaluate
-from qnmixer.extras.comparison.config import CompareConfig
+from qnmixer.evaluation.evaluate_run import on_test
+from qnmixer.extras.comparison.compare_config import CompareConfig
 from qnmixer.extras.comparison.methods import Comparison, methods_of
 from qnmixer.parallel.devices import choose_device
 

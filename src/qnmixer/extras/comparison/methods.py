@@ -17,13 +17,13 @@ from qnmixer.evaluation.statistics import Scores, Seeds, Statistic, difference, 
 from qnmixer.files import digest
 from qnmixer.reconstruction.checkpoints import built_from, read_checkpoint, settings_of
 from qnmixer.reconstruction.weights import find_checkpoint
-from qnmixer.runs.identity import what_is_trained
 from qnmixer.runs.loggers import without_folders
 from qnmixer.runs.records import as_number, own_modules, read_results
 from qnmixer.runs.sweeps import jobs_of
+from qnmixer.runs.trained_settings import what_is_trained
 from qnmixer.settings.compose import of_hydra, values_of
+from qnmixer.settings.config import Config, checked
 from qnmixer.settings.plugins import check_trusted
-from qnmixer.settings.run import Config, checked
 
 _OF_NO_METHOD = ("seed", "data.seed", "tags", "test_after_training")
 """Keys that change no method. Jobs that differ in these only are one method."""

@@ -20,7 +20,7 @@ from qnmixer.runs.loggers import without_folders
 from qnmixer.runs.records import duration
 from qnmixer.runs.tables import NOTHING, Table, in_digits
 from qnmixer.runs.terminal import Console
-from qnmixer.settings.names import COLUMNS_OF_COMPARISON, IN_WINDOW
+from qnmixer.settings.logged_names import COLUMNS_OF_COMPARISON, IN_WINDOW
 
 _COLUMNS_OF_STATISTICS = (
     "method", "metric", "mean", "std_over_seeds", "std_over_patients", "seeds", "patients", "test",

@@ -12,8 +12,8 @@ from qnmixer.reconstruction.checkpoints import built_from, steps_of
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor, second_order
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
+from qnmixer.runs.public_config import without_places
 from qnmixer.runs.records import duration, read_results, read_text
-from qnmixer.runs.sharing import without_places
 from qnmixer.runs.tables import Table
 from qnmixer.settings.compose import quoted, values_of
 from qnmixer.settings.options import TARGET

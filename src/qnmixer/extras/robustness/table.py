@@ -13,15 +13,15 @@ from matplotlib.figure import Figure
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import ConfigError, UserError, first_line, say
-from qnmixer.evaluation.command import on_test
 from qnmixer.evaluation.evaluate import RunData, evaluate, evaluated_name
+from qnmixer.evaluation.evaluate_run import on_test
 from qnmixer.evaluation.logs import log_scores, name_in_logs
 from qnmixer.evaluation.pictures import save_figure
 from qnmixer.evaluation.scores import Evaluation, by_patient, log_prefix
 from qnmixer.evaluation.statistics import difference, half_width
 from qnmixer.extras.robustness.cliff import search
 from qnmixer.extras.robustness.conditions import BEYOND, VIEWS, Condition, Scene, conditions
-from qnmixer.extras.robustness.config import RobustnessConfig
+from qnmixer.extras.robustness.robustness_config import RobustnessConfig
 from qnmixer.files import write_text
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation

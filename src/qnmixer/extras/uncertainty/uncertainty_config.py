@@ -6,7 +6,7 @@ from annotated_types import Gt, Len, Lt
 from omegaconf import DictConfig
 
 from qnmixer.errors import ConfigError
-from qnmixer.evaluation.config import RunEvaluationConfig
+from qnmixer.evaluation.evaluate_config import RunEvaluationConfig
 from qnmixer.settings.validation import Section
 
 

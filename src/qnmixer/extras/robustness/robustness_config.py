@@ -6,7 +6,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import model_validator
 
 from qnmixer.errors import ConfigError
-from qnmixer.evaluation.config import ScoringConfig
+from qnmixer.evaluation.evaluate_config import ScoringConfig
 from qnmixer.reconstruction.sections import Passes, Start, Symmetries
 from qnmixer.settings.options import options
 from qnmixer.settings.parts import Loggers

@@ -4,7 +4,7 @@ from typing import ClassVar, Self
 
 from omegaconf import DictConfig
 
-from qnmixer.evaluation.config import ScoringConfig
+from qnmixer.evaluation.evaluate_config import ScoringConfig
 from qnmixer.reconstruction.sections import Symmetries
 from qnmixer.settings.sections import EvaluationConfig, Seed, Texts
 from qnmixer.settings.validation import unknown_key

@@ -9,12 +9,12 @@ import torch
 from qnmixer.data.batch import to_hu
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError
-from qnmixer.evaluation.command import on_test
 from qnmixer.evaluation.evaluate import evaluated_source
+from qnmixer.evaluation.evaluate_run import on_test
 from qnmixer.evaluation.logs import name_in_logs
 from qnmixer.evaluation.statistics import half_width
-from qnmixer.extras.uncertainty.config import EvaluateUncertaintyConfig
 from qnmixer.extras.uncertainty.coverage import GROUPS, by_patient, coverages, covered_by, factor_for
+from qnmixer.extras.uncertainty.uncertainty_config import EvaluateUncertaintyConfig
 from qnmixer.files import write_text
 from qnmixer.parallel.devices import choose_device
 from qnmixer.physics import Symmetry, images_by_symmetry

@@ -10,9 +10,9 @@ from torch import Tensor
 from qnmixer.errors import ConfigError
 from qnmixer.evaluation.logs import log_scores
 from qnmixer.extras.task import scores as of
-from qnmixer.extras.task.config import EvaluateTaskConfig, TaskConfig
 from qnmixer.extras.task.phantoms import Disc, TaskPhantom
 from qnmixer.extras.task.report import DoseScores, headings, scores_by_name, write_task
+from qnmixer.extras.task.task_config import EvaluateTaskConfig, TaskConfig
 from qnmixer.measurement.build import build_noise
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation
@@ -22,8 +22,8 @@ from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.terminal import Console, progress
+from qnmixer.settings.config import section
 from qnmixer.settings.rules import one_scale
-from qnmixer.settings.run import section
 
 _KINDS = "absent", "present", "edges"
 _FINER = 2  # sinograms come from a finer grid, so that no method reconstructs by the matrix that simulated

@@ -6,8 +6,8 @@ from pathlib import Path
 from qnmixer.data.dataset import SliceDataset
 from qnmixer.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.evaluation.config import EvaluateConfig, ScoringConfig
 from qnmixer.evaluation.evaluate import PAGE, RunData, evaluate, evaluated_source, what_was_evaluated, write_evaluation
+from qnmixer.evaluation.evaluate_config import EvaluateConfig, ScoringConfig
 from qnmixer.evaluation.logs import log_evaluation
 from qnmixer.evaluation.scores import Evaluation
 from qnmixer.files import path_of
@@ -23,10 +23,10 @@ from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.records import is_signed, own_modules, read_results
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.compose import values_of
+from qnmixer.settings.config import section, targets_of
 from qnmixer.settings.data import DataConfig, FolderData, MixedData, PairData, PhantomData
 from qnmixer.settings.plugins import check_trusted, is_trusted, module_of
 from qnmixer.settings.rules import one_scale, scan_of_set
-from qnmixer.settings.run import section, targets_of
 from qnmixer.settings.sections import GeometryConfig
 
 _LOADING = "batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"

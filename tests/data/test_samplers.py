@@ -19,7 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from qnmixer.data.shares import drawn_alike, share_of, shared
+from qnmixer.data.samplers import drawn_alike, share_of, shared
 
 SLICES = torch.arange(10.0)
 SKEWED = [0.0, 0, 0, 0, 1, 1, 1, 1, 1, 5]

@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 from pydantic import model_validator
 
 from qnmixer.errors import ConfigError
-from qnmixer.evaluation.config import RunEvaluationConfig
+from qnmixer.evaluation.evaluate_config import RunEvaluationConfig
 from qnmixer.reconstruction.sections import GeometryChanges
 from qnmixer.settings.data import DataConfig
 from qnmixer.settings.sections import Length, Seed

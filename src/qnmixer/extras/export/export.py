@@ -4,7 +4,7 @@ from pathlib import Path
 
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.extras.export.card import model_card
-from qnmixer.extras.export.config import ExportConfig
+from qnmixer.extras.export.export_config import ExportConfig
 from qnmixer.files import atomic_file, path_of, write_text
 from qnmixer.reconstruction.checkpoints import encode, load_run
 from qnmixer.reconstruction.weights import find_checkpoint
