@@ -15,12 +15,9 @@ from qnmixer.settings.strategies import DDPConfig
 
 
 class DataParallel(Parallelism[DDPConfig]):
-    """How ddp trains, and what the plan counts for it.
+    """How ddp trains, and what the plan counts for it."""
 
-    Gradients are views of ddp's buckets, which stay when gradients are cleared.
-    """
-
-    frees_gradients = False
+    frees_gradients = False  # they are views of ddp's buckets, which stay when gradients are cleared
 
     def strategy(self) -> "DDPStrategy":
         """ddp, with this run's keys."""

@@ -36,12 +36,9 @@ class Parallelism(Generic[S]):
     Args:
         keys: those of the strategy.
         config: of the run, with the number of devices filled in.
-
-    Attributes:
-        frees_gradients: whether a step frees the gradients of the step before.
     """
 
-    frees_gradients: ClassVar[bool] = True
+    frees_gradients: ClassVar[bool] = True  # a step frees the gradients of the step before
 
     def __init__(self, keys: S, config: Config) -> None:
         self.keys, self.config = keys, config

@@ -147,7 +147,7 @@ class _Shapes(TorchDispatchMode):
             tensor = tensors[output.argument]
         else:
             tensor = tensor_without_data(
-                _Shape, output.shape, output.strides, output.offset, output.dtype, output.device
+                _Shape, output.shape, output.strides, output.offset, dtype=output.dtype, device=output.device
             )
             tensor.memory = _Bytes(output.n_bytes) if output.source is None else storage_of(tensors[output.source])
             if output.conjugate or output.negative:

@@ -25,30 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
-    "NO_TORCH_FUNCTION",
-    "READS_VALUE",
     "TorchDispatchMode",
     "TreeSpec",
-    "fake_mode",
-    "fake_tensor",
-    "foreach_add_",
-    "foreach_lerp",
-    "foreach_lerp_",
-    "foreach_mul_",
-    "is_saved_buffer",
     "is_traceable_wrapper_subclass_type",
     "no_dispatch",
-    "schedules_in",
-    "set_signs",
-    "step_to",
-    "storage_key",
-    "tensor_without_data",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
-    "version_of",
 ]
 
 # Tensors without data
@@ -57,18 +42,8 @@ NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a class of tensors that leaves functions of torch as they are."""
 READS_VALUE = torch.ops.aten._local_scalar_dense.default
 """The operator behind .item(), float() and `if x > 0`."""
-
-
-def tensor_without_data(
-    kind: type[Tensor],
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    offset: int | torch.SymInt,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Any:
-    """A tensor of a class of one's own, which has a shape but no memory. Public functions would allocate it."""
-    return Tensor._make_wrapper_subclass(kind, shape, strides, offset, dtype=dtype, device=device)
+tensor_without_data: Any = Tensor._make_wrapper_subclass
+"""A tensor of a class of one's own, which has a shape but no memory. Public functions would allocate it."""
 
 
 def set_signs(tensor: Tensor, conjugate: bool, negative: bool) -> None:
