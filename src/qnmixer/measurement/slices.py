@@ -1,13 +1,14 @@
 """Slices with their noisy sinograms, which the workers of a loader make ahead of time: A x + noise → y."""
 
+from typing import Any
+
 import torch
 
-from qnmixer.data.dataset import Part, Pick, Sample, SliceDataset
+from qnmixer.data.dataset import Pick, Sample, SliceDataset
 from qnmixer.measurement.measurement import STREAMS
 from qnmixer.physics import KeyedNoise
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.physics.sparse import apply_linear
-from qnmixer.settings.data import DataConfig
 
 
 class MeasuredSlices(SliceDataset):
@@ -17,27 +18,15 @@ class MeasuredSlices(SliceDataset):
     those of `Measurement` on a CPU to the last bit.
 
     Args:
-        part: the slices.
-        config: as in `SliceDataset`.
-        stream: train, val or test.
-        augment: as in `SliceDataset`.
+        slices: the positional arguments of `SliceDataset`.
         noise: with the keys (seed, stream, sample).
         seed: of the noise.
         matrix: A for the images from which y is simulated; None: a scanner has measured all sinograms.
+        options: of `SliceDataset`.
     """
 
-    def __init__(
-        self,
-        part: Part,
-        config: DataConfig,
-        stream: str,
-        *,
-        augment: bool,
-        noise: KeyedNoise,
-        seed: int,
-        matrix: ScanMatrix | None,
-    ) -> None:
-        super().__init__(part, config, stream, augment=augment)
+    def __init__(self, *slices: Any, noise: KeyedNoise, seed: int, matrix: ScanMatrix | None, **options: Any) -> None:
+        super().__init__(*slices, **options)
         self.noise, self.seed, self.matrix = noise, seed, matrix
 
     @torch.no_grad()
