@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -207,6 +208,10 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> RunData:
 # The Trainer
 
 
+_NOT_FOR_THE_TRAINER = "precision", "limit_test_batches", "val_every_n_steps", "save_every_n_steps", "tf32"
+"""Keys of the section that a plugin, our test, our callbacks and torch get."""
+
+
 def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> L.Trainer:
     """Build Lightning's Trainer for a run folder; the config must come from `resolve_devices`. Sets trainer.tf32."""
     t, of_slices = config.trainer, config.datamodule.is_of_slices
@@ -215,45 +220,27 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         interval, every_n_epochs = t.val_every_n_steps * t.accumulate_grad_batches, None
     disable_signal_handling()
     allow_tf32(t.tf32)
-    trainer = L.Trainer(
-        accelerator=t.accelerator,
-        devices=t.devices if isinstance(t.devices, list) else t.per_node or 1,
-        num_nodes=t.num_nodes,
-        strategy=parallelism_of(config).strategy(),
+    # The other keys go to Lightning as they are: a new argument is a key of TrainerConfig, and nothing here.
+    arguments: dict[str, Any] = {key: value for key, value in t if key not in _NOT_FOR_THE_TRAINER} | {
+        "devices": t.devices if isinstance(t.devices, list) else t.per_node or 1,
+        "strategy": parallelism_of(config).strategy(),
         # Not precision=: Lightning turns fp16 into bf16 on a CPU, and refuses it with FSDP2.
-        plugins=[AtomicCheckpointIO(), build_precision(t, t.accelerator)],
-        max_steps=t.max_steps,
-        max_epochs=-1 if t.max_epochs is None else t.max_epochs,
-        accumulate_grad_batches=t.accumulate_grad_batches,
-        gradient_clip_val=t.gradient_clip_val,
-        gradient_clip_algorithm=t.gradient_clip_algorithm,
-        min_steps=t.min_steps,
-        min_epochs=t.min_epochs,
-        max_time=t.max_time,
-        val_check_interval=interval,
-        check_val_every_n_epoch=every_n_epochs,
+        "plugins": [AtomicCheckpointIO(), build_precision(t, t.accelerator)],
+        "max_epochs": -1 if t.max_epochs is None else t.max_epochs,
+        "val_check_interval": interval,
+        "check_val_every_n_epoch": every_n_epochs,
         # Our own loader has the batches of these two: Lightning would replace its sampler.
-        limit_train_batches=None if of_slices else t.limit_train_batches,
-        overfit_batches=0 if of_slices else t.overfit_batches,
-        limit_val_batches=t.overfit_batches or t.limit_val_batches,
-        num_sanity_val_steps=t.num_sanity_val_steps,
-        fast_dev_run=t.fast_dev_run,
-        reload_dataloaders_every_n_epochs=t.reload_dataloaders_every_n_epochs,
-        log_every_n_steps=t.log_every_n_steps,
-        deterministic=t.deterministic,
-        benchmark=t.benchmark,
-        inference_mode=t.inference_mode,
-        sync_batchnorm=t.sync_batchnorm,
-        detect_anomaly=t.detect_anomaly,
-        use_distributed_sampler=False,  # Lightning's pads with slices that count twice, and shuffles always
-        logger=list(loggers),
-        callbacks=[*buffer_means(config), StepMetrics(), DataCheck(), *callbacks],
-        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
-        enable_model_summary=t.enable_model_summary,
-        enable_autolog_hparams=t.enable_autolog_hparams,
-        default_root_dir=folder,
-        profiler=_profiler(config, folder / "profile"),
-    )
+        "limit_train_batches": None if of_slices else t.limit_train_batches,
+        "overfit_batches": 0 if of_slices else t.overfit_batches,
+        "limit_val_batches": t.overfit_batches or t.limit_val_batches,
+        "use_distributed_sampler": False,  # Lightning's pads with slices that count twice, and shuffles always
+        "logger": list(loggers),
+        "callbacks": [*buffer_means(config), StepMetrics(), DataCheck(), *callbacks],
+        "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
+        "default_root_dir": folder,
+        "profiler": _profiler(config, folder / "profile"),
+    }
+    trainer = L.Trainer(**arguments)
     count_training_steps(trainer)
     return trainer
 
