@@ -62,9 +62,10 @@ def test_physics_models_and_trained_networks_need_the_base_only(tmp_path: Path) 
     hidden = {package for packages in PACKAGES.values() for package in packages}
     done = python(tmp_path, hidden, "-c", BASE)
     assert (done.returncode, done.stderr) == (0, "")
-    name, line, n_views = done.stdout.splitlines()
+    name, line, cures, n_views = done.stdout.splitlines()
     assert (name, n_views) == ("QNMixer 64", "48")
     assert line.startswith("the network was trained with geometry.n_views=64, not 48: its step sizes follow the scan, ")
+    assert cures.startswith("data steps spread: ")
 
 
 @pytest.mark.slow

@@ -1,13 +1,14 @@
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from qnmixer.data.formats import FORMATS, open_file
 
+from .conftest import body_hu, make_ct
 
-def test_training_and_reconstruct_read_the_same_slices(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+
+def test_training_and_reconstruct_read_the_same_slices(tmp_path: Path) -> None:
     """Of a file of each format, whatever its name."""
     make_ct(tmp_path / "slice.dcm")
     np.save(tmp_path / "stack.npy", np.stack([body_hu(), body_hu() + 1]).astype(np.float32))
