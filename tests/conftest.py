@@ -36,7 +36,7 @@ import yaml
 from qnmixer.module import ReconstructionModule
 from qnmixer.module.build import build_module
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import Config, parse
+from qnmixer.settings.run import Config, parse
 
 from .composing import compose_faster
 from .schemas import EXTRAS

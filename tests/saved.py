@@ -12,7 +12,7 @@ import torch
 from qnmixer.commands import command
 from qnmixer.module.build import build_module
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from .schemas import SCHEMAS
 

@@ -6,7 +6,7 @@ from qnmixer.doctor import DoctorConfig
 from qnmixer.evaluation.evaluate_config import EvaluateConfig
 from qnmixer.memory.plan_config import PlanConfig
 from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
-from qnmixer.settings.config import Config
+from qnmixer.settings.run import Config
 from qnmixer.settings.validation import Section
 
 EXTRAS = find_spec("qnmixer.extras") is not None

@@ -6,9 +6,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
 from qnmixer.settings.options import CONF, values_of_option
 from qnmixer.settings.plugins import defaults_of, parameters_of
+from qnmixer.settings.run import parse
 
 from .conftest import every_third
 from .pages import SEARCH_PATH, STUDIES

@@ -14,7 +14,7 @@ SRC = Path(qnmixer.__file__).parent
 
 @pytest.mark.parametrize(("module", "unwanted"), [
     ("qnmixer", {"torch", "numpy", "omegaconf", "rich"}),
-    ("qnmixer.settings.config", {"torch", "lightning"}),
+    ("qnmixer.settings.run", {"torch", "lightning"}),
     ("qnmixer.reconstruction.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
     pytest.param("qnmixer.extras.export.export", {"lightning", "torchmetrics", "matplotlib"}, marks=pytest.mark.extras),
 ])  # fmt: skip

@@ -27,7 +27,7 @@ collect_garbage_rarely()
 collect_garbage_rarely()
 assert gc.get_threshold()[0] > 20 * usual[0]
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 from qnmixer.training.worker import function_that_trains
 function_that_trains(parse(compose("train", ["experiment=demo"])))
 assert gc.get_threshold() == usual

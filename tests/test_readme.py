@@ -8,7 +8,7 @@ import pytest
 from qnmixer.memory.plan import Planner
 from qnmixer.memory.report import LEVERS, levers_table
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from .pages import PAGES, README, ROOT, blocks, commands
 

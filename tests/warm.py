@@ -217,7 +217,7 @@ def _compose_once() -> None:
     """Let Hydra find its plugins and read conf/, and pydantic build its types."""
     from qnmixer.runs.public_config import with_names
     from qnmixer.settings.compose import compose
-    from qnmixer.settings.config import parse
+    from qnmixer.settings.run import parse
 
     configs = {name: compose(name, []) for name in COMMANDS}
     with_names(parse(configs["train"]).plain())

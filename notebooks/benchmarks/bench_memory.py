@@ -25,8 +25,8 @@ from qnmixer.parallel.devices import compile_blocks
 from qnmixer.parallel.pipeline import Pipeline, sum_gradients
 from qnmixer.parallel.tracker import AUTOCAST, batch_of
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import Config, parse
 from qnmixer.settings.override import override
+from qnmixer.settings.run import Config, parse
 from qnmixer.settings.strategies import PipelineConfig
 
 CONFIGS = [

@@ -17,7 +17,7 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 _TINY = ["data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40"]
 

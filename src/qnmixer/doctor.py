@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from qnmixer.commands import command
 from qnmixer.errors import say
-from qnmixer.settings.config import WithRunConfig
+from qnmixer.settings.run import WithRunConfig
 
 
 class DoctorConfig(WithRunConfig):

@@ -21,7 +21,7 @@ from qnmixer.parallel.fsdp import FSDPStrategy
 from qnmixer.parallel.pipeline import PipelineStrategy
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.runs.loggers import MetricsFile, WandbRun
-from qnmixer.settings.config import section
+from qnmixer.settings.run import section
 from qnmixer.settings.sections import MemoryConfig
 from qnmixer.training.callbacks import EMA, IteratePictures, MemoryMonitor
 from qnmixer.training.checkpointing import Checkpointing

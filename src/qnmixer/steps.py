@@ -18,8 +18,8 @@ from qnmixer.module.parts import build_optimizer, learning_rate_factor
 from qnmixer.runs.loggers import build_loggers
 from qnmixer.runs.run import Run
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import Config, parse
 from qnmixer.settings.override import override
+from qnmixer.settings.run import Config, parse
 from qnmixer.training.steps import (
     all_callbacks,
     build_data,

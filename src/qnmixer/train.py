@@ -27,9 +27,9 @@ from qnmixer.runs.processes.process import is_rank, loading, stop_signals
 from qnmixer.runs.run import Run, resume_overrides
 from qnmixer.runs.sweeps import Job, run_jobs, sweep
 from qnmixer.settings.compose import search_path_in
-from qnmixer.settings.config import Config, parse
 from qnmixer.settings.error_lines import explain
 from qnmixer.settings.project import project_at, project_here
+from qnmixer.settings.run import Config, parse
 from qnmixer.training.worker import check_processes, fit_as_rank, fit_in_processes, function_that_trains
 
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from qnmixer.commands import command
 from qnmixer.errors import DataError, Stopped
-from qnmixer.settings.config import Config
+from qnmixer.settings.run import Config
 
 from ..conftest import PYTHONS_LOADER
 from ..typed import Typed

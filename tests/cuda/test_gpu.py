@@ -35,8 +35,8 @@ from qnmixer.parallel.parallelism import build_precision
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import Config, parse
 from qnmixer.settings.override import override
+from qnmixer.settings.run import Config, parse
 from qnmixer.training.callbacks import MemoryMonitor
 from qnmixer.training.steps import build_trainer
 

@@ -15,7 +15,7 @@ from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
 from qnmixer.parallel.tracker import batch_of
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from .test_gpu import NETWORKS, SMALL
 

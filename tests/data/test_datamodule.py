@@ -20,7 +20,7 @@ from qnmixer.data.dataset import EpochSampler, Pick, Scaling, scaling_of
 from qnmixer.data.splits import PARTS, RunSplit, SplitRecord
 from qnmixer.errors import DataError
 from qnmixer.runs.processes.process import SIGNALS
-from qnmixer.settings.config import section
+from qnmixer.settings.run import section
 
 from .conftest import body_hu, make_ct
 

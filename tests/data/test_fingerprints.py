@@ -15,8 +15,8 @@ from qnmixer.data.fingerprints import alike, look, original
 from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.data.splits import RunSplit, SplitRecord, is_split_record
 from qnmixer.physics import FanBeamGeometry
-from qnmixer.settings.config import section
 from qnmixer.settings.data import FolderData
+from qnmixer.settings.run import section
 
 from .conftest import make_ct
 

@@ -16,8 +16,8 @@ from qnmixer.evaluation.evaluate_run import as_trained
 from qnmixer.reconstruction.checkpoints import encode, read_checkpoint
 from qnmixer.reconstruction.sections import AsTrained
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse, section
 from qnmixer.settings.data import MixedData
+from qnmixer.settings.run import parse, section
 
 N_PATIENTS, N_EACH = 5, 2
 

@@ -25,7 +25,7 @@ from qnmixer.measurement.build import build_geometry, build_projector
 from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from ..conftest import TINY, environment, few_conditions, tiny_config
 from ..warm import FORK_RANKS, Done, Warm

@@ -11,7 +11,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.units import FloatArray
-from qnmixer.settings.config import section
+from qnmixer.settings.run import section
 
 from .conftest import make_ct
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.slices import SliceInfo, clean_hu, doubted, unit_signs
-from qnmixer.settings.config import section
 from qnmixer.settings.data import DataConfig
+from qnmixer.settings.run import section
 
 from .conftest import make_ct
 

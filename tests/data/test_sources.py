@@ -10,7 +10,7 @@ import torch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.numpy_files import NumpyReader
 from qnmixer.errors import DataError, PluginError
-from qnmixer.settings.config import section
+from qnmixer.settings.run import section
 
 from .conftest import body_hu
 

@@ -6,7 +6,7 @@ import pytest
 from qnmixer.data.slices import SliceInfo
 from qnmixer.data.splits import PARTS, RunSplit, Split, files_as_patients, patients_of, seen_by
 from qnmixer.errors import DataError
-from qnmixer.settings.config import section
+from qnmixer.settings.run import section
 
 
 def infos_of(*paths: str, patient: str = "") -> list[SliceInfo]:

@@ -14,7 +14,7 @@ from qnmixer.evaluation.pictures import MethodImages, SliceImages
 from qnmixer.evaluation.scores import Evaluation, ImageScore
 from qnmixer.module import ReconstructionModule
 from qnmixer.runs.terminal import Console
-from qnmixer.settings.config import section
+from qnmixer.settings.run import section
 from qnmixer.settings.sections import EvaluationConfig
 
 from ..conftest import csv_rows, tiny_module

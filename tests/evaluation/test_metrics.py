@@ -6,7 +6,7 @@ import torch
 
 from qnmixer.evaluation.metrics import psnr, ssim
 from qnmixer.module.parts import build_loss
-from qnmixer.settings.config import section
+from qnmixer.settings.run import section
 
 
 def images(n: int = 3, size: int = 24) -> tuple[torch.Tensor, torch.Tensor]:

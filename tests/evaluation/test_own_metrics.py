@@ -16,8 +16,8 @@ from qnmixer.models import QNMixer
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.runs.records import read_metrics
 from qnmixer.runs.run import Run
-from qnmixer.settings.config import Config
 from qnmixer.settings.logged_names import taken_names
+from qnmixer.settings.run import Config
 
 from ..conftest import tiny_config
 

@@ -25,7 +25,7 @@ from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.sinograms import holds_sinograms
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse, section
+from qnmixer.settings.run import parse, section
 
 from ..conftest import TINY
 from ..sets import discs, image_of, write_helix2fan

@@ -15,7 +15,7 @@ from qnmixer.installed import NotInstalled
 from qnmixer.measurement.build import build_geometry
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse, section
+from qnmixer.settings.run import parse, section
 
 from ..sets import write_lodopab
 

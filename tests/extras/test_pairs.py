@@ -21,7 +21,7 @@ from qnmixer.module.build import build_data_module, build_module
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse, section
+from qnmixer.settings.run import parse, section
 from qnmixer.train import train
 from qnmixer.training.steps import build_trainer
 from qnmixer.training.terminal import print_start

@@ -20,7 +20,7 @@ from qnmixer.measurement.pairs import check_pairs
 from qnmixer.physics import PhysicalNoise
 from qnmixer.runs.run import Run
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from ..conftest import TINY, tiny_config
 

@@ -5,8 +5,8 @@ import pytest
 from qnmixer.memory.plan import Planner, advice, changes
 from qnmixer.parallel.device_memory import MIB
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import Config, effective_batch, parse
 from qnmixer.settings.override import override
+from qnmixer.settings.run import Config, effective_batch, parse
 
 TINY = [
     "data.image_size=32",

@@ -13,7 +13,7 @@ from qnmixer.models import LEARN, QNMixer
 from qnmixer.parallel.tracker import PeakTracker
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 from qnmixer.settings.sections import MemoryConfig
 
 from ..models.conftest import FIGURE

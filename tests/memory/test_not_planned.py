@@ -13,7 +13,7 @@ from qnmixer.memory.report import print_plan
 from qnmixer.module.build import build_module
 from qnmixer.parallel.shapes import _Shapes
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import Config, parse
+from qnmixer.settings.run import Config, parse
 from qnmixer.training import steps
 
 OWN = """

@@ -18,8 +18,8 @@ from qnmixer.parallel.pipeline import Stage, layouts, loss_of_part, stages_of
 from qnmixer.parallel.shapes import without_data
 from qnmixer.parallel.tracker import PeakTracker, autocast, batch_of, make_state, n_bytes, optimizer_tensors
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import Config, parse
 from qnmixer.settings.override import override
+from qnmixer.settings.run import Config, parse
 from qnmixer.settings.strategies import PipelineConfig
 
 from ..conftest import every_third

@@ -13,7 +13,7 @@ from qnmixer.measurement.build import build_network, build_projector
 from qnmixer.models.plain import PlainNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from ..conftest import PHANTOMS, TINY, environment
 from ..data.conftest import make_ct

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qnmixer.module.parts import build_loss, build_optimizer, learning_rate_factor
-from qnmixer.settings.config import section
 from qnmixer.settings.parts import ScheduleConfig
+from qnmixer.settings.run import section
 
 from ..conftest import tiny_config, tiny_module
 

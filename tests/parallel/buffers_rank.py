@@ -12,7 +12,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.module.build import build_module
 from qnmixer.runs.processes.process import rank
-from qnmixer.settings.config import Config, parse
+from qnmixer.settings.run import Config, parse
 from qnmixer.training.steps import build_trainer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -11,7 +11,7 @@ from qnmixer.measurement.build import build_projector
 from qnmixer.parallel.buffers import line_on_buffers
 from qnmixer.runs.processes.launch import launch
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from ..buffers import Changing, Everything
 from ..warm import Warm

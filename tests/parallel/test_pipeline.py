@@ -13,7 +13,7 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.module.build import build_module
 from qnmixer.parallel.pipeline import Logged, Packing, Stage, layouts, loss_of_part, stages_of, sum_gradients
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 
 def test_stages_are_as_equal_as_possible() -> None:

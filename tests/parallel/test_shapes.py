@@ -12,8 +12,8 @@ from qnmixer.memory.plan import Planner
 from qnmixer.parallel.shapes import _Shapes, key_of, storage_of, without_data
 from qnmixer.parallel.tracker import PeakTracker
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
 from qnmixer.settings.override import override
+from qnmixer.settings.run import parse
 
 from ..memory.test_plan import SMALL
 

@@ -18,7 +18,7 @@ from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
 from qnmixer.reconstruction.writers import write_dicom
 from qnmixer.runs.run import into_new_folder, resume_overrides
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 from qnmixer.train import run as train
 
 from ..saved import run as run_task

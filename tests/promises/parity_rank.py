@@ -21,7 +21,7 @@ from qnmixer.parallel.gather import gather
 from qnmixer.reconstruction.checkpoints import load_weights
 from qnmixer.runs.loggers import build_loggers
 from qnmixer.runs.processes.process import rank, world_size
-from qnmixer.settings.config import Config, parse
+from qnmixer.settings.run import Config, parse
 from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.checkpointing import Checkpointing
 from qnmixer.training.steps import build_trainer

@@ -15,7 +15,7 @@ import pytest
 
 from qnmixer.commands import command
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from ..conftest import environment
 from ..heavy import LOADED, path_without

@@ -25,7 +25,7 @@ from qnmixer.measurement.build import build_projector
 from qnmixer.new import new
 from qnmixer.runs.run import latest
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from ..conftest import PHANTOMS
 from ..pages import ROOT, STUDIES, commands

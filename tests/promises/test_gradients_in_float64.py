@@ -12,7 +12,7 @@ import torch
 
 from qnmixer.runs.processes.launch import launch
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from ..warm import Warm
 from .test_gradients_of_one_process import COMPETITORS, MODEL, RANK, TINY

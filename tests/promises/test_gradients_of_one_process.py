@@ -19,8 +19,8 @@ from qnmixer.data.splits import PARTS
 from qnmixer.reconstruction.checkpoints import load_run, split_of
 from qnmixer.runs.processes.launch import launch
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
 from qnmixer.settings.override import override
+from qnmixer.settings.run import parse
 
 from ..warm import Warm
 

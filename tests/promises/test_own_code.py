@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
-from qnmixer.settings.config import parse_file
+from qnmixer.settings.run import parse_file
 
 from ..conftest import PHANTOMS, csv_rows, environment, last_checkpoint, metrics
 from ..conftest import TINY as COMMON

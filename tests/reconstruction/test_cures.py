@@ -23,7 +23,7 @@ from qnmixer.reconstruction.cures import (
 )
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 TRAINED = FanBeamGeometry.paper(16, image_size=64)
 

@@ -19,7 +19,7 @@ from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.regrid import regrid_scan
 from qnmixer.reconstruction.sinograms import read_mat
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from ..saved import TINY, save
 

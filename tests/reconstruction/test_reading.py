@@ -18,7 +18,7 @@ from qnmixer.reconstruction.checkpoints import encode, load_run, load_weights, r
 from qnmixer.reconstruction.pretrained import Outline, load
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, find_checkpoint
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from ..conftest import TINY, other_config, tiny_module
 

@@ -32,7 +32,7 @@ from qnmixer.reconstruction.scan import Scan
 from qnmixer.reconstruction.sinograms import holds_sinograms, measured_scans, sinogram_files
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse, section
+from qnmixer.settings.run import parse, section
 
 from ..conftest import TINY, tiny_module
 from ..data.conftest import make_ct

@@ -16,7 +16,7 @@ from qnmixer.reconstruction.checkpoints import load_weights
 from qnmixer.reconstruction.cures import outside_of_training
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from ..saved import save
 

@@ -13,8 +13,8 @@ from qnmixer.reconstruction.checkpoints import encode, load_run, load_weights, r
 from qnmixer.reconstruction.pretrained import decode, digest_of_weights
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED, check_weights, find_checkpoint
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import Config, parse
 from qnmixer.settings.plugins import module_of
+from qnmixer.settings.run import Config, parse
 
 from ..conftest import tiny_module
 from ..public import PRIVATE

@@ -16,8 +16,8 @@ from qnmixer.runs.records import read_results
 from qnmixer.runs.sweeps import Job, objective, run_jobs
 from qnmixer.runs.trained_settings import digest_of_training
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
 from qnmixer.settings.plugins import digests_of_code
+from qnmixer.settings.run import parse
 
 PROGRAM = f"""#!{sys.executable}
 import json, os, pathlib, sys, time

@@ -20,8 +20,8 @@ from qnmixer.runs.loggers import (
 )
 from qnmixer.runs.records import SWEEP, read_metrics
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import Config, parse, parse_file
 from qnmixer.settings.error_lines import explain
+from qnmixer.settings.run import Config, parse, parse_file
 
 from ..conftest import offline_runs
 

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from qnmixer.errors import ConfigError
 from qnmixer.settings.compose import compose, compose_sweep, quoted, values_of, with_search_path
-from qnmixer.settings.config import parse
 from qnmixer.settings.options import CONF
+from qnmixer.settings.run import parse
 
 from ..pages import SEARCH_PATH
 

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from qnmixer.commands import command
 from qnmixer.errors import ConfigError
 from qnmixer.settings.compose import compose, key_of
-from qnmixer.settings.config import Config, parse
 from qnmixer.settings.options import CONF
+from qnmixer.settings.run import Config, parse
 from qnmixer.settings.typed_text import _keys_of_texts, with_texts
 
 from ..schemas import EXTRAS, SCHEMAS

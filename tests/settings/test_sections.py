@@ -9,9 +9,9 @@ import pytest
 from qnmixer.runs.public_config import without_places
 from qnmixer.settings import compose as composing
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse, parse_file, section
 from qnmixer.settings.options import CONF
 from qnmixer.settings.parts import CallbackConfig, LoggerConfig, MetricConfig, OptimizerConfig, modes_of
+from qnmixer.settings.run import parse, parse_file, section
 
 METRIC, CALLBACK = "+metrics.mine._target_=collections.Counter", "+callbacks.mine._target_=collections.Counter"
 LOGGER = ["logger._target_=collections.Counter", "+logger.key=3"]

@@ -12,7 +12,7 @@ from qnmixer.reconstruction.checkpoints import load_run, load_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import Config, parse, parse_file
+from qnmixer.settings.run import Config, parse, parse_file
 
 MINE = """
 from typing import Annotated, Literal

@@ -10,7 +10,7 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.parallel.devices import resolve_devices
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.runs.run import Run
-from qnmixer.settings.config import Config
+from qnmixer.settings.run import Config
 
 from ..conftest import metrics, tiny_config
 

@@ -18,7 +18,7 @@ from qnmixer.runs import terminal
 from qnmixer.runs.loggers import build_loggers
 from qnmixer.runs.records import read_metrics
 from qnmixer.runs.run import Run
-from qnmixer.settings.config import Config
+from qnmixer.settings.run import Config
 from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.steps import build_trainer
 from qnmixer.training.terminal import print_end, print_start

@@ -13,7 +13,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.fit import fit
 from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
-from qnmixer.settings.config import Config
+from qnmixer.settings.run import Config
 
 from ..conftest import tiny_config
 

@@ -27,9 +27,9 @@ from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor, second_order, symmetries_of
 from qnmixer.runs.processes.process import rank
 from qnmixer.runs.terminal import Console, progress
-from qnmixer.settings.config import Config
 from qnmixer.settings.data import DataConfig, FolderData, MixedData
 from qnmixer.settings.logged_names import IN_WINDOW
+from qnmixer.settings.run import Config
 from qnmixer.settings.sections import EvaluationConfig
 
 RunData = SliceDataModule | OwnDataModule

@@ -23,10 +23,10 @@ from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.records import is_signed, own_modules, read_results
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.compose import values_of
-from qnmixer.settings.config import section, targets_of
 from qnmixer.settings.data import DataConfig, FolderData, MixedData, PairData, PhantomData
 from qnmixer.settings.plugins import check_trusted, is_trusted, module_of
 from qnmixer.settings.rules import one_scale, scan_of_set
+from qnmixer.settings.run import section, targets_of
 from qnmixer.settings.sections import GeometryConfig
 
 _LOADING = "batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"

@@ -10,9 +10,9 @@ from qnmixer.data.splits import Overlap
 from qnmixer.evaluation.pictures import SliceImages
 from qnmixer.files import digest
 from qnmixer.runs.tables import NOTHING, Table, in_digits
-from qnmixer.settings.config import section
 from qnmixer.settings.logged_names import COLUMNS_OF_IMAGES, IN_WINDOW, deviation_name
 from qnmixer.settings.parts import MetricConfig
+from qnmixer.settings.run import section
 
 
 def with_usual(metrics: Mapping[str, MetricConfig]) -> dict[str, MetricConfig]:

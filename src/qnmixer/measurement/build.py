@@ -18,8 +18,8 @@ from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
 from qnmixer.physics.projector import system_matrix
 from qnmixer.physics.scan import ScanMatrix
-from qnmixer.settings.config import Config
 from qnmixer.settings.plugins import parameters_of
+from qnmixer.settings.run import Config
 from qnmixer.settings.sections import GeometryConfig
 
 

@@ -3,7 +3,7 @@
 from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import ConfigError
 from qnmixer.measurement.build import build_geometry
-from qnmixer.settings.config import Config
+from qnmixer.settings.run import Config
 from qnmixer.settings.strategies import strategies_with
 
 

@@ -10,7 +10,7 @@ from qnmixer.data.batch import Batch
 from qnmixer.errors import DataError
 from qnmixer.physics import FanBeamProjector
 from qnmixer.runs.processes.process import rank
-from qnmixer.settings.config import Config
+from qnmixer.settings.run import Config
 
 # How far A x may be from y, as a share of y, and the share of the noise that is added to it. Measured with phantoms of
 # 32 and 64 pixels, and CT slices of 64 and 256. Right pairs: 0 to 1.5 %, also from a finer grid or with metal that the

@@ -24,9 +24,9 @@ from qnmixer.parallel.shapes import values_refused, without_data
 from qnmixer.parallel.tracker import HOST, batch_of, make_state
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
-from qnmixer.settings.config import Config, validate
 from qnmixer.settings.override import override
 from qnmixer.settings.parts import ModelConfig
+from qnmixer.settings.run import Config, validate
 
 # The plan of a run
 

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import BeforeValidator
 
 from qnmixer.errors import ConfigError, suggest
-from qnmixer.settings.config import WithRunConfig
+from qnmixer.settings.run import WithRunConfig
 
 DEVICES = {
     "V100-16": 16160.0,

@@ -10,8 +10,8 @@ from qnmixer.memory.plan_config import DEVICES, PlanConfig, device_memory
 from qnmixer.parallel.device_memory import MIB, DevicePlan, on_a_gpu
 from qnmixer.runs.tables import Table
 from qnmixer.runs.terminal import Console, progress
-from qnmixer.settings.config import Config, effective_batch
 from qnmixer.settings.options import options
+from qnmixer.settings.run import Config, effective_batch
 from qnmixer.settings.strategies import StrategyConfig
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))

@@ -22,8 +22,8 @@ from qnmixer.parallel.lightning_private import ONLY_THE_CLASS, set_hparams, set_
 from qnmixer.reconstruction.checkpoints import load_run, run_of
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, SUFFIX, TRAINED_KEY, find_checkpoint
 from qnmixer.runs.records import own_modules
-from qnmixer.settings.config import Config, checked
 from qnmixer.settings.plugins import check_trusted, module_of, parameters_of, taken
+from qnmixer.settings.run import Config, checked
 
 if TYPE_CHECKING:
     from qnmixer.physics import FanBeamProjector

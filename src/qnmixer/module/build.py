@@ -10,7 +10,7 @@ from qnmixer.measurement.own_data import build_own_data
 from qnmixer.module.base import RunModule
 from qnmixer.module.parts import parts_of
 from qnmixer.physics import FanBeamProjector
-from qnmixer.settings.config import Config
+from qnmixer.settings.run import Config
 from qnmixer.settings.strategies import strategies_with
 
 

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from qnmixer.errors import ConfigError, PluginError, first_line
 from qnmixer.evaluation.metrics import build_metrics, one_for_each, try_loss
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.settings.config import Config
 from qnmixer.settings.parts import LossConfig, OptimizerConfig, ScheduleConfig
+from qnmixer.settings.run import Config
 
 
 def parts_of(config: Config) -> dict[str, Any]:

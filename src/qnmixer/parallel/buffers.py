@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from qnmixer.parallel.torch_private import is_saved_buffer
-from qnmixer.settings.config import Config
+from qnmixer.settings.run import Config
 
 
 class Place(NamedTuple):

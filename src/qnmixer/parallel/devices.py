@@ -11,7 +11,7 @@ import torch
 from qnmixer.errors import ConfigError
 from qnmixer.machine import THREADS, n_cores
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.settings.config import Config, validate
+from qnmixer.settings.run import Config, validate
 from qnmixer.torch_builds import GPU, NoBuildError, fix, visible_gpus
 
 # The devices of a run

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from qnmixer.parallel.device_memory import DevicePlan, Footprint
 from qnmixer.parallel.torch_private import tree_map_only
 from qnmixer.parallel.tracker import PeakTracker, autocast
-from qnmixer.settings.config import Config
 from qnmixer.settings.parts import averages_weights
+from qnmixer.settings.run import Config
 from qnmixer.settings.sections import TrainerConfig
 from qnmixer.settings.strategies import StrategyConfig
 

@@ -28,10 +28,10 @@ from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, find
 from qnmixer.runs.public_config import without_places
 from qnmixer.runs.records import own_modules
 from qnmixer.settings.compose import value_as_typed
-from qnmixer.settings.config import Config, checked, effective_batch, parse_file, targets_of
 from qnmixer.settings.data import DataConfig
 from qnmixer.settings.options import TARGET, values_of_option
 from qnmixer.settings.plugins import check_trusted, is_trusted
+from qnmixer.settings.run import Config, checked, effective_batch, parse_file, targets_of
 from qnmixer.settings.target import Target
 
 # Checkpoints of a run

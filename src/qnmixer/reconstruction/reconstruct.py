@@ -31,9 +31,9 @@ from qnmixer.reconstruction.sections import scan_for
 from qnmixer.reconstruction.sinograms import holds_sinograms, measured_scans, sinogram_files
 from qnmixer.reconstruction.writers import window_of, write_dicom, write_npy, write_png
 from qnmixer.runs.terminal import Console
-from qnmixer.settings.config import targets_of
 from qnmixer.settings.plugins import module_of
 from qnmixer.settings.rules import one_scale
+from qnmixer.settings.run import targets_of
 
 # Default batch sizes: on a CPU more slices do not fit into its cache; a GPU needs more to be busy.
 _ON_CPU, _ON_GPU = 4, 16

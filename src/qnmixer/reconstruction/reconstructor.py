@@ -17,7 +17,7 @@ from qnmixer.physics import FanBeamProjector, Symmetry, symmetries
 from qnmixer.reconstruction.cures import NO_CHOICE, Cures, put_on
 from qnmixer.reconstruction.pretrained import line_of_scan
 from qnmixer.runs.processes.process import rank
-from qnmixer.settings.config import Config
+from qnmixer.settings.run import Config
 
 
 class Reconstructor(nn.Module):

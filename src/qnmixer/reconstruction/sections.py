@@ -7,10 +7,10 @@ from annotated_types import Ge, Le
 from omegaconf import DictConfig
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 
-from qnmixer.settings.config import check_targets
 from qnmixer.settings.data import Source
 from qnmixer.settings.options import TARGET
 from qnmixer.settings.parts import NoiseConfig
+from qnmixer.settings.run import check_targets
 from qnmixer.settings.sections import GeometryConfig
 from qnmixer.settings.validation import Section
 

@@ -34,9 +34,9 @@ from qnmixer.runs.records import (
 )
 from qnmixer.runs.run import Run, name_of_run
 from qnmixer.settings.compose import values_of
-from qnmixer.settings.config import Config, effective_batch
 from qnmixer.settings.logged_names import OF_NETWORKS
 from qnmixer.settings.parts import METRICS_FILE, LoggerConfig
+from qnmixer.settings.run import Config, effective_batch
 from qnmixer.settings.sections import LONGEST_NAME, LONGEST_TAG, WandbConfig
 
 # The loggers of a run

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from qnmixer.settings.config import FIT, Config
 from qnmixer.settings.data import DataConfig
 from qnmixer.settings.options import TARGET, option_of
 from qnmixer.settings.plugins import is_trusted
+from qnmixer.settings.run import FIT, Config
 
 _PRIVATE: dict[str, Any] = {
     "root": None, "include": "*", "cache_dir": None,

@@ -47,10 +47,10 @@ from qnmixer.runs.tables import Table, in_digits
 from qnmixer.runs.terminal import Console
 from qnmixer.runs.trained_settings import digest_of_training
 from qnmixer.settings.compose import quoted
-from qnmixer.settings.config import Config, parse
 from qnmixer.settings.parts import Metrics, modes_of
 from qnmixer.settings.plugins import digests_of_code
 from qnmixer.settings.project import NO_PROJECT
+from qnmixer.settings.run import Config, parse
 from qnmixer.settings.validation import validated
 
 # The sweep

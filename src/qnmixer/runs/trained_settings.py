@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qnmixer.files import digest
-from qnmixer.settings.config import Config
+from qnmixer.settings.run import Config
 
 _OTHER_KEYS = ("evaluation", "logger", "resume", "tags", "test_after_training")
 _OF_LOADING = (".cache_dir", ".num_workers", ".pin_memory", ".prefetch_factor", ".seed")

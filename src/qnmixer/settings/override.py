@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from omegaconf import OmegaConf
 
 from qnmixer.settings.compose import key_of, with_one_limit
-from qnmixer.settings.config import READ_AT_ONCE, Config, check_targets, checked, parse_file, values_of_choice
 from qnmixer.settings.options import is_group
+from qnmixer.settings.run import READ_AT_ONCE, Config, check_targets, checked, parse_file, values_of_choice
 from qnmixer.settings.validation import plain_values
 
 

@@ -50,9 +50,9 @@ from qnmixer.runs.processes.process import rank, stop_signals, world_size
 from qnmixer.runs.records import git_diff, read_results
 from qnmixer.runs.run import Run, resume_hint
 from qnmixer.runs.trained_settings import digest_of_training
-from qnmixer.settings.config import Config, effective_batch, targets_of
 from qnmixer.settings.parts import modes_of
 from qnmixer.settings.plugins import digests_of_code, untrusted_modules
+from qnmixer.settings.run import Config, effective_batch, targets_of
 from qnmixer.settings.sections import FewBatchesConfig, ProfileConfig
 from qnmixer.training.callbacks import (
     DataCheck,

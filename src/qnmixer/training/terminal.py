@@ -25,7 +25,7 @@ from qnmixer.runs.processes.process import is_rank, rank
 from qnmixer.runs.run import Run
 from qnmixer.runs.tables import in_digits
 from qnmixer.runs.terminal import Console, Progress
-from qnmixer.settings.config import Config, effective_batch
+from qnmixer.settings.run import Config, effective_batch
 
 # Lines before and after training
 

@@ -33,9 +33,9 @@ from qnmixer.runs.processes.process import (
 )
 from qnmixer.runs.records import read_results
 from qnmixer.runs.run import Run, resume_hint
-from qnmixer.settings.config import Config, parse
 from qnmixer.settings.error_lines import explain
 from qnmixer.settings.plugins import Kind, load_plugin
+from qnmixer.settings.run import Config, parse
 from qnmixer.settings.strategies import strategies_with
 
 _FIT = Kind("a function (config, run)", lambda value: callable(value) and not isinstance(value, type))

@@ -16,7 +16,7 @@ from qnmixer.module.build import build_module
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from ...conftest import TINY, csv_rows, every_third
 from ...pages import SEARCH_PATH, STUDIES

@@ -14,7 +14,7 @@ from qnmixer.extras.comparison import compare as comparing
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, methods_of
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from ...settings.test_texts import ODD, is_plain
 

@@ -14,7 +14,7 @@ from qnmixer.extras.comparison.report import write_comparison
 from qnmixer.files import digest_of_bytes
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import parse
+from qnmixer.settings.run import parse
 
 from ...conftest import csv_rows
 

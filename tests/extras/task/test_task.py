@@ -17,7 +17,7 @@ from qnmixer.physics import FanBeamGeometry
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.runs.run import into_new_folder
 from qnmixer.settings.compose import compose
-from qnmixer.settings.config import section
+from qnmixer.settings.run import section
 
 from ...conftest import csv_rows
 from ...saved import TINY, run, save

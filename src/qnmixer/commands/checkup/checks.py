@@ -26,8 +26,8 @@ from qnmixer.parallel.devices import check_precision, choose_device, resolve_dev
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.runs.processes.folders import temporary_folder
 from qnmixer.runs.run import Run
-from qnmixer.settings.config import Config, effective_batch
 from qnmixer.settings.error_lines import explain
+from qnmixer.settings.run import Config, effective_batch
 from qnmixer.settings.sections import MemoryConfig
 from qnmixer.settings.strategies import SingleConfig
 

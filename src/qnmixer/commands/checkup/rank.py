@@ -26,7 +26,7 @@ from qnmixer.runs.loggers import build_loggers
 from qnmixer.runs.processes.launch import launch
 from qnmixer.runs.processes.process import is_rank, rank, world_size
 from qnmixer.runs.run import Run
-from qnmixer.settings.config import Config
+from qnmixer.settings.run import Config
 from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.steps import build_trainer
 

@@ -22,8 +22,8 @@ from qnmixer.runs.records import as_number, own_modules, read_results
 from qnmixer.runs.sweeps import jobs_of
 from qnmixer.runs.trained_settings import what_is_trained
 from qnmixer.settings.compose import of_hydra, values_of
-from qnmixer.settings.config import Config, checked
 from qnmixer.settings.plugins import check_trusted
+from qnmixer.settings.run import Config, checked
 
 _OF_NO_METHOD = ("seed", "data.seed", "tags", "test_after_training")
 """Keys that change no method. Jobs that differ in these only are one method."""

@@ -16,7 +16,7 @@ from qnmixer.physics import PhysicalNoise
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.reconstruction.cures import put_on
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
-from qnmixer.settings.config import Config, section
+from qnmixer.settings.run import Config, section
 
 VIEWS = "views"
 BEYOND = "body beyond the field, times"

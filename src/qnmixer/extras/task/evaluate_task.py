@@ -22,8 +22,8 @@ from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.terminal import Console, progress
-from qnmixer.settings.config import section
 from qnmixer.settings.rules import one_scale
+from qnmixer.settings.run import section
 
 _KINDS = "absent", "present", "edges"
 _FINER = 2  # sinograms come from a finer grid, so that no method reconstructs by the matrix that simulated

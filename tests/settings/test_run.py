@@ -13,10 +13,10 @@ from qnmixer.evaluation.evaluate_config import EvaluateConfig
 from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.sections import AsTrained
 from qnmixer.settings.compose import compose, with_one_limit
-from qnmixer.settings.config import effective_batch, parse, section
 from qnmixer.settings.data import FolderData, PhantomData
 from qnmixer.settings.options import CONF
 from qnmixer.settings.override import override
+from qnmixer.settings.run import effective_batch, parse, section
 
 from ..conftest import config_of
 
