@@ -21,7 +21,7 @@ from qnmixer.data.dicom import DicomReader
 from qnmixer.data.numpy_files import NumpyReader
 from qnmixer.data.slices import Slice
 from qnmixer.errors import DataError
-from qnmixer.settings.config import section
+from qnmixer.settings.run import section
 
 from .conftest import body_hu, make_ct
 
