@@ -335,28 +335,18 @@ def _group_and_name(config: Config, folder: Path, overrides: list[str]) -> tuple
     """Group and name of a run. In a sweep: the sweep, and the job's own overrides. Else: None, and the setting."""
     run_name = name_of_run(folder)
     if (sweep_entry := sweep_of(folder)) is None:
-        settings = with_names(config.plain())
-        views = f"{config.geometry.n_views}views"
-        return None, "-".join(
-            [settings["model"]["name"], settings["data"]["name"], views, f"seed{config.seed}", run_name]
-        )
+        views, seed = f"{config.geometry.n_views}views", f"seed{config.seed}"
+        return None, "-".join([config.model.name, config.data.name, views, seed, run_name])
     sweep_folder, sweep = sweep_entry
     return sweep_folder.name, without_folders(name_of_job(sweep, overrides)) or run_name
 
 
 def _tags(config: Config, overrides: list[str], tags: list[str]) -> list[str]:
     """The user's tags, those of the logger, then the experiment, model, data and strategy of the run."""
-    values, settings = values_of(overrides), with_names(config.plain())
-    options = [value for key, value in values.items() if key.partition("/")[0] == "experiment" and value != "null"]
+    values = values_of(overrides).items()
+    options = [value for key, value in values if key.partition("/")[0] == "experiment" and value != "null"]
     experiments = [word for words in options for word in re.split(r"[\s,]+", words.strip("[] "))]
-    words = [
-        *config.tags,
-        *tags,
-        *experiments,
-        settings["model"]["name"],
-        settings["data"]["name"],
-        config.strategy.name,
-    ]
+    words = [*config.tags, *tags, *experiments, config.model.name, config.data.name, config.strategy.name]
     return [*dict.fromkeys(word[:LONGEST_TAG] for word in words)]
 
 
