@@ -76,26 +76,12 @@ def fit_in_processes(config: Config, run: Run) -> float:
     number, if a rank fails. results.json then says failed, or interrupted after Ctrl-C and SIGTERM, whatever the ranks
     wrote.
     """
-    from qnmixer.runs.processes.launch import launch
-
     n_devices = config.trainer.per_node
     assert n_devices is not None
     try:
         _check_inputs(config, run)
         with temporary_folder("job") as temporary:
-            job = {
-                "config": config.plain(),
-                "folder": str(run.folder.absolute()),
-                "overrides": run.overrides,
-                "launcher": os.getpid(),
-            }
-            path = temporary / "job.json"
-            path.write_text(json.dumps(job), encoding="utf-8")
-            launch(
-                ["-m", "qnmixer.training.worker", str(path)],
-                n_devices,
-                ask_to_stop=lambda: _ask_to_stop(path.parent, n_devices),
-            )
+            launch_ranks(config, run, temporary, n_devices, lambda: _ask_to_stop(temporary, n_devices))
     except KeyboardInterrupt as stop:
         run.record_end("interrupted")
         raise Stopped(getattr(stop, "number", signal.SIGINT), resume_hint(run.folder)) from None
@@ -106,6 +92,16 @@ def fit_in_processes(config: Config, run: Run) -> float:
     if not isinstance(best, dict):
         raise RankFailed(f"all ranks succeeded, but rank 0 wrote no result into {run.folder}")
     return float(best[config.monitor])
+
+
+def launch_ranks(config: Config, run: Run, place: Path, n: int, ask_to_stop: Callable[[], bool]) -> None:
+    """Run the function that trains in n ranks of our launcher, by a file in the folder `place`. Raises as `launch`."""
+    from qnmixer.runs.processes.launch import launch
+
+    folder, path = str(run.folder.absolute()), place / "job.json"
+    job = {"config": config.plain(), "folder": folder, "overrides": run.overrides, "launcher": os.getpid()}
+    path.write_text(json.dumps(job), encoding="utf-8")
+    launch(["-m", "qnmixer.training.worker", str(path)], n, ask_to_stop)
 
 
 def fit_as_rank(config: Config, run: Run) -> float:

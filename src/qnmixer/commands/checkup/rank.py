@@ -2,8 +2,8 @@
 
 import faulthandler
 import gc
-import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,12 +23,12 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.module.build import build_data_module, build_module
 from qnmixer.parallel.gather import gather
 from qnmixer.runs.loggers import build_loggers
-from qnmixer.runs.processes.launch import launch
 from qnmixer.runs.processes.process import is_rank, rank, world_size
 from qnmixer.runs.run import Run
 from qnmixer.settings.run import Config
 from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.steps import build_trainer
+from qnmixer.training.worker import launch_ranks
 
 STEPS = 6
 """Optimizer steps."""
@@ -72,16 +72,9 @@ def run_ranks(config: Config, folder: Path, n: int) -> None:
 
     Raises RankFailed, which names the rank, if a rank fails or hangs. All ranks are stopped then.
     """
-    path, function = folder / "job.json", f"{__name__}.{examine.__name__}"
-    job = {
-        "config": config.changed(fit=function).plain(),
-        "folder": str(folder),
-        "overrides": [],
-        "launcher": os.getpid(),
-    }
-    path.write_text(json.dumps(job), encoding="utf-8")
+    examining = config.changed(fit=f"{__name__}.{examine.__name__}")
     try:
-        launch(["-m", "qnmixer.training.worker", str(path)], n)
+        launch_ranks(examining, Run(folder), folder, n, ask_to_stop=lambda: False)
     except RankFailed as error:
         for log in sorted(folder.glob("log_*.txt")):
             output, hangs, _ = log.read_text(encoding="utf-8", errors="replace").partition("Timeout (")
@@ -115,7 +108,10 @@ def examine(config: Config, run: Run) -> float:
             report.write(run.folder)  # a rank may be killed later
         train_a_little(report, config, run.folder, STEPS)
         if config.trainer.precision == "32" and _has_room_for_float64(config.trainer.accelerator):
-            report.in_float64 = gradients_in_float64(config, run.folder)
+            exact = Report()
+            with suppress(Exception):  # code of a user may need float32, in which the same step has passed
+                train_a_little(exact, config, run.folder, n_steps=1, in_float64=True)
+                report.in_float64 = exact.gradients
         if dist.is_initialized():
             note("leaving")
             dist.destroy_process_group()
@@ -169,16 +165,6 @@ def _has_room_for_float64(accelerator: str) -> bool:
     if dist.is_initialized():
         dist.all_reduce(answer, dist.ReduceOp.MIN)
     return bool(answer)
-
-
-def gradients_in_float64(config: Config, folder: Path) -> dict[str, Tensor]:
-    """The gradients of the first step, where rounding hides nothing; none if code of a user needs float32."""
-    report = Report()
-    try:
-        train_a_little(report, config, folder, n_steps=1, in_float64=True)
-    except Exception:  # in float32 the same step has passed
-        return {}
-    return report.gradients
 
 
 def train_a_little(report: Report, config: Config, folder: Path, n_steps: int, in_float64: bool = False) -> None:

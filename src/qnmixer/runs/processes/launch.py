@@ -29,11 +29,7 @@ class RankTraceback(Exception):
     """The traceback of the rank that failed, as the cause of RankFailed."""
 
 
-def launch(
-    arguments: list[str],
-    n_processes: int,
-    ask_to_stop: Callable[[], bool] = lambda: False,
-) -> None:
+def launch(arguments: list[str], n_processes: int, ask_to_stop: Callable[[], bool] = lambda: False) -> None:
     """Run `python *arguments` once for each rank and wait for all ranks.
 
     Args:
