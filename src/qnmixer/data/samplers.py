@@ -3,7 +3,7 @@
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
@@ -102,7 +102,7 @@ def drawn_by(loader: DataLoader[Any], seed: Callable[[], Sequence[int]]) -> Any:
 @contextmanager
 def draws(seed: Sequence[int]) -> Iterator[None]:
     """Random numbers of its own for a block. Then Python's, NumPy's and torch's generators go on as they were."""
-    outside = _random_states()
+    outside = random_states()
     number = number_of(seed)
     torch.default_generator.manual_seed(number)  # not torch.manual_seed, which seeds the GPUs too
     np.random.seed(number)  # noqa: NPY002  # classes and samplers of users draw from it
@@ -110,25 +110,25 @@ def draws(seed: Sequence[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        _set_random_states(outside)
+        set_random_states(outside)
 
 
 def drawn_alike(items: Iterable[T], seed: Sequence[int]) -> Iterator[T]:
     """The items, drawn with random numbers of their own: alike in all processes, whatever else these draw."""
     iterator: Iterator[T] | None = None
     with draws(seed):
-        own = _random_states()
+        own = random_states()
     while True:
-        outside = _random_states()
-        _set_random_states(own)
+        outside = random_states()
+        set_random_states(own)
         try:
             iterator = iter(items) if iterator is None else iterator
             item = next(iterator)
         except StopIteration:
             return
         finally:
-            own = _random_states()
-            _set_random_states(outside)
+            own = random_states()
+            set_random_states(outside)
         yield item
 
 
@@ -137,11 +137,16 @@ def number_of(seed: Sequence[int]) -> int:
     return int(np.random.SeedSequence([*seed]).generate_state(1)[0])
 
 
-def _random_states() -> tuple[Any, Any, Any]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+def random_states() -> dict[str, Any]:
+    """The states of Python, of torch on the CPU, and of NumPy, as plain data for weights_only=True."""
+    # NumPy's global generator, because libraries draw from it.
+    name, keys, *others = np.random.get_state(legacy=True)  # noqa: NPY002
+    numpy = (name, np.asarray(keys).tolist(), *others)
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
 
 
-def _set_random_states(states: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
-    random.setstate(states[2])
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Restore what `random_states` returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
+    torch.set_rng_state(states["torch"])

@@ -5,7 +5,6 @@ batch, at the end of a validation, or at the end of training. A stop signal take
 """
 
 import math
-import random
 import time
 import warnings
 from copy import deepcopy
@@ -21,6 +20,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from qnmixer.data.samplers import random_states, set_random_states
 from qnmixer.errors import Stopped, say
 from qnmixer.files import atomic_file
 from qnmixer.module.base import RunModule
@@ -292,21 +292,12 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """The states of Python, NumPy, torch, and of the device if it is a GPU, as plain data for weights_only=True."""
-    # NumPy's global generator, because libraries draw from it.
-    name, keys, position, *gaussian = np.random.get_state(legacy=True)  # noqa: NPY002
-    return {
-        "python": random.getstate(),
-        "numpy": (name, np.asarray(keys).tolist(), position, *gaussian),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
+    return random_states() | {"cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None}
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Restore what `random_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
+    set_random_states(state)
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
