@@ -16,7 +16,7 @@ from hydra._internal.hydra import Hydra
 from qnmixer.commands import command
 from qnmixer.runs import sweeps
 from qnmixer.settings.compose import compose
-from qnmixer.settings.options import CONF, flat_keys, options
+from qnmixer.settings.options import CONF, flat, options
 
 from ..schemas import SCHEMAS
 
@@ -103,7 +103,7 @@ def mutated(rng: random.Random, words: list[str], keys: list[str]) -> list[str]:
 
 def command_lines(n: int) -> Iterator[tuple[str, list[str]]]:
     rng = random.Random(n)
-    keys = {name: sorted(flat_keys(dict(compose(name, []).items_ex(resolve=False)))) for name in LINES}
+    keys = {name: sorted(dict(flat(dict(compose(name, []).items_ex(resolve=False))))) for name in LINES}
     lines = [(name, line.split()) for name in LINES for line in LINES[name]]
     for i in range(n):
         name, words = lines[i % len(lines)]

@@ -4,7 +4,7 @@ import pytest
 
 from qnmixer.settings.compose import compose
 from qnmixer.settings.help import usage
-from qnmixer.settings.options import flat_keys
+from qnmixer.settings.options import flat
 
 COMMANDS = {
     "train": [], "evaluate": ["run=x"], "reconstruct": ["run=x", "input=y", "output=z"],
@@ -23,8 +23,8 @@ def test_every_key_is_there_and_how_to_begin_comes_first(name: str) -> None:
     assert any(line.startswith(f"python -m qnmixer.{name} ") for line in lines[:5])
     shown = {line.split("=")[0].strip() for line in lines[lines.index("") :] if "=" in line}
     values = compose(name, COMMANDS[name])
-    sections = {key.rpartition(".")[0] for key in flat_keys(dict(values))}
-    leaves = {key for key in flat_keys(dict(values)) if "." in key and not key.endswith((".name", "._target_"))}
+    sections = {key.rpartition(".")[0] for key, _ in flat(dict(values))}
+    leaves = {key for key, _ in flat(dict(values)) if "." in key and not key.endswith((".name", "._target_"))}
     assert leaves - sections <= shown
 
 

@@ -1,9 +1,10 @@
 """What a run trains: its settings without those that change no weight. It tells methods apart. No torch import."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from qnmixer.files import digest
+from qnmixer.settings.options import flat
 from qnmixer.settings.run import Config
 
 _OTHER_KEYS = ("evaluation", "logger", "resume", "tags", "test_after_training")
@@ -15,11 +16,7 @@ _WATCHING = ("IteratePictures", "LearningRateMonitor", "DeviceStatsMonitor", "Ri
 
 
 def what_is_trained(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide what a run trains, by dotted key, without its seeds.
-
-    Args:
-        settings: of the resolved config of a run, as plain data.
-    """
+    """The settings that decide what a run trains, by dotted key, without its seeds; from its config as plain data."""
     kept = {key: value for key, value in settings.items() if key not in _OTHER_KEYS}
     kept["callbacks"] = {
         name: value
@@ -34,9 +31,9 @@ def what_is_trained(settings: Mapping[str, Any]) -> dict[str, Any]:
     n_devices = (trainer["devices"] or 1) * trainer["num_nodes"]
     kept[SLICES_PER_STEP] = settings["data"]["batch_size"] * trainer["accumulate_grad_batches"] * n_devices
     return {
-        key: value
-        for key, value in _flat("", kept)
-        if key != "seed" and not (key.startswith("data.") and key.endswith(_OF_LOADING))
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in flat(kept)
+        if not (isinstance(value, Mapping) or key == "seed" or (key.startswith("data.") and key.endswith(_OF_LOADING)))
     }
 
 
@@ -49,12 +46,3 @@ def digest_of_training(config: Config) -> str:
     trained = what_is_trained(settings | {"finetune": None})
     del trained[SLICES_PER_STEP]
     return digest([trained, settings["seed"], settings["data"]["seed"]], sort_keys=True)
-
-
-def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The values inside a value, by dotted key."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _flat(f"{key}.{name}" if key else str(name), item)
-    else:
-        yield key, tuple(value) if isinstance(value, list) else value

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qnmixer.errors import ConfigError, UserError, first_line, in_a_line, suggest
 from qnmixer.installed import not_installed
 from qnmixer.settings.compose import SEARCH_PATH, compose, folders_in, key_of, with_search_path
-from qnmixer.settings.options import OF_A_RUN, TARGET, flat_keys, is_group, option_files
+from qnmixer.settings.options import OF_A_RUN, TARGET, flat, is_group, option_files
 from qnmixer.settings.sections import REFUSED
 from qnmixer.settings.validation import unknown_key
 
@@ -93,7 +93,7 @@ def _unknown_key(key: str, config_name: str, words: list[str]) -> str:
         config = compose(config_name, [], with_hydra=True)
     group, choices, values = key.partition(".")[0], config.hydra.runtime.choices, OmegaConf.to_container(config)
     assert isinstance(values, dict)
-    keys = [name for name in flat_keys(values) if name.startswith("hydra.") == (group == "hydra")]
+    keys = [name for name, _ in flat(values) if name.startswith("hydra.") == (group == "hydra")]
     line = str(unknown_key(key, keys, f"{group}={choices[group]}" if group in choices else config_name))
     section = values.get(group)
     has_class = isinstance(section, dict) and section.get(TARGET) is not None  # data=as_trained has none of its own

@@ -82,9 +82,9 @@ def option_of(group: str, target: str) -> str:
     return _options_by_target(group).get(target, target)
 
 
-def flat_keys(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all keys, groups included."""
+def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All keys by their dotted names, groups included, and their values."""
     for key, value in values.items():
-        yield f"{prefix}{key}"
+        yield f"{prefix}{key}", value
         if isinstance(value, Mapping):
-            yield from flat_keys(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
