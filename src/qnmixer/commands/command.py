@@ -67,7 +67,6 @@ def run(
 
     Args:
         check: parses the config. It raises UserError for one that the task would refuse.
-        schema: the class of its config.
         sweep: a context around the jobs of a sweep, from the overrides and the first config to one more override.
         complete: maps the given arguments to those that the command runs with.
         job: the task of each job of a sweep. None: as for one run.

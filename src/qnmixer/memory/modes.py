@@ -22,8 +22,7 @@ _SMALLEST_OFFLOADED = 2**18  # bytes in full precision
 def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig, host: str = "cpu") -> None:
     """Apply the memory mode that `memory` names to a network, in place, before training.
 
-    Args:
-        host: where offloading moves tensors. The plan has another place for their shapes.
+    Offloading moves tensors to `host`. The plan has another place for their shapes.
     """
     match config.name:
         case "keep":  # autograd stores the graph by itself

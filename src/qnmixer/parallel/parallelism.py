@@ -31,12 +31,7 @@ S = TypeVar("S", bound=StrategyConfig)
 
 
 class Parallelism(Generic[S]):
-    """One device, which runs the whole network.
-
-    Args:
-        keys: those of the strategy.
-        config: of the run, with the number of devices filled in.
-    """
+    """One device, which runs the whole network. `keys`: of the strategy; `config`: with the number of devices."""
 
     frees_gradients: ClassVar[bool] = True  # a step frees the gradients of the step before
 
@@ -54,9 +49,7 @@ class Parallelism(Generic[S]):
     def plan(self, module: Any, optimizer: Optimizer, batch_of: Callable[[int], Any]) -> tuple[DevicePlan, ...]:
         """The plan of each device that works on one batch, by a training step on tensors without data.
 
-        Args:
-            module: the LightningModule, with the state of its optimizer.
-            batch_of: gives a batch of so many samples, with their sinograms.
+        `batch_of` gives a batch of so many samples, with their sinograms.
         """
         config, network = self.config, module.network
         on_gpu = config.trainer.accelerator != "cpu"  # a plan is for GPUs, unless the run is known to have none

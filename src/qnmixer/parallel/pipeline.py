@@ -47,11 +47,7 @@ class Stage(nn.Module):
     The first stage takes no state, and the last one returns x_T. The state is packed into one tensor, because every
     tensor costs a message each way.
 
-    Args:
-        network: of which it runs some iterations.
-        iterations: these.
-        incoming: the layout of the state before them.
-        context: the autocast context of the forward pass.
+    `incoming` is the layout of the state before them, `context` the autocast of the forward pass.
     """
 
     def __init__(
@@ -361,9 +357,7 @@ class PipelineStrategy(DDPStrategy):
 class Pipeline:
     """The stage of one device, and the schedule of all stages.
 
-    Args:
-        module: the LightningModule to train, with `network` and `measure`.
-        schedule, microbatch_size: as in `PipelineStrategy`.
+    Args as in `PipelineStrategy`, and:
         y: a batch of sinograms; all later batches have its size.
         group: the devices of this pipeline, first stage first.
         context: the autocast context of a forward pass.

@@ -109,12 +109,7 @@ def recording_scores(
 ) -> Iterator[tuple[dict[str, Any], list[Logger]]]:
     """Around a command that scores a run: its record, written as results.json, and its loggers, closed at the end.
 
-    Args:
-        config: of the run that is scored, with the slices and the noise of the test.
-        chosen: loggers by name. Without a choice there are none.
-        accelerator: the device's type.
-        folder: of the command.
-        overrides: of the command line.
+    `config` is that of the run, with the slices and the noise of the test. Without `chosen` loggers there are none.
     """
     with Run(folder, overrides).recording() as record:
         if not chosen:

@@ -62,12 +62,9 @@ _FOLDER_KEY = "hydra.sweep.dir"
 def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
     """Prepare a sweep before its jobs run, and report after them: sweep.json, then table and failed jobs.
 
-    Args:
-        overrides: of the command line.
-        config: the config from the overrides that do not vary, with Hydra's own part.
-
     Yields the override that makes Hydra use the folder. At the end it raises SweepFailed, which names each failed job.
-    Raises ConfigError if a search would optimise in the wrong direction.
+    Raises ConfigError if a search would optimise in the wrong direction. `config`: from the overrides that do not vary,
+    with Hydra's own part.
     """
     varying = _varying_keys(overrides, config)
     _check_sweep(overrides, config)

@@ -86,11 +86,7 @@ def with_search_path(arguments: list[str], last: Path | None = None) -> list[str
     """Put the user's config folders into one override, `hydra.searchpath=[…]`, with absolute paths.
 
     They come from `--config-dir FOLDER` and from that override. The record of a run then has them, like any other
-    override. Hydra takes an option from the first folder that has it.
-
-    Args:
-        arguments: of a command line.
-        last: the folder of a project, which comes after those that are typed.
+    override. Hydra takes an option from the first folder that has it. `last`: the folder of a project.
 
     Raises ConfigError for a folder that does not exist, or that has a file with the name of one of ours: Hydra would
     take ours.

@@ -25,13 +25,8 @@ _OF_MOST_RUNS = (
 
 
 def usage(cfg: DictConfig, config_name: str, *, every_key: bool) -> str:
-    """Help for a command from its composed config, Hydra's own part included.
-
-    Args:
-        cfg: composed with Hydra's part.
-        config_name: the command.
-        every_key: False: for train only the keys of most runs.
-    """
+    """Help for a command from its composed config, Hydra's own part included. Without `every_key` that of train has
+    only the keys of most runs."""
     chosen = cfg.hydra.runtime.choices.items()
     choices = {group: "null" if option is None else str(option) for group, option in chosen if "/" not in group}
     values = OmegaConf.to_container(cfg, resolve=False)

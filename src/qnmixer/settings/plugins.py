@@ -128,12 +128,7 @@ def trust_words(targets: Iterable[str]) -> list[str]:
 def check_trusted(source: str, targets: Mapping[str, str], trust: Collection[str]) -> None:
     """Raise PluginError for the first target of a file that this command line does not allow.
 
-    The message names the modules of all its targets, so that one more try is enough.
-
-    Args:
-        source: the file, for the message.
-        targets: the targets that the file names, by key.
-        trust: modules that the user named.
+    The message names the file (`source`) and the modules of all its targets, so that one more try is enough.
     """
     for key, target in targets.items():
         if not is_trusted(target, trust):

@@ -34,7 +34,6 @@ def launch(arguments: list[str], n_processes: int, ask_to_stop: Callable[[], boo
 
     Args:
         arguments: of python. A rank that fails must end by `qnmixer.runs.processes.process.leave`.
-        n_processes: number of ranks.
         ask_to_stop: called on the first signal of `SIGNALS`; True: the ranks will end by themselves. False: end them.
 
     Raises RankFailed if a rank fails; the others are stopped, and a note has the traceback of a bug. Raises Stopped

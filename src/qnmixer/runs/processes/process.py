@@ -93,8 +93,7 @@ def end_with_parent(parent: int | None = None) -> None:
 def die_with_parent(parent: int | None = None) -> None:
     """Make the system kill this process when its parent dies, for any reason (Linux only).
 
-    Args:
-        parent: the process that started this one, which may be dead already. None: the current parent.
+    `parent`: the process that started this one, which may be dead already. None: the current parent.
     """
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
