@@ -9,7 +9,6 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from errno import EPERM
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
@@ -35,15 +34,15 @@ def make_own_folder(folder: Path) -> None:
         return
     me, around = os.geteuid(), folder.parent.stat()
     if around.st_uid not in (0, me) and around.st_mode & 0o002:  # who owns it could put another folder in its place
-        raise PermissionError(EPERM, "it is another user's, and everybody may write to it", str(folder.parent))
+        raise PermissionError(errno.EPERM, "it is another user's, and everybody may write to it", str(folder.parent))
     if folder.is_symlink() or folder.stat().st_uid != me:
-        raise PermissionError(EPERM, "it is another user's, or a link", str(folder))
+        raise PermissionError(errno.EPERM, "it is another user's, or a link", str(folder))
     with suppress(OSError):  # a disk without modes
         folder.chmod(0o700)
     for path in folder.iterdir():
         with suppress(FileNotFoundError):  # another process has removed it since
             if path.lstat().st_uid != me:
-                raise PermissionError(EPERM, "it is another user's", str(path))
+                raise PermissionError(errno.EPERM, "it is another user's", str(path))
 
 
 @contextmanager
@@ -124,9 +123,7 @@ def check_no_links(folder: Path) -> None:
     for place, folders, files in os.walk(root):
         for path in (os.path.join(place, name) for name in (*folders, *files)):
             if os.path.islink(path) and not os.path.realpath(path).startswith(root + os.sep):
-                raise ConfigError(
-                    f"{path} is a link to another place, where files would be written: give another folder"
-                )
+                raise ConfigError(f"{path} is a link to another place, which would be written: give another folder")
         if place != root and os.path.basename(place) == "wandb":
             folders.clear()
 
@@ -163,11 +160,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def last_change(*paths: Path) -> float:
-    """The time when one of these files was last written, in seconds since 1970. At least one must exist."""
-    return max(path.stat().st_mtime for path in paths if path.exists())
 
 
 def path_of(text: str | Path) -> Path:

@@ -70,11 +70,8 @@ def dependency() -> str:
     for distribution in distributions(name="qnmixer"):
         if Path(str(distribution.locate_file("qnmixer"))).resolve() == PACKAGE.resolve():
             origin = distribution.read_text("direct_url.json")
-            return (
-                f"{INSTALLED}=={distribution.version}"
-                if origin is None
-                else f"{INSTALLED} @ {_address(json.loads(origin))}"
-            )
+            place = f"=={distribution.version}" if origin is None else f" @ {_address(json.loads(origin))}"
+            return f"{INSTALLED}{place}"
     raise ConfigError(f"{PACKAGE} is not installed: pip install qnmixer first, so that a project can name it")
 
 

@@ -176,8 +176,6 @@ def changes(config: Config) -> list[str]:
         f"{recompute} {half_precision}",
         f"{recompute} {batch_of_one}",
         f"{recompute} {half_precision} {batch_of_one}",
-    ]
-    candidates += [
         config.strategy.one_in_flight if (config.trainer.per_node or 1) > 1 else "",
         fewer_iterations,
         fewer_channels,

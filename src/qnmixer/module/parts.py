@@ -93,17 +93,12 @@ def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> O
     return optimizer
 
 
-def warm_up_steps(config: ScheduleConfig, n_steps: int) -> int:
-    """The steps of the warm-up. n_steps is the length of the run."""
-    return round(config.warmup * n_steps)
-
-
 def learning_rate_factor(config: ScheduleConfig, n_steps: int) -> Callable[[int], float]:
     """The function from an optimizer step to the factor on the learning rate. n_steps is the length of the run.
 
     Raises PluginError for a schedule that does not fit.
     """
-    n_warmup = warm_up_steps(config, n_steps)
+    n_warmup = round(config.warmup * n_steps)
     schedule = config.bound({"n_warmup": n_warmup})
 
     def factor(step: int) -> float:  # no object: LambdaLR writes an object's attributes into checkpoints

@@ -4,7 +4,7 @@ Each device changes its own copy, by its own slices or its own iterations. `Buff
 second forward pass must change none: see `memory/recomputation.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -145,9 +145,7 @@ def buffer_means(config: Config) -> list[Callback]:
 def line_on_buffers(config: Config, network: nn.Module) -> str | None:
     """What the buffers of a network mean if several devices change them; None if there are none."""
     names = [place.name for place in places_of(network) if place.is_saved]
-    return f"{_listed(names)}: {config.strategy.on_buffers}" if names and config.trainer.n_devices > 1 else None
-
-
-def _listed(names: Sequence[str], limit: int = 4) -> str:
-    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"buffers {', '.join(names[:limit])}{suffix}"
+    if not names or config.trainer.n_devices == 1:
+        return None
+    suffix = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"buffers {', '.join(names[:4])}{suffix}: {config.strategy.on_buffers}"

@@ -25,13 +25,10 @@ def resolve_devices(config: Config) -> Config:
     if config.compile:
         check_compiler()
     devices: int | list[int] | str | None = trainer.devices
-    if not on_cuda and (devices == -1 or isinstance(devices, list)):  # as in Lightning
+    is_open = trainer.per_node is None and config.strategy.is_parallel
+    if not on_cuda and (devices == -1 or isinstance(devices, list) or is_open):  # as in Lightning
         raise ConfigError(f"trainer.devices={devices} on a CPU is no number of processes: give trainer.devices=4, say")
     if trainer.per_node is None:
-        if config.strategy.is_parallel and not on_cuda:
-            raise ConfigError(
-                f"strategy={config.strategy.name} on a CPU needs a number of processes: give trainer.devices=4, say"
-            )
         devices = torch.cuda.device_count() if config.strategy.is_parallel or devices == -1 else 1
     gpu_numbers = devices if isinstance(devices, list) else [*range(int(devices or 1))]
     if on_cuda and max(gpu_numbers) >= torch.cuda.device_count():
@@ -81,11 +78,9 @@ def gpu_problem(devices: Sequence[int] = (0,)) -> str | None:
         gpus = [GPU(torch.cuda.get_device_capability(n)) for n in devices]
         arch_list = torch.cuda.get_arch_list()
         foreign = [gpu for gpu in gpus if not runs_on(gpu.capability, arch_list)]
-        return (
-            f"{version} has no kernels for a GPU of {foreign[0]} ({', '.join(arch_list)}): {fix(gpus)}"
-            if foreign
-            else None
-        )
+        if not foreign:
+            return None
+        return f"{version} has no kernels for a GPU of {foreign[0]} ({', '.join(arch_list)}): {fix(gpus)}"
     try:
         gpus = visible_gpus()
     except NoBuildError as error:
@@ -128,7 +123,7 @@ def allow_tf32(allowed: bool) -> None:
     """
     # The old switches set the new ones (fp32_precision) too. If only the new ones are set, Lightning 2.6 and inductor
     # fail when they read the old ones (seen with torch 2.13). torch 2.6 to 2.8 have no new ones.
-    # torch 2.9 has another interface, fp32_precision, and will retire this one. The oldest torch allowed here is 2.6.
+    # torch will retire the old ones.
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 

@@ -122,9 +122,8 @@ class FSDPStrategy(ModelParallelStrategy):
         """Load the shards of this rank from the full weights."""
         assert self.model is not None
         shards = self.model.state_dict()
-        self.model.load_state_dict(
-            {k: _sharded(shards.get(k), v) for k, v in checkpoint["state_dict"].items()}, strict=strict
-        )
+        weights = {k: _sharded(shards.get(k), v) for k, v in checkpoint["state_dict"].items()}
+        self.model.load_state_dict(weights, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the shards of this rank from the full optimizer state."""

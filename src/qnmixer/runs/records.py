@@ -306,13 +306,10 @@ def git_diff() -> str:
             with suppress(OSError):
                 shutil.copy(root / _git(root, "rev-parse", "--git-path", "index").strip(), index["GIT_INDEX_FILE"])
             _git(root, "read-tree", "--reset", "HEAD", **index)
-            new_names = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *parts, **index).split(
-                "\0"
-            )
+            names = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *parts, **index).split("\0")
+            public_names = [name for name in names if not _PRIVATE_NAME.search(name)]
             # Without this, git diff leaves out files that were never added.
-            if code := [
-                name for name in new_names if Path(name).suffix in _CODE_SUFFIXES and not _PRIVATE_NAME.search(name)
-            ]:
+            if code := [name for name in public_names if Path(name).suffix in _CODE_SUFFIXES]:
                 _git(root, "add", "--intent-to-add", "--", *code, **index)
             return _git(root, "diff", "--no-ext-diff", "--no-color", "HEAD", "--", *parts, **index)
     except (OSError, subprocess.CalledProcessError):

@@ -370,11 +370,8 @@ _SET_HERE = ("resume", "hydra.run.dir", "hydra.output_subdir")
 
 def _check_mine(run: Path, run_overrides: list[str], command_overrides: list[str]) -> None:
     """Raise ConfigError if somebody else started the run, and it has overrides that are not given now."""
-    foreign_overrides = [
-        override
-        for override in run_overrides
-        if override not in command_overrides and key_of(override) not in _SET_HERE
-    ]
+    recorded_overrides = _without_keys(run_overrides, *_SET_HERE)
+    foreign_overrides = [override for override in recorded_overrides if override not in command_overrides]
     if foreign_overrides and not is_signed(read_results(run)):
         raise ConfigError(
             f"{run} was not started by you here, and its settings may run code or send data: repeat those that you "
@@ -397,11 +394,8 @@ def _merged(run_overrides: list[str], command_overrides: list[str]) -> list[str]
     dropped_prefixes = tuple(f"{key}." for key in new_keys if (CONF / key).is_dir())
     if not new_keys.isdisjoint(_LENGTH):
         dropped_prefixes += _LENGTH
-    kept_overrides = [
-        override
-        for override in run_overrides
-        if (key := key_of(override)) not in new_keys and not key.startswith(dropped_prefixes)
-    ]
+    kept_overrides = _without_keys(run_overrides, *new_keys)
+    kept_overrides = [override for override in kept_overrides if not key_of(override).startswith(dropped_prefixes)]
     if search_path := search_path_in(command_overrides):
         recorded = [still_there(path) for path in search_path_in(kept_overrides)]
         (joined,) = with_search_path([*search_path, *recorded])

@@ -24,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.errors import ConfigError, Stopped, SweepFailed, UserError, first_line, say, visible
-from qnmixer.files import atomic_file, check_unused, last_change, path_of, write_text
+from qnmixer.files import atomic_file, check_unused, path_of, write_text
 from qnmixer.machine import THREADS, threads_each
 from qnmixer.runs.optuna_private import distributions_of
 from qnmixer.runs.processes.process import SIGNALS, die_with_parent, handle_signals
@@ -156,9 +156,7 @@ def place_jobs(folder: Path, jobs: list[list[str]]) -> list[Path]:
     placed, places = dict(described["jobs"] or {}), []
     for overrides in jobs:
         # Each folder once: a sweep may have the same job twice. In any order: a resumed run puts finetune= first.
-        free_names = sorted(
-            (name for name in overrides_by_name if name not in placed), key=lambda name: (len(name), name)
-        )
+        free_names = sorted(overrides_by_name.keys() - placed.keys(), key=lambda name: (len(name), name))
         equal_names = [name for name in free_names if sorted(overrides_by_name[name]) == sorted(overrides)]
         taken = overrides_by_name.keys() | placed.keys()
         name = equal_names[0] if equal_names else next(str(n) for n in range(len(taken) + 1) if str(n) not in taken)
@@ -177,7 +175,8 @@ def find_sweep(text: str) -> Path:
                 f"sweep=latest finds no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or run one with "
                 "python -m qnmixer.train -m experiment=demo seed=1,2,3"
             )
-        return max(sweeps, key=lambda sweep: last_change(sweep / SWEEP, *sweep.glob("*/results.json")))
+        records = {sweep: [sweep / SWEEP, *sweep.glob("*/results.json")] for sweep in sweeps}
+        return max(sweeps, key=lambda sweep: max(path.stat().st_mtime for path in records[sweep]))
     folder = path_of(text)
     if not (folder / SWEEP).is_file():
         problem = "is no sweep (it has no sweep.json)" if folder.exists() else "does not exist"
@@ -284,10 +283,10 @@ def _is_done(job: Job) -> bool:
     Raises ConfigError for a folder with another job.
     """
     record = read_results(job.folder)
-    recorded_overrides = record.get("overrides", [])
-    if record and sorted(recorded_overrides) != sorted(job.overrides):  # a resumed run puts finetune= first
+    overrides = record.get("overrides", [])
+    if record and sorted(overrides) != sorted(job.overrides):  # a resumed run puts finetune= first
         raise ConfigError(
-            f"{job.folder} has another job ({' '.join(recorded_overrides)}): choose another hydra.sweep.dir=FOLDER"
+            f"{job.folder} has another job ({' '.join(overrides)}): choose another hydra.sweep.dir=FOLDER"
         )
     if record.get("status") != "done":
         return False

@@ -64,9 +64,8 @@ class DataConfig(Target):
     @property
     def at_true_size(self) -> bool:
         """Whether a source resamples its slices at the size that their files give."""
-        return any(
-            isinstance(source, FolderData) and source.pixel_size == "header" for source in self.by_section().values()
-        )
+        sources = self.by_section().values()
+        return any(isinstance(source, FolderData) and source.pixel_size == "header" for source in sources)
 
     def by_section(self) -> dict[str, "DataConfig"]:
         """The sources of the slices, by config section: this source itself, or each source of a mix."""

@@ -127,7 +127,7 @@ class NoiseConfig(Target):
     def checked(self) -> Self:
         """With the values of a profile's file: checkpoints have these, and so need no file."""
         if isinstance(path := self.keywords().get("profile"), str):
-            return self.changed(profile=_numbers_in("noise.profile", path)).checked()
+            return self.changed(profile=_profile_in(path)).checked()
         return super().checked()
 
 
@@ -311,11 +311,8 @@ def check_monitor(monitor: str, metrics: Mapping[str, MetricConfig]) -> None:
         raise ConfigError(f"monitor={monitor} is not known: choose {', '.join(modes)}, or add a metric")
 
 
-def _numbers_in(key: str, path: str) -> list[float]:
-    """The numbers of a .npy file [N], or of a text file with a number on each line. Raises ConfigError.
-
-    key: of the config that names the file.
-    """
+def _profile_in(path: str) -> list[float]:
+    """The numbers of a .npy file [N], or of a text file with a number on each line. Raises ConfigError."""
     import numpy as np
 
     try:
@@ -323,4 +320,4 @@ def _numbers_in(key: str, path: str) -> list[float]:
         return [float(value) for value in values]
     except (OSError, ValueError, TypeError) as error:
         fix = "give a .npy [bins], or a text file with a number on each line"
-        raise ConfigError(f"{key}={path} cannot be read ({first_line(error)}): {fix}") from error
+        raise ConfigError(f"noise.profile={path} cannot be read ({first_line(error)}): {fix}") from error

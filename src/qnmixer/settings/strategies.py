@@ -157,9 +157,7 @@ class PipelineConfig(StrategyConfig):
         devices, size = self.devices_per_replica(run), self.microbatch_size
         n, remainder = divmod(self.batch_of_replica(run), size)
         if devices == 1:
-            raise ConfigError(
-                "strategy=pipeline needs at least two devices: give trainer.devices=…, or strategy=single"
-            )
+            raise ConfigError("strategy=pipeline needs two devices or more: give trainer.devices=…, or strategy=single")
         if trainer.per_node % devices:
             raise ConfigError(
                 f"strategy.devices_per_pipeline={devices} does not divide trainer.devices={trainer.devices}"

@@ -390,11 +390,8 @@ def _settings_of_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     sections = ("callbacks", "compile", "memory", "module", "strategy")
     keys = ("accelerator", "accumulate_grad_batches", "devices", "num_nodes", "precision")
-    return (
-        {key: settings[key] for key in sections}
-        | {key: settings["trainer"][key] for key in keys}
-        | {"batch_size": settings["data"]["batch_size"]}
-    )
+    values = {key: settings[key] for key in sections} | {key: settings["trainer"][key] for key in keys}
+    return values | {"batch_size": settings["data"]["batch_size"]}
 
 
 # Those that a config names
@@ -515,10 +512,8 @@ class IteratePictures(Callback):
             rows.append(row)
             for name, value in health.items() if n == 0 else ():
                 if f"val/{name}" in taken:
-                    network = type(pl_module.network).__name__
-                    raise PluginError(
-                        f"{network}.diagnostics gives {name}, which a run logs itself: give it another name"
-                    )
+                    method = f"{type(pl_module.network).__name__}.diagnostics"
+                    raise PluginError(f"{method} gives {name}, which a run logs itself: give it another name")
                 pl_module.log(f"val/{name}", value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
         if not trainer.is_global_zero:
             return

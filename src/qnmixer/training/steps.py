@@ -340,11 +340,9 @@ def interrupts_as_raised() -> Iterator[None]:
             raise
         raise ConfigError(" ".join(str(error).replace("`", "").split())) from error
     except Exception as error:  # its loops are half set up while the data workers start
-        original_error = error.__context__
-        if original_error is not None and (
-            isinstance(original_error, KeyboardInterrupt) or "iter(combined_loader)" in str(error)
-        ):
-            raise original_error from None
+        original = error.__context__
+        if original is not None and (isinstance(original, KeyboardInterrupt) or "iter(combined_loader)" in str(error)):
+            raise original from None
         raise
 
 

@@ -50,9 +50,7 @@ def check_processes(config: Config) -> None:
     if by_srun() and "SLURM_NTASKS_PER_NODE" not in os.environ:
         raise ConfigError("SLURM got --ntasks only: give --ntasks-per-node=GPUS_OF_A_NODE instead")
     if by_srun() and (name := os.environ.get("SLURM_JOB_NAME")) in ("bash", "interactive"):
-        raise ConfigError(
-            f"Lightning treats a job named {name} as a single process: put SLURM_JOB_NAME=train before srun"
-        )
+        raise ConfigError(f"Lightning treats a job named {name} as one process: put SLURM_JOB_NAME=train before srun")
     if not is_rank():
         if trainer.num_nodes > 1:
             raise ConfigError(
