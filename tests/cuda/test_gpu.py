@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qnmixer.commands.checkup.rank import untrained
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.measurement.build import dataset_class_of
+from qnmixer.measurement.build import measure_of
 from qnmixer.memory import modes
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
@@ -63,7 +63,7 @@ def loss_and_gradients(config: Config, device: torch.device) -> tuple[float, Ten
     """Loss of the first batch, and its gradient as one vector on the host."""
     allow_tf32(False)
     module = untrained(config).to(device)
-    data = SliceDataModule(config.data, dataset_class=dataset_class_of(config))
+    data = SliceDataModule(config.data, measure=measure_of(config))
     batch = data.transfer_batch_to_device(next(iter(data.loader("train"))), device, 0)
     scale = 2.0**10 if config.trainer.precision == "16-mixed" else 1.0
     with build_precision(config.trainer, device.type).forward_context():
@@ -176,7 +176,7 @@ def trained(config: Config, device: torch.device, folder: Path, *callbacks: Call
     if config.compile:
         compile_blocks(module.network)
     trainer = build_trainer(config, folder, callbacks, [])
-    trainer.fit(module, datamodule=SliceDataModule(config.data, dataset_class=dataset_class_of(config)))
+    trainer.fit(module, datamodule=SliceDataModule(config.data, measure=measure_of(config)))
     return trainer
 
 

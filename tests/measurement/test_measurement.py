@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from qnmixer.data.batch import Batch
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.measurement.build import dataset_class_of
+from qnmixer.measurement.build import measure_of
 from qnmixer.module import ReconstructionModule
 
 from ..conftest import tiny_module
@@ -35,7 +35,7 @@ def test_training_validation_and_test_draw_different_noise() -> None:
 def test_workers_measure_as_the_module_does(overrides: list[str]) -> None:
     """To the last bit, whatever the number of threads."""
     module = tiny_module(*overrides)
-    of_loader = SliceDataModule(module.config.data, dataset_class=dataset_class_of(module.config))
+    of_loader = SliceDataModule(module.config.data, measure=measure_of(module.config))
     torch.set_num_threads(2)
     for part in ("train", "val", "test"):
         for measured, plain in zip(of_loader.loader(part), batches(module, part), strict=True):

@@ -45,7 +45,7 @@ class SliceDataModule(LightningDataModule):
         measure: simulates the sinogram of a sample in the loader's workers; None: only those with a measured one have
             a sinogram. It gets these too, to return as they are, or with the noise of a lower dose.
         geometry: the scan, which slices at their true size and measured sinograms need.
-        dataset_class: of the slices. Those of a run have sinograms, if their noise is drawn on the host.
+        dataset_class: of the slices.
     """
 
     def __init__(

@@ -3,7 +3,6 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from qnmixer.data.dataset import SliceDataset
 from qnmixer.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.evaluation.evaluate import PAGE, RunData, evaluate, evaluated_source, what_was_evaluated, write_evaluation
@@ -11,7 +10,7 @@ from qnmixer.evaluation.evaluate_config import EvaluateConfig, ScoringConfig
 from qnmixer.evaluation.logs import log_evaluation
 from qnmixer.evaluation.scores import Evaluation
 from qnmixer.files import path_of
-from qnmixer.measurement.build import build_geometry, dataset_class_of
+from qnmixer.measurement.build import build_geometry, measure_of
 from qnmixer.measurement.own_data import build_own_data
 from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstruction.checkpoints import load_run, run_of, split_of
@@ -103,8 +102,8 @@ def on_test(
     slices: RunData
     if test.datamodule.is_of_slices:
         # Noise of simulated sinograms is drawn on the device.
-        dataset_class = dataset_class_of(test) if for_measured else SliceDataset
-        slices = test.datamodule.build(data, split=split, geometry=build_geometry(test), dataset_class=dataset_class)
+        measure = measure_of(test) if for_measured else None
+        slices = test.datamodule.build(data, split=split, geometry=build_geometry(test), measure=measure)
     else:
         slices = build_own_data(test, config.split)
     if config.noise is not None and slices.measured and not for_measured:

@@ -5,19 +5,20 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from qnmixer.data.dataset import SliceDataset
+from qnmixer.data.dataset import Sample
 from qnmixer.errors import GeometryError, PluginError
 from qnmixer.measurement.geometry import scan_of
-from qnmixer.measurement.measurement import Measurement
-from qnmixer.measurement.slices import MeasuredSlices
+from qnmixer.measurement.measurement import STREAMS, Measurement
 from qnmixer.models.plain import PlainNetwork
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
 from qnmixer.physics.projector import system_matrix
 from qnmixer.physics.scan import ScanMatrix
+from qnmixer.physics.sparse import apply_linear
 from qnmixer.settings.plugins import parameters_of
 from qnmixer.settings.run import Config
 from qnmixer.settings.sections import GeometryConfig
@@ -34,16 +35,29 @@ def build_measurement(config: Config, projector: FanBeamProjector | None = None)
     )
 
 
-def dataset_class_of(config: Config) -> Callable[..., SliceDataset]:
-    """The class of the slices that a run's loaders give: with sinograms, if noise is drawn on the host.
+def measure_of(config: Config) -> Callable[[str, Sample], Tensor] | None:
+    """`measure` of a run's `SliceDataModule`: the workers of its loaders make noisy sinograms ahead of time.
 
-    Without, if a scanner has measured the sinograms, unless the noise is for those too.
+    Noise is drawn on the host. With sinograms on a GPU, the host would have to wait for each of them. The values equal
+    those of `Measurement` on a CPU to the last bit. None: there is no noise, or none for sinograms of a scanner.
     """
     noise, data = build_noise(config), config.data
     if isinstance(noise, NoNoise) or (data.measured and not noise.for_measured):
-        return SliceDataset
+        return None
     matrix = None if data.measured else system_matrix_at(config, data.image_size * data.simulation_factor)
-    return partial(MeasuredSlices, noise=noise, seed=config.seed, matrix=matrix)
+    return partial(_sinogram, noise, config.seed, matrix)
+
+
+@torch.no_grad()
+def _sinogram(noise: KeyedNoise, seed: int, matrix: ScanMatrix | None, part: str, sample: Sample) -> Tensor:
+    """The sinogram of a sample, [1, V, D]. A measured one gets only noise that is for measured ones."""
+    if matrix is not None and "sinogram" not in sample:
+        y = apply_linear(sample.get("fine", sample["image"])[None], matrix, matrix.transpose)
+    elif noise.for_measured:
+        y = sample["sinogram"][None]
+    else:
+        return sample["sinogram"]
+    return noise(y, [(seed, STREAMS[part], sample["sample"])])[0]
 
 
 def fine_size(config: Config) -> int:

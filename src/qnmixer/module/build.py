@@ -5,7 +5,7 @@ from typing import Any
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import ConfigError
-from qnmixer.measurement.build import build_geometry, build_measurement, build_network, dataset_class_of, require_shapes
+from qnmixer.measurement.build import build_geometry, build_measurement, build_network, measure_of, require_shapes
 from qnmixer.measurement.own_data import build_own_data
 from qnmixer.module.base import RunModule
 from qnmixer.module.parts import parts_of
@@ -42,6 +42,6 @@ def build_data_module(config: Config, **options: Any) -> SliceDataModule | OwnDa
     if not config.datamodule.is_of_slices:
         return build_own_data(config)
     data: SliceDataModule = config.datamodule.build(
-        config.data, dataset_class=dataset_class_of(config), geometry=build_geometry(config), **options
+        config.data, measure=measure_of(config), geometry=build_geometry(config), **options
     )
     return data
