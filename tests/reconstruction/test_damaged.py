@@ -20,9 +20,9 @@ from tests.compressed import compressed
 from tests.limits import within_limits
 
 from qnmixer.data.dicom import DicomReader
-from qnmixer.data.slices import SkipFile
+from qnmixer.data.slices import SkipFile, Slice
 from qnmixer.errors import DataError
-from qnmixer.reconstruction.input_slices import InputSlice, read_slices, slice_files
+from qnmixer.reconstruction.input_slices import read_slices, slice_files
 from qnmixer.reconstruction.writers import write_dicom
 
 from ..data.conftest import body_hu, make_ct
@@ -84,15 +84,17 @@ def right_hu(path: Path, frame: int) -> Any:
     return np.where((hu < -1024) | (raw == dataset.get("PixelPaddingValue")), -1000, hu)
 
 
-def read(folder: Path) -> list[InputSlice]:
+def read(folder: Path) -> list[Slice]:
     """The slices of a folder, written as `reconstruct` does, and read as a cache is built; no exception but ours."""
-    found: list[InputSlice] = []
+    found: list[Slice] = []
     with suppress(DataError), redirect_stderr(io.StringIO()) as told:
         for piece in read_slices(folder, slice_files(folder)):
             found.append(piece)
             target = folder.with_name("written") / f"{len(found)}.dcm"
             target.unlink(missing_ok=True)
-            write_dicom(target, piece.hu, series_uid="1.2", description="", template=piece.template, frame=piece.frame)
+            write_dicom(
+                target, piece.hu, series_uid="1.2", description="", template=piece.template, frame=piece.info.frame
+            )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 assert str(dcmread(target))
@@ -125,7 +127,7 @@ def test_no_damaged_dicom_ends_a_run_or_has_other_hu(tmp_path: Path, kind: str) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for piece in found:
-                np.testing.assert_allclose(piece.hu, right_hu(file, piece.frame), rtol=1e-5)
+                np.testing.assert_allclose(piece.hu, right_hu(file, piece.info.frame), rtol=1e-5)
     assert n_read > 5
 
 
@@ -137,7 +139,7 @@ def test_an_odd_tag_skips_its_file_or_is_left_out(tmp_path: Path, keyword: str) 
         with_tag(folder / "good.dcm", folder / "odd.dcm", keyword, value)
         with within_limits():
             found = read(folder)
-        assert "good.dcm" in [piece.name for piece in found]
+        assert "good.dcm" in [piece.info.name for piece in found]
         if keyword in DESCRIBING:
             assert len(found) == 2
             np.testing.assert_array_equal(found[0].hu, found[1].hu)
@@ -172,5 +174,5 @@ def test_too_large_slices_are_skipped_unread(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "g.png").write_bytes(png_of(13_500, 13_500))
     np.save(tmp_path / "good.npy", body_hu(16, 16))
     with within_limits():
-        assert [piece.name for piece in read_slices(tmp_path, slice_files(tmp_path))] == ["good.npy"]
+        assert [piece.info.name for piece in read_slices(tmp_path, slice_files(tmp_path))] == ["good.npy"]
     assert "skipped 7 of its files" in capsys.readouterr().err

@@ -13,9 +13,10 @@ from pydicom.dataset import Dataset
 from pydicom.uid import generate_uid
 
 from qnmixer.data.cache import to_square
+from qnmixer.data.slices import Slice
 from qnmixer.errors import DataError
 from qnmixer.physics.units import FloatArray
-from qnmixer.reconstruction.input_slices import InputSlice, read_slices, slice_files
+from qnmixer.reconstruction.input_slices import read_slices, slice_files
 from qnmixer.reconstruction.writers import write_dicom, write_npy, write_png
 
 from ..data.conftest import body_hu, make_ct
@@ -28,7 +29,7 @@ def hu_of(path: Path) -> Any:
     return dataset.pixel_array * float(dataset.RescaleSlope) + float(dataset.RescaleIntercept)
 
 
-def slices(path: Path) -> list[InputSlice]:
+def slices(path: Path) -> list[Slice]:
     return [*read_slices(path, slice_files(path))]
 
 
@@ -106,7 +107,7 @@ def test_every_real_file_round_trips(real_ct: Path, tmp_path: Path) -> None:
     assert len(found) == 9
     for number, piece in enumerate(found):
         hu, path = to_square(piece.hu, 256), tmp_path / f"{number}.dcm"
-        write_dicom(path, hu, template=piece.template, frame=piece.frame, series_uid=generate_uid(), **WORDS)
+        write_dicom(path, hu, template=piece.template, frame=piece.info.frame, series_uid=generate_uid(), **WORDS)
         assert np.abs(hu_of(path) - hu).max() <= 0.5
         out = dcmread(path)
         assert str(out)  # every element can be read
@@ -147,7 +148,7 @@ def test_inputs_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     files = slice_files(tmp_path / "in")
     (tmp_path / "in" / "gone.npy").unlink()
     pieces = [*read_slices(tmp_path / "in", files)]
-    assert [piece.name for piece in pieces] == ["a#0", "a#1", "b.npy"]
+    assert [piece.info.name for piece in pieces] == ["a#0", "a#1", "b.npy"]
     assert pieces[0].template is not None
     assert pieces[2].template is None
     assert pieces[2].hu.shape == (30, 50)
@@ -162,14 +163,14 @@ def test_the_parts_of_a_directly_named_file_that_are_usable_are_used(
     dataset = make_ct(tmp_path / "a.dcm", np.stack([body_hu(), body_hu()]))
     dataset.PerFrameFunctionalGroupsSequence[0].PixelValueTransformationSequence[0].RescaleSlope = 0
     dataset.save_as(tmp_path / "a.dcm")
-    assert [piece.name for piece in slices(tmp_path / "a.dcm")] == ["a.dcm#1"]
+    assert [piece.info.name for piece in slices(tmp_path / "a.dcm")] == ["a.dcm#1"]
     assert capsys.readouterr().err.endswith("give no HU): a.dcm#0\n")
 
 
 def test_unsigned_values_are_skipped_and_no_air_is_doubted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "unsigned.npy", np.arange(0, 65536, 64, dtype=np.uint16).reshape(32, 32))
     np.save(tmp_path / "unit.npy", np.linspace(0, 1, 1024, dtype=np.float32).reshape(32, 32))
-    assert [piece.name for piece in slices(tmp_path)] == ["unit.npy"]
+    assert [piece.info.name for piece in slices(tmp_path)] == ["unit.npy"]
     skipped, doubted = capsys.readouterr().err.splitlines()
     assert "which are no HU): unsigned.npy" in skipped
     assert "is this really in HU" in doubted

@@ -118,13 +118,15 @@ class Slice:
     """One decoded slice, [H, W] in HU, and its origin.
 
     `spacing`: mm between its rows and between its columns; None if the file has none. `uid`: SOPInstanceUID, and the
-    frame, which are the same in each copy of a file; empty if the file has none.
+    frame, which are the same in each copy of a file; empty if the file has none. `template`: pydicom's dataset of the
+    file, for what is reconstructed from the slice; None for other formats.
     """
 
     info: SliceInfo
     hu: FloatArray
     spacing: tuple[float, float] | None = None
     uid: str = ""
+    template: Any = None
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ def unit_signs(hu: FloatArray, info: SliceInfo) -> UnitSigns:
 def doubted(groups: Sequence[str], signs: Sequence[UnitSigns]) -> list[str]:
     """The groups of slices, such as patients, that do not look like HU. `groups` has the group of each slice.
 
-    Planes of a turned stack show no unit, and `turned` names them.
+    Planes of a turned stack show no unit.
     """
     signs_by_group: dict[str, list[UnitSigns]] = {}
     for group, sign in zip(groups, signs, strict=True):
@@ -237,22 +239,26 @@ def shortlist(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + ", …" * (len(names) > 8)
 
 
-def unit_warning(root: str, names: Sequence[str], count: int, noun: str) -> str:
-    """The warning about patients or files, `count` in all, that do not look like HU."""
-    return (
-        f"{root}: {len(names)} of {count} {noun} ({shortlist(names)}) have no air near −1000 HU, or hardly any tissue; "
-        "is this really in HU (air −1000, water 0)? If not, save it in HU: subtract 1024 from HU + 1024"
-    )
+def unit_warnings(
+    root: str, groups: Sequence[str], noun: str, files: Sequence[str], signs: Sequence[UnitSigns]
+) -> Iterator[str]:
+    """Warnings about groups that do not look like HU, and about `.npy` stacks that may be [H, W, N].
 
-
-def turned(root: str, files: Sequence[str]) -> str:
-    """The warning about `.npy` stacks that may be [H, W, N]. `files`: relative to the root."""
-    path = str(Path(root, files[0]))
-    return (
-        f"{root}: {len(files)} .npy stacks are read as [N, H, W], but their first two sides are equal, as in [H, W, N] "
-        f"({shortlist(files)}). Turn such a stack: numpy.save({path!r}, numpy.moveaxis(numpy.load({path!r}), -1, 0)); "
-        "what nibabel gives, with numpy.load(…).T"
-    )
+    The groups (`noun`: what they are), the files below the root, and the signs are those of each slice.
+    """
+    if names := doubted(groups, signs):
+        yield (
+            f"{root}: {len(names)} of {len({*groups})} {noun} ({shortlist(names)}) have no air near −1000 HU, or "
+            "hardly any tissue; is this really in HU (air −1000, water 0)? If not, save it in HU: subtract 1024 from "
+            "HU + 1024"
+        )
+    if stacks := sorted({file for file, sign in zip(files, signs, strict=True) if sign.is_turned}):
+        path = str(Path(root, stacks[0]))
+        yield (
+            f"{root}: {len(stacks)} .npy stacks are read as [N, H, W], but their first two sides are equal, as in "
+            f"[H, W, N] ({shortlist(stacks)}). Turn such a stack: numpy.save({path!r}, "
+            f"numpy.moveaxis(numpy.load({path!r}), -1, 0)); what nibabel gives, with numpy.load(…).T"
+        )
 
 
 def summarise_skipped(root: str, skipped: Sequence[tuple[str, str]], section: str | None = None) -> str:

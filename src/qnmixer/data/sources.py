@@ -26,12 +26,10 @@ from qnmixer.data.slices import (
     SkipFile,
     SliceSource,
     clean_hu,
-    doubted,
     is_no_hu,
     shortlist,
     summarise_skipped,
-    turned,
-    unit_warning,
+    unit_warnings,
 )
 from qnmixer.data.splits import PARTS, RunSplit, files_as_patients, patients_of, traces_of
 from qnmixer.errors import ConfigError, DataError, UserError
@@ -211,10 +209,7 @@ def _doubts(config: FolderData, cache: SliceCache, patients: list[str]) -> Itera
     root = str(config.root)
     if cache.skipped:
         yield summarise_skipped(root, cache.skipped, config.section)
-    if suspects := doubted(patients, cache.signs):
-        yield unit_warning(root, suspects, len(set(patients)), "patients")
-    if stacks := [info.path for info, sign in zip(cache.infos, cache.signs, strict=True) if sign.is_turned]:
-        yield turned(root, sorted(set(stacks)))
+    yield from unit_warnings(root, patients, "patients", [info.path for info in cache.infos], cache.signs)
     if cache.clashes:
         yield (
             f"{root}: {len(cache.clashes)} slices have the SOPInstanceUID of another slice, but other pixels: each "

@@ -1,11 +1,9 @@
 """Slices to reconstruct, read one at a time from a file or a folder. Their sparse views are simulated."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydicom.dataset import FileDataset
 
 from qnmixer.data.cache import list_files, to_grid
 from qnmixer.data.dataset import scaling_of
@@ -13,14 +11,13 @@ from qnmixer.data.formats import FORMATS, open_file
 from qnmixer.data.slices import (
     NO_SPACING,
     SkipFile,
+    Slice,
     SliceInfo,
     UnitSigns,
     clean_hu,
-    doubted,
     summarise_skipped,
-    turned,
     unit_signs,
-    unit_warning,
+    unit_warnings,
 )
 from qnmixer.errors import DataError
 from qnmixer.measurement.measurement import STREAMS
@@ -29,32 +26,13 @@ from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.scan import Scan, by_numbers, warn
 
 
-@dataclass(frozen=True)
-class InputSlice:
-    """A slice to reconstruct.
-
-    Attributes:
-        hu: [H, W] float32, padding set to air.
-        name: file relative to the given folder, and `#frame` if the file has several frames.
-        template: the DICOM file of the slice, for `write_dicom`; None for other formats.
-        frame: number of the frame in the file.
-        spacing: mm between its rows and between its columns; None if the file has none.
-    """
-
-    hu: FloatArray
-    name: str
-    template: FileDataset | None
-    frame: int
-    spacing: tuple[float, float] | None
-
-
 def slice_files(path: Path) -> list[Path]:
     """The files that may hold slices: a file itself, or all files of a folder. Raises DataError if there is none."""
     return [path] if path.is_file() else [path / file for file in sorted(list_files(path, key="input"), key=by_numbers)]
 
 
-def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -> Iterator[InputSlice]:
-    """The slices of files, of any format and with any number of frames. One at a time is decoded.
+def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -> Iterator[Slice]:
+    """The slices of files, of any format and with any number of frames, padding set to air. One at a time is decoded.
 
     Unusable files and frames are left out, with a warning at the end. Another warning is for values in another unit.
 
@@ -67,9 +45,9 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
         DataError: no file is usable.
     """
     skipped: list[tuple[str, str]] = []
+    names: list[str] = []
     signs: list[UnitSigns] = []
     groups: list[str] = []  # a file with several slices, or the slices of a folder
-    stacks: dict[str, None] = {}
     for file in files:
         name = file.name if file == path else file.relative_to(path).as_posix()
         try:
@@ -77,31 +55,28 @@ def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -
         except SkipFile as reason:
             skipped.append((name, str(reason)))
             continue
-        frames = opened.n_frames
-        for frame in range(frames):
-            frame_name = f"{name}#{frame}" if frames > 1 else name
+        for frame in range(opened.n_frames):
+            info = SliceInfo(name, frame, opened.n_frames, "", "", 0)
             try:
                 spacing = opened.spacing(frame)
                 if true_size and opened.dataset is not None and spacing is None:
                     raise SkipFile(NO_SPACING)
                 hu = clean_hu(opened.decode(frame))
             except SkipFile as reason:
-                skipped.append((frame_name, str(reason)))
+                skipped.append((info.name, str(reason)))
                 continue
-            signs.append(unit_signs(hu, SliceInfo(name, frame, frames, "", "", 0)))
-            groups.append(name if frames > 1 or file == path else file.parent.name)
-            if signs[-1].is_turned:
-                stacks[name] = None
-            yield InputSlice(hu, frame_name, opened.dataset, frame, spacing)
+            signs.append(unit_signs(hu, info))
+            groups.append(name if opened.n_frames > 1 or file == path else file.parent.name)
+            names.append(name)
+            yield Slice(info, hu, spacing, template=opened.dataset)
     summary = summarise_skipped(str(path), skipped)
     if not signs:
         raise DataError(f"input has no usable slice ({summary}): give {' or '.join(form.wanted for form in FORMATS)}")
     if skipped:
         warn(summary)
-    if doubtful_groups := doubted(groups, signs):
-        warn(unit_warning(str(path), doubtful_groups, len(set(groups)), "files or folders"))
-    if stacks:
-        warn(turned(str(path if path.is_dir() else path.parent), [*stacks]))
+    root = str(path if path.is_dir() else path.parent)
+    for line in unit_warnings(root, groups, "files or folders", names, signs):
+        warn(line)
 
 
 def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) -> Iterator[Scan]:
@@ -121,9 +96,9 @@ def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) ->
         fine = tensor(scaling.to_unit(finer)) if factor > 1 else None
         y = measurement.project(tensor(scaling.to_unit(hu)), fine)
         yield Scan(
-            name=piece.name,
+            name=piece.info.name,
             sinogram=measurement.noise(y, [(module.config.seed, STREAMS["test"], number)]),
-            offset=scaling.offset, scale=scaling.scale, template=piece.template, frame=piece.frame,
+            offset=scaling.offset, scale=scaling.scale, template=piece.template, frame=piece.info.frame,
             field_of_view=field_of_view,
         )  # fmt: skip
     if unsized:

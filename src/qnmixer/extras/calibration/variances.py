@@ -13,7 +13,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from qnmixer.data.cache import to_grid
 from qnmixer.data.numpy_files import open_stack
-from qnmixer.data.slices import usable
+from qnmixer.data.slices import Slice, usable
 from qnmixer.errors import DataError
 from qnmixer.extras.calibration.calibrate_config import CalibrateConfig
 from qnmixer.extras.calibration.dose import Variances
@@ -22,7 +22,7 @@ from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.fbp import fbp_of_slices
 from qnmixer.physics.projector import system_matrix
 from qnmixer.physics.sparse import apply_linear
-from qnmixer.reconstruction.input_slices import InputSlice, read_slices, slice_files
+from qnmixer.reconstruction.input_slices import read_slices, slice_files
 
 _FIX = "give a .npy of numbers, [repeats, views, bins]"
 _BLOCKS, _GROUPS, _FREEDOM = 24, 12, 200
@@ -416,7 +416,7 @@ def of_series(path: Path, config: CalibrateConfig) -> Variances:
     return Variances(measured, counting, electronic, float(of_draw * np.sqrt(1 + 1 / _DRAWS)))
 
 
-def _slices(path: Path, count: int) -> list[InputSlice]:
+def _slices(path: Path, count: int) -> list[Slice]:
     """So many slices of a series, spread over it. Raises DataError if they differ in size or are not square."""
     files = slice_files(path)
     n_files = min(count, len(files))
@@ -448,7 +448,7 @@ def _variance(values: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.n
     return np.sum(rest.astype(np.float64) ** 2, axis=1) / (len(rows) - surface.shape[1])
 
 
-def _attenuations(slices: Sequence[InputSlice], geometry: FanBeamGeometry, of_water: float) -> list[np.ndarray]:
+def _attenuations(slices: Sequence[Slice], geometry: FanBeamGeometry, of_water: float) -> list[np.ndarray]:
     """The attenuations [V, D] of the rays through each slice, from coarse images and some of the views."""
     size, n_views = min(_COARSE, geometry.image_size), min(_VIEWS, geometry.n_views)
     coarse = replace(geometry, image_size=size, pixel_size=geometry.field_of_view / size, n_views=n_views)
