@@ -79,13 +79,9 @@ def to_square(hu: FloatArray, size: int) -> FloatArray:
 def to_grid(hu: FloatArray, spacing: tuple[float, float] | None, size: int, field_of_view: float | None) -> FloatArray:
     """[H, W] as [size, size]: at its true size in the middle of a field, bilinear with antialiasing.
 
-    Parts of the slice outside the field are cut. Pixels that the slice does not cover are air.
-
-    Args:
-        hu: the slice.
-        spacing: mm between its rows and between its columns; None: unknown, so it fills the whole image.
-        size: rows and columns of the grid.
-        field_of_view: mm that they cover; None: each slice fills the whole image.
+    Parts of the slice outside the field are cut. Pixels that the slice does not cover are air. With an unknown
+    `spacing` (mm between its rows and between its columns) or `field_of_view` (mm of the grid), the slice fills the
+    whole image.
     """
     if field_of_view is None or spacing is None:
         return to_square(hu, size)
@@ -224,10 +220,7 @@ def list_files(root: Path, *, leave_out: Path | None = None, key: str = "data.ro
 def open_cache(config: FolderData, image_size: int, field_of_view: float | None = None) -> SliceCache:
     """The decoded slices of a folder: from the cache if it is complete and up to date, else decoded now.
 
-    Args:
-        config: of the folder.
-        image_size: rows and columns that slices are resampled to.
-        field_of_view: mm that an image covers, each slice at its true size; None: a slice fills the whole image.
+    `field_of_view`: mm that an image covers, each slice at its true size; None: a slice fills the whole image.
 
     Raises:
         DataError: the folder is missing, empty, or contains no usable slice; or other users may have written the cache.
@@ -298,15 +291,7 @@ def _build_cache(decoding: "_Decoding", files: Sequence[str], pixels: Path) -> d
 
 
 class _Decoding:
-    """The slices of a folder while its files are decoded one by one.
-
-    Args:
-        reader: of the files.
-        root: the folder.
-        size: rows and columns of the cache.
-        field_of_view: mm that they cover; None: a slice fills the whole image.
-        section: of the config, for messages.
-    """
+    """The slices of a folder while its files are decoded one by one, for `open_cache`. `section`: for messages."""
 
     def __init__(self, reader: Reader, root: Path, size: int, field_of_view: float | None, section: str) -> None:
         self.reader, self.root, self.size = reader, root, size

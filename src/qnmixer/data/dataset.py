@@ -19,8 +19,6 @@ from qnmixer.data.slices import SliceSource
 from qnmixer.physics.units import FloatArray
 from qnmixer.settings.data import DataConfig
 
-# Scaling
-
 
 class Scaling(NamedTuple):
     """HU = offset + scale · x."""
@@ -43,9 +41,6 @@ def scaling_of(config: DataConfig, hu: FloatArray) -> Scaling:
         return Scaling(-1000.0, config.hu_max + 1000.0)
     low, high = float(hu.min()), float(hu.max())
     return Scaling(low, high - low or 1.0)
-
-
-# Order
 
 
 class Pick(NamedTuple):
@@ -153,9 +148,6 @@ class EpochSampler(DistributedSampler[Pick]):
         return sum(map(len, self._batches()))
 
 
-# Samples
-
-
 class Sample(TypedDict):
     """One slice: image [1, S, S] float32 in [0, 1], its number n and its name. HU = hu_offset + hu_scale · image.
 
@@ -236,7 +228,6 @@ class SliceDataset(Dataset[Sample]):
     """Slices by global sample number n = epoch · length + index.
 
     Args:
-        part: the slices.
         config: what is done with them: scaling, augment, disc, seed.
         stream: train, val or test: each has random numbers of its own.
         augment: flip and turn by (seed, n).

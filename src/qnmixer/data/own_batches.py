@@ -1,6 +1,5 @@
 """The batches of a user's loader: what they lack is added, and what would spoil a run is refused."""
 
-import warnings
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -10,10 +9,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from qnmixer.data.batch import SHAPES
-from qnmixer.data.slices import DENSEST, NO_AIR
+from qnmixer.data.slices import DENSEST, NO_AIR, warn_once
 from qnmixer.errors import DataError
 from qnmixer.physics import FanBeamGeometry
-from qnmixer.runs.processes.process import rank
 from qnmixer.settings.data import DataConfig
 
 _LEAST_DENSE = -3500.0
@@ -21,13 +19,9 @@ _LEAST_DENSE = -3500.0
 
 
 class OwnBatches:
-    """Completes and checks the batches of one part, in the order in which its loader gives them.
+    """Completes and checks the batches of one part, in the order in which its loader gives them, for `OwnDataModule`.
 
     Args:
-        name: target of the user's LightningDataModule, for messages.
-        part: train, val, test or predict.
-        config: the section `data`, for size and scaling of the images.
-        geometry: the scan, for the size of sinograms.
         loader: the user's; None if it is not known.
         device: the number of this device, if each gets other batches; None: they are all of the loader's.
 
@@ -60,7 +54,6 @@ class OwnBatches:
 
         Args:
             batch: a dict with image and any other keys of `SHAPES`, or a pair (image, sinogram).
-            epoch: of training.
             begun: differs between two passes over the loader, so that slices are counted from 0 in each.
 
         Raises:
@@ -86,7 +79,7 @@ class OwnBatches:
             self._first = contents
             self._warn_of_air(complete)
         elif self._n_batches < self._n_workers and contents == self._first:
-            _warn(
+            warn_once(
                 f"{self.name}.{self.part}_dataloader gives the same slices from each of its {self._n_workers} workers, "
                 "so each slice counts several times: an IterableDataset divides itself among its workers, by "
                 "torch.utils.data.get_worker_info()"
@@ -185,7 +178,7 @@ class OwnBatches:
         """Warn of a first batch that shows nothing but air, as images in another unit, such as attenuation, do."""
         hu = batch["hu_offset"] + batch["hu_scale"] * batch["image"].flatten(1).amax(1)
         if self.part != "predict" and float(hu.max()) < NO_AIR:
-            _warn(
+            warn_once(
                 f"{self.name}: the first images of {self.part} are nothing but air (up to {float(hu.max()):g} HU): is "
                 "image in the scale HU = hu_offset + hu_scale · image?"
             )
@@ -198,9 +191,3 @@ class OwnBatches:
         device = "" if self.device is None else f" of device {self.device}"
         name = f", {batch['name'][b]}" if is_named else ""
         return f"({self.part}, slice {self._n_slices + b}{order}{device}{name})"
-
-
-def _warn(line: str) -> None:
-    """Warn once per run, not in every process."""
-    if rank() == 0:
-        warnings.warn(line, stacklevel=2)

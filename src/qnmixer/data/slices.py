@@ -14,6 +14,7 @@ import numpy as np
 from qnmixer.errors import DataError
 from qnmixer.installed import not_installed
 from qnmixer.physics.units import AIR, FloatArray
+from qnmixer.runs.processes.process import rank
 
 NO_SPACING = "no pixel size in the file"
 DERIVED = "a derived image"
@@ -39,6 +40,12 @@ class SkipFile(Exception):
     def __init__(self, reason: str, frames: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(reason)
         self.frames = frames
+
+
+def warn_once(line: str) -> None:
+    """Warn once per run, not in every process."""
+    if rank() == 0:
+        warnings.warn(line, stacklevel=3)
 
 
 @contextmanager
@@ -262,12 +269,9 @@ def unit_warnings(
 
 
 def summarise_skipped(root: str, skipped: Sequence[tuple[str, str]], section: str | None = None) -> str:
-    """One line: how many files were skipped, why, and the first names.
+    """One line: how many files were skipped, why, and the first names, from (name, reason) of each.
 
-    Args:
-        root: folder of the files.
-        skipped: (name, reason) of each.
-        section: of the config, whose key `derived` takes derived images; None if there is none.
+    `section`: of the config, whose key `derived` takes derived images; None if there is none.
     """
     reasons = "; ".join(f"{count} {reason}" for reason, count in Counter(r for _, r in skipped).most_common())
     names = ", ".join(name for name, _ in skipped[:3]) + ", …" * (len(skipped) > 3)

@@ -13,7 +13,6 @@ that cannot be used.
 A reader decodes the files of a folder, see `qnmixer.data.cache.Reader`.
 """
 
-import warnings
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,16 +29,14 @@ from qnmixer.data.slices import (
     shortlist,
     summarise_skipped,
     unit_warnings,
+    warn_once,
 )
 from qnmixer.data.splits import PARTS, RunSplit, files_as_patients, patients_of, traces_of
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.units import FloatArray
-from qnmixer.runs.processes.process import rank
 from qnmixer.settings.data import DataConfig, FolderData, MixedData, PairData, check_untouched
 from qnmixer.settings.plugins import taken
-
-# Slices of any config
 
 
 def parts_of(
@@ -47,11 +44,7 @@ def parts_of(
 ) -> dict[str, Part]:
     """train, val and test. Raises PluginError for a class that does not fit, DataError for files that cannot be read.
 
-    Args:
-        config: of the slices.
-        split: the patients of each part. It records a split that is drawn here.
-        geometry: the scan; None if nothing needs it.
-        section: section of the config.
+    `split` records a split that is drawn here. `geometry`: None if nothing needs it.
     """
     if isinstance(config, MixedData):
         return _of_mix(config, split, geometry)
@@ -79,15 +72,6 @@ def _numbered(names: Iterable[Hashable]) -> list[int]:
     return [numbers.setdefault(name, len(numbers)) for name in names]
 
 
-def _warn(line: str) -> None:
-    """Warn once per run, not in every process."""
-    if rank() == 0:
-        warnings.warn(line, stacklevel=3)
-
-
-# Those of a class
-
-
 def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str, Part]:
     takes = taken(config.load(), {"image_size": None, "fine": None, "geometry": None})
     if "geometry" in takes and geometry is None:
@@ -107,7 +91,7 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
         source = build_slices(part, 1)
         slices = source.slices if isinstance(source, OwnSlices) else source
         for line in getattr(slices, "warnings", ()):
-            _warn(line)
+            warn_once(line)
         measured = config.measured if isinstance(config, PairData) else hasattr(slices, "sinogram")
         if measured:
             check_untouched(config)
@@ -123,8 +107,6 @@ class OwnSlices:
     Args:
         slices: has `__len__`, `load(index)` → [H, W] in HU, and may have `name(index)` and `sinogram(index)` → [V, D].
         key: the config key of the class, for messages.
-        part: train, val or test.
-        size: rows and columns.
         geometry: the scan; None if it is not known.
     """
 
@@ -173,9 +155,6 @@ class OwnSlices:
         return str(named(index)) if named else f"{self.part} {index}"
 
 
-# Those of a folder
-
-
 def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | None, section: str) -> dict[str, Part]:
     field_of_view = None
     if config.pixel_size == "header":
@@ -185,11 +164,11 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
     cache = open_cache(config, config.image_size, field_of_view)
     patients = patients_of(cache.infos, config)
     for line in _doubts(config, cache, patients):
-        _warn(line)
+        warn_once(line)
     traces = traces_of(cache.infos, cache.originals, cache.looks, config)
     split, new_patients = run.settle(section, patients, cache.digests, config, traces)
     if new_patients:
-        _warn(
+        warn_once(
             f"{config.root}: {len(new_patients)} of its patients came after the run began, and are in no part: "
             f"{shortlist(new_patients)}"
         )
@@ -244,9 +223,6 @@ def _twins(cache: SliceCache, patients: Sequence[str]) -> list[tuple[str, str]]:
         for info, patient in zip(cache.infos, patients, strict=True)
         if info.uids and series_at.setdefault((patient, round(info.position)), info.series) != info.series
     ]
-
-
-# A mix of several
 
 
 def _of_mix(config: MixedData, split: RunSplit, geometry: FanBeamGeometry | None) -> dict[str, Part]:

@@ -82,12 +82,8 @@ class RunSplit:
     ) -> tuple[Split, list[str]]:
         """Indices of the slices of each part, and the patients in no part, because the record does not know them.
 
-        Args:
-            section: of the config. It separates the sources of a mix, which may have patients of the same name.
-            patients: the patient of each slice.
-            digests: digest of the pixels of each slice.
-            config: of the source.
-            traces: of each slice; empty if they are not known.
+        Each slice has its patient, a digest of its pixels, and its traces, if they are known. The section of the config
+        separates the sources of a mix, which may have patients of the same name.
         """
         names = {patient: digest_of_bytes(f"{section}\0{patient}".encode(errors="replace")) for patient in patients}
         if self._saved_record is None:
@@ -108,11 +104,7 @@ class RunSplit:
     def trained(self, part: str, record: SplitRecord, section: str | None = None, first: int | None = None) -> Overlap:
         """The slices of a split that a run was trained on, whatever the names and sizes of their files are.
 
-        Args:
-            part: train, val or test.
-            record: of the run.
-            section: of the only source that counts; None: all count.
-            first: how many of these slices count; None: all.
+        `section`: of the only source that counts; `first`: how many of its slices count. None: all count.
         """
         indices = [i for i, name in enumerate(self._sections[part]) if section in (None, name)][:first]
         seen, slices = seen_by(record), self._found[part]["slices"]

@@ -27,13 +27,8 @@ def log_scores(
 ) -> None:
     """Log numbers, and in W&B a picture and files, in the row of a step.
 
-    Args:
-        loggers: those of a run or command.
-        values: by name.
-        picture: its name and its file.
-        files: those that do not exist are left out.
-        base: a folder above the files. W&B keeps their places below it.
-        step: optimizer steps; 0 for a command that does not train.
+    `picture`: its name and its file. Files that do not exist are left out. W&B keeps their places below the folder
+    `base`. A command that does not train has step 0.
     """
     for logger in loggers:
         logger.log_metrics(dict(values), step)

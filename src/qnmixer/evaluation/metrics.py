@@ -61,9 +61,7 @@ class ImageMetric:
 def build_metrics(metrics: Mapping[str, MetricConfig], own_range: bool) -> dict[str, ImageMetric]:
     """Build metrics by name. Raises PluginError for a target that does not fit.
 
-    Args:
-        metrics: by name.
-        own_range: whether the data range of each image is that of its truth. Passed to targets that have this argument.
+    `own_range`: whether the data range of each image is that of its truth. Passed to targets that have this argument.
     """
     supplied, image_metrics = {"own_range": own_range}, {}
     for name, config in metrics.items():

@@ -26,10 +26,8 @@ _FRAME = "tab:orange"
 class MethodImages:
     """The images of one method on a slice.
 
-    Args:
-        name: the heading over the images.
-        iterates: x_0 … x_T, or a single image; each [H, W] in HU. A picture shows the last one.
-        caption: of the last image, as "34.13 dB".
+    They are x_0 … x_T, or a single one, each [H, W] in HU. A picture shows the last one, with the name over it and the
+    caption, as "34.13 dB".
     """
 
     name: str
@@ -41,11 +39,7 @@ class MethodImages:
 class SliceImages:
     """One slice, [H, W] in HU, by several methods in display order. All images have the truth's shape.
 
-    Args:
-        name: of the slice.
-        truth: the reference.
-        methods: the images of each method.
-        window: [low, high] in HU, of soft tissue. A picture shows a part of the slice in it.
+    `window`: [low, high] in HU, of soft tissue. A picture shows a part of the slice in it.
     """
 
     name: str

@@ -118,13 +118,7 @@ def _require_same_rays(fan: FanTiff, geometry: FanBeamGeometry) -> None:
 
 @cache
 def _images(path: Path, written: int, scan: FanBeamGeometry) -> FloatArray:
-    """FBP [Z, S, S] in 1/mm of all views, and air where not all of them see. Raises SkipFile.
-
-    Args:
-        path: of the file.
-        written: when it was.
-        scan: rays of all its views.
-    """
+    """FBP [Z, S, S] in 1/mm of all views, and air where not all of them see. Raises SkipFile."""
 
     def build() -> list[FloatArray]:
         images = fbp_of_slices(open_fan(path).values(), scan, "hann")  # helix2fan's default

@@ -29,10 +29,7 @@ class LodopabSource:
     Files are opened for each sample only: a process that is started later must not inherit an open file.
 
     Attributes:
-        scan: keys of `geometry` that its observations fix.
-        hu_max: HU of x = 1.
         hu_scaling: (offset, scale) of HU = offset + scale · x: its air is not quite −1000 HU at x = 0.
-        attenuation_of_one: 1/mm of x = 1.
 
     Args:
         part: train, val or test.

@@ -12,14 +12,9 @@ _TOLERANCE = 1e-3
 def views_of(geometry: FanBeamGeometry, first_angle: float, step: float, count: int, extra: str) -> list[int]:
     """Indices of the measured views that the scan has, in the order of the scan.
 
-    Raises ConfigError if a view was not measured.
-
-    Args:
-        geometry: the scan.
-        first_angle: angle of the first measured view in radians.
-        step: signed angle between measured views, a divisor of a full turn.
-        count: number of measured views.
-        extra: the set's option of `geometry`, for the message.
+    Of `count` measured views the first is at `first_angle`; `step` is the signed angle between them, a divisor of a
+    full turn, all in radians. Raises ConfigError, which names the set's option of `geometry` (`extra`), if a view was
+    not measured.
     """
     turn = round(2 * np.pi / abs(step))
     place = (geometry.angles() - first_angle) / step

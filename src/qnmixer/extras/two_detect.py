@@ -37,9 +37,6 @@ class TwoDetectSource:
 
     Files are read when a slice is used. Of a sinogram only the scan's views are read, if the file is not compressed.
 
-    Attributes:
-        scan: keys of `geometry` that its sinograms fix.
-
     Args:
         part: train, val or test, as in the benchmark.
         geometry: the scan.

@@ -34,8 +34,6 @@ from qnmixer.settings.plugins import check_trusted, is_trusted
 from qnmixer.settings.run import Config, checked, effective_batch, parse_file, targets_of
 from qnmixer.settings.target import Target
 
-# Checkpoints of a run
-
 _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
 """Keys that are dropped from the config of a file: only the command line may name callbacks and loggers."""
 
@@ -198,11 +196,9 @@ def _differing(old_config: Config, new_config: Config, section: str) -> dict[str
 
 
 def _settings(section: Any, checked_section: Any) -> dict[str, Any]:
-    """The keys of a section, with defaults for those that its target got after it was written.
+    """The keys of a section as it was written, with defaults for those that its target got later.
 
-    Args:
-        section: as it was written.
-        checked_section: the same section of a checked config. Only its target is imported.
+    `checked_section`: the same section of a checked config. Only its target is imported.
     """
     keys = section.plain()
     if isinstance(section, DataConfig):
@@ -218,9 +214,6 @@ def _without_keys(keys: dict[str, Any], names: Collection[str]) -> dict[str, Any
         for key, value in keys.items()
         if key not in names
     }
-
-
-# Weights files
 
 
 def encode(config: Config, state: dict[str, Tensor]) -> bytes:

@@ -34,15 +34,8 @@ def slice_files(path: Path) -> list[Path]:
 def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -> Iterator[Slice]:
     """The slices of files, of any format and with any number of frames, padding set to air. One at a time is decoded.
 
-    Unusable files and frames are left out, with a warning at the end. Another warning is for values in another unit.
-
-    Args:
-        path: the input, for names and warnings.
-        files: from `slice_files`.
-        true_size: leave out DICOM without a pixel size.
-
-    Raises:
-        DataError: no file is usable.
+    Unusable files and frames are left out, with a warning at the end; with `true_size` also DICOM without a pixel size.
+    Another warning is for values in another unit. Raises DataError if no file is usable.
     """
     skipped: list[tuple[str, str]] = []
     names: list[str] = []

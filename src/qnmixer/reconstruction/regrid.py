@@ -35,12 +35,7 @@ def regrid_scan(
     as missing if the nearest measured view is too far. The first view becomes that of the geometry, so the image is
     turned by the difference of the two angles.
 
-    Args:
-        sinogram: of any size.
-        angles: of its views in radians, [v].
-        scanner: the other values of its rays.
-        geometry: that of the network.
-        name: of the file, for errors.
+    The angles [v] of the views are in radians. `scanner` has the other values of their rays. `name`: for errors.
 
     Raises:
         DataError: another beam or distance of the source, an object cut off by the detector, too few views or too wide

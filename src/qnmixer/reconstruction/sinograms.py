@@ -247,12 +247,7 @@ def _noise_of(sinogram: FloatArray) -> float:
 def _check_scan(place: str, scan: Scan, noise: float, module: Reconstructor, unit: str) -> float:
     """Refuse counts, transmissions, a wrong unit, and a scan that no image explains. Returns the mean HU of its object.
 
-    Args:
-        place: file and number, for errors.
-        scan: in the unit of the network.
-        noise: from `_noise_of`.
-        module: the network with its scan.
-        unit: of the file, for errors.
+    The scan is in the unit of the network. `place` and `unit` are those of the file, for errors.
     """
     x = module.projector.least_squares(scan.sinogram, _STEPS)
     bins = max(1, scan.sinogram.shape[-1] // 64)

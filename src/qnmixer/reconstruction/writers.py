@@ -114,8 +114,6 @@ def write_dicom(
     Spacing and position follow from the part of the source slice that the image covers. Rounding is at most 0.5 HU.
 
     Args:
-        path: file to write.
-        hu: the reconstruction.
         series_uid: of the new series, one for each source series. If it has no study or frame of reference,
             that UID is made from this one.
         description: what was done, for DerivationDescription. The text before a semicolon is the SeriesDescription.

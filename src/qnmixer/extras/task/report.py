@@ -36,7 +36,6 @@ class DoseScores:
 
     Args:
         photons: the dose, counts of an unattenuated ray.
-        method: its name.
         scores: by heading, each with half of its 95 % interval.
         spectrum: frequencies in 1/mm, and the noise power there in HU² mm².
         transfer: by the contrast of an edge in HU: frequencies in 1/mm, the modulation there, and half of its 95 %

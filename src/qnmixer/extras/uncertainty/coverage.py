@@ -12,11 +12,9 @@ GROUPS = "all pixels", "tenth with the smallest deviation", "tenth with the larg
 
 
 def coverages(error: Tensor, deviation: Tensor) -> np.ndarray:
-    """The share of pixels with |error| ≤ factor · deviation, float64 [groups, factors].
+    """The share of the pixels of a slice [N] with |error| ≤ factor · deviation, in HU: float64 [groups, factors].
 
-    Args:
-        error: of the pixels of a slice [N], in HU.
-        deviation: of the same pixels [N], in HU. Where it is 0, an error of 0 is covered and no other.
+    Where the deviation is 0, an error of 0 is covered and no other.
     """
     ratio = torch.where(error == 0, 0.0, error.abs() / deviation)
     order, tenth = deviation.argsort(), max(1, len(deviation) // 10)
