@@ -233,9 +233,7 @@ def test_all_slices_for_test_and_nothing_to_train_on(tmp_path: Path) -> None:
     (1, "each of 4 files with one slice counts as a patient .*too narrow"),
     (2, r"4 of 4 patients \(p01_0, .*\) have no air .*is this really in HU"),
 ])  # fmt: skip
-def test_what_a_user_should_know_of_a_folder(
-    tmp_path: Path, n_frames: int, says: str, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_what_to_know_of_a_folder(tmp_path: Path, n_frames: int, says: str, recwarn: pytest.WarningsRecorder) -> None:
     for k in range(4):
         np.save(
             tmp_path / f"p01_{k}.npy",

@@ -253,9 +253,7 @@ def test_the_type_of_a_frame_counts(tmp_path: Path) -> None:
     ["ORIGINAL", "PRIMARY", "SCREEN SAVE"], ["DERIVED", "PRIMARY", "AXIAL", "RCBF"],
 ], ids="-".join)  # fmt: skip
 @pytest.mark.parametrize("n_frames", [1, 2])
-def test_images_that_were_computed_of_slices_are_taken_if_asked_for(
-    tmp_path: Path, words: list[str], n_frames: int
-) -> None:
+def test_images_computed_of_slices_are_taken_if_asked_for(tmp_path: Path, words: list[str], n_frames: int) -> None:
     dataset = make_ct(tmp_path / "a", np.stack([body_hu()] * n_frames) if n_frames > 1 else body_hu(), ImageType=words)
     if n_frames > 1:  # one frame of it
         dataset.ImageType = [words[0], "PRIMARY", "VOLUME", "MIXED"]

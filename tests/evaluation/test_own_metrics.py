@@ -132,9 +132,7 @@ def test_what_a_run_logs_itself_is_in_the_names_that_no_metric_has(tmp_path: Pat
     assert ours | ({*images} - metrics) <= taken_names(metrics)
 
 
-def test_what_a_network_tells_of_itself_is_written_over_no_metric(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_network_tells_is_written_over_no_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QNMixer, "diagnostics", lambda self, state: {"psnr": torch.tensor(99.0)})
     with pytest.raises(PluginError, match=r"QNMixer.diagnostics gives psnr, which a run logs itself: give it another"):
         fit(tiny_config("callbacks=default"), Run(tmp_path / "run"))

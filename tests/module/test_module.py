@@ -86,9 +86,7 @@ class Clipping(ReconstructionModule):
 
 
 @pytest.mark.parametrize(("algorithm", "bound"), [("norm", 1e-3), ("value", 1e-5)])
-def test_a_module_that_clips_by_itself_clips_without_the_loss_scale(
-    tmp_path: Path, algorithm: str, bound: float
-) -> None:
+def test_a_module_that_clips_itself_clips_without_the_loss_scale(tmp_path: Path, algorithm: str, bound: float) -> None:
     """Gradients of 16-mixed were clipped to 1 / 65,536 of the bound. A step that overflows is skipped all the same."""
     target = [f"module._target_={__name__}.Clipping", f"+module.algorithm={algorithm}", f"+module.bound={bound}"]
     module = tiny_module(*target, "optimizer=sgd", "trainer.gradient_clip_val=null")
@@ -170,9 +168,7 @@ class Manual(ReconstructionModule):
     ([], "trainer.gradient_clip_val=null"),
     (["trainer.gradient_clip_val=null", "trainer.accumulate_grad_batches=2"], "trainer.accumulate_grad_batches=1"),
 ])  # fmt: skip
-def test_what_a_module_that_optimizes_by_itself_cannot_take_is_told_when_it_is_built(
-    words: list[str], way: str
-) -> None:
+def test_what_a_module_that_optimizes_by_itself_cannot_take_is_told_at_once(words: list[str], way: str) -> None:
     with pytest.raises(ConfigError, match=rf"^this module optimizes by itself .*: set {way}$"):
         prepared_module(tiny_config(f"module._target_={__name__}.Manual", *words))
 

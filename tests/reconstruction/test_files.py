@@ -157,9 +157,7 @@ def test_inputs_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "HU (air" not in said
 
 
-def test_the_parts_of_a_directly_named_file_that_are_usable_are_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_usable_parts_of_a_directly_named_file_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = make_ct(tmp_path / "a.dcm", np.stack([body_hu(), body_hu()]))
     dataset.PerFrameFunctionalGroupsSequence[0].PixelValueTransformationSequence[0].RescaleSlope = 0
     dataset.save_as(tmp_path / "a.dcm")

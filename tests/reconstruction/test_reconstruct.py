@@ -151,9 +151,7 @@ def test_only_scans_with_missing_views_get_further_passes(tmp_path: Path) -> Non
 
 @pytest.mark.extras
 @pytest.mark.parametrize("reader", [("lodopab", "h5py"), ("two_detect", "tifffile")], ids=lambda its: its[0])
-def test_a_sinogram_of_a_public_set_is_reconstructed_as_it_is_evaluated(
-    reader: tuple[str, str], tmp_path: Path
-) -> None:
+def test_a_sinogram_of_a_public_set_is_reconstructed_as_evaluated(reader: tuple[str, str], tmp_path: Path) -> None:
     """The network gets the values of its training, and the HU are those of the set."""
     name, library = reader
     pytest.importorskip(library)
@@ -179,9 +177,7 @@ def test_a_sinogram_of_a_public_set_is_reconstructed_as_it_is_evaluated(
         np.testing.assert_allclose(scan.hu(x), expected, atol=0.05)
 
 
-def test_a_disc_in_dicom_has_its_size_and_place_in_millimetres(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disc_in_dicom_has_its_size_and_place_in_mm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Water of 120 mm, 20 mm to the right and 12 mm down, in a slice that is 180 mm wide."""
     spacing = 0.6
     fine = (np.arange(2400) + 0.5) * spacing / 8 - 150 * spacing
@@ -447,9 +443,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_a_name_that_cannot_be_written_costs_one_slice(
-    fbp_module: ReconstructionModule, tmp_path: Path, case: str
-) -> None:
+def test_an_unwritable_name_costs_one_slice(fbp_module: ReconstructionModule, tmp_path: Path, case: str) -> None:
     inputs, outputs, why = NAMES[case]
     for name, count in inputs.items():
         path = tmp_path / "in" / name
@@ -477,9 +471,7 @@ def test_a_slice_that_fails_half_way_leaves_no_file(fbp_module: ReconstructionMo
     assert names == ["s_0.npy", "s_0.png", "s_2.npy", "s_2.png"]
 
 
-def test_the_mean_over_symmetries_and_its_spread_are_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_mean_over_symmetries_and_a_spread_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both in HU. The tiny scan has 8 views."""
     run = save(trained(0.05), tmp_path / "net.ckpt")
     inputs = {"run": run, "input": series(tmp_path / "a.npy", 2), "formats": "[npy,dicom]"}
