@@ -20,6 +20,7 @@ from qnmixer.settings.run import parse, section
 from ..sets import write_two_detect
 
 tifffile = pytest.importorskip("tifffile")
+pytestmark = pytest.mark.xdist_group("two_detect")  # its files are written once
 MOVED, LATER = 2830, 2831
 SIZE = 256
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from ..conftest import environment
+from ..saved import save
 from ..wandb_server import wandb_server
 from ..warm import FORK_RANKS, Warm
-from .commands import Command, Outcome, training, write_ct
+from .commands import PHANTOMS, TINY, Command, Outcome, training, write_ct
 
 __all__ = ["command", "ct", "minmax", "noise_free", "place", "trained", "wandb_server"]
 
@@ -57,8 +58,8 @@ def noise_free(place: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def minmax(place: Path) -> Path:
-    """A run folder whose slices have no scale."""
-    return run_of(place / "minmax", "data.scaling=minmax", "test_after_training=false")
+    """A run folder whose slices have no scale, with random weights."""
+    return save(place / "minmax", *TINY, *PHANTOMS, "data.scaling=minmax")
 
 
 @pytest.fixture(scope="session")

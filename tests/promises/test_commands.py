@@ -5,10 +5,7 @@ The three commands from end to end, on a network that learns in a second.
 
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from qnmixer.reconstruction.pretrained import digest_of_weights
 
 from ..conftest import csv_rows, environment, metrics, offline_runs
 from ..nvidia import fake_nvidia_smi
+from ..warm import Warm
 from .commands import PHANTOMS, STEPS, TINY, Outcome, record, run, slice_hu, training, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
@@ -96,30 +94,6 @@ def test_a_nan_loss_ends_with_a_line_that_names_the_slices(tmp_path: Path) -> No
     assert results["error"].startswith("FloatingPointError: the loss became nan")
     (run,) = offline_runs(tmp_path)
     assert run.exit_code == 1
-
-
-def test_ctrl_c_ends_in_order(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    arguments = [*TINY, *PHANTOMS, "logger=wandb", "trainer.max_steps=100000", f"hydra.run.dir={folder}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "qnmixer.train", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(), start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 200  # the machine may be busy
-    while not list(folder.glob("pictures/iterates_0000004.png")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=200)
-    assert stderr.startswith("interrupted after step ")
-    assert stderr.endswith(f", to resume: python -m qnmixer.train resume={folder}\n")
-    assert process.returncode == 130
-    assert record(folder)["status"] == "interrupted"
-    assert "error" not in record(folder)
-    weights(folder, "last")
-    (run,) = offline_runs(folder)
-    assert run.exit_code == 255  # what wandb calls interrupted
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
@@ -352,20 +326,36 @@ def test_no_patient_is_tested_who_was_trained_on(ten: Path, tmp_path: Path) -> N
 # The machine
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+ON_SMALL_DISK = """
+import ctypes, os, runpy, shutil, sys
+libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
+size, disk, copy, *words = sys.argv[1:]
+if libc.unshare(0x10000000 | 0x20000):  # users and mounts of its own
+    sys.exit(99)
+for name, text in (("uid_map", f"0 {user} 1"), ("setgroups", "deny"), ("gid_map", f"0 {group} 1")):
+    with open(f"/proc/self/{name}", "w") as file:
+        file.write(text)
+if libc.mount(b"tmpfs", disk.encode(), b"tmpfs", 0, f"size={size}k".encode()):
+    sys.exit(99)
+os.chdir(disk)
+sys.argv = ["qnmixer.train", *words]
+try:
+    runpy.run_module("qnmixer.train", run_name="__main__", alter_sys=True)
+finally:
+    shutil.copytree(disk, copy)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs unshare")
 @pytest.mark.parametrize("kilobytes", [40, pytest.param(150, marks=pytest.mark.long)])
-def test_a_really_full_disk_leaves_nothing_half_written(tmp_path: Path, kilobytes: int) -> None:
+def test_a_really_full_disk_leaves_nothing_half_written(tmp_path: Path, warm: Warm, kilobytes: int) -> None:
     """A run folder on a file system that is too small for the first checkpoint, or for the second."""
-    mount, copy = tmp_path / "small", tmp_path / "copy"
-    mount.mkdir()
-    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    mount_command = f"mount -t tmpfs -o size={kilobytes}k tmpfs {mount}"
-    if subprocess.run([*namespace, mount_command], capture_output=True).returncode:
+    disk, copy = tmp_path / "small", tmp_path / "copy"
+    disk.mkdir()
+    words = [str(kilobytes), str(disk), str(copy), *TINY, *PHANTOMS, f"hydra.run.dir={disk}/run"]
+    process = warm.run("-c", ON_SMALL_DISK, *words, cwd=tmp_path, env=environment())
+    if process.returncode == 99:
         pytest.skip("no file system can be mounted here")
-    training_command = f'{sys.executable} -m qnmixer.train "$@"; code=$?; cp -r {mount} {copy}; exit $code'
-    command = f"{mount_command} && cd {mount} && {{ {training_command}; }}"
-    words = [*namespace, command, "train", *TINY, *PHANTOMS, f"hydra.run.dir={mount}/run"]
-    process = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=120)
     assert Outcome(process.returncode, process.stdout, process.stderr).error.startswith("the disk is full")
     assert record(copy / "run")["status"] in ("failed", "running")  # whole, though it may be the older one
     for path in copy.rglob("*.ckpt"):

@@ -97,6 +97,8 @@ def run(command: str, place: Path, warm: Warm) -> None:
     """Run a command in `place`, its paths replaced and its sizes made tiny."""
     paths = {"/path/to/dicom": "aapm", "/path/to/aapm": "aapm", "runs/DIR": "run", "runs/compare_small": "sweep"}
     paths |= {"notebooks/studies": str(STUDIES), "runs/compare_real": "sweep_of_ct", "runs/longer": "sweep"}
+    if "qnmixer.reconstruct" in command:
+        paths["/path/to/dicom"] = "aapm/L067"
     for path, replacement in paths.items():
         command = command.replace(path, str(place / replacement))
     command = command.replace("model.n_iterations=10", "model.n_iterations=3")
@@ -130,6 +132,8 @@ def run(command: str, place: Path, warm: Warm) -> None:
             words.append("hydra.sweeper.n_trials=1")
         if "resume=" in command:  # two steps more than it has
             words = [*words[:3], *command.split()[3:], f"trainer.max_steps={2 + steps_of(words, place)}"]
+    elif words[2] == "qnmixer.calibrate" and "geometry=" in command:
+        words.append("geometry.n_views=56")
     elif words[2] == "qnmixer.robustness":
         words += ["n_slices=1", "data.cache_dir=cache", "evaluation.tv_weight=null", "photons=[1e5]", "logger=csv"]
     elif words[2] == "qnmixer.evaluate" and "data=" in command:

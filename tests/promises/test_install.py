@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pip
 import pytest
 
 from qnmixer.torch_builds import GPU, TORCH, fix
@@ -75,7 +76,11 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "src" / "qnmixer" / "torch_builds.py", project / "src" / "qnmixer")
     (project / "pyproject.toml").write_text(PYPROJECT)
     (project / "backend.py").write_text(BACKEND)
-    subprocess.run([sys.executable, "-m", "venv", project / ".venv"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", project / ".venv"], check=True)
+    (site,) = project.glob(".venv/lib/python*/site-packages")
+    package = Path(pip.__file__).parent
+    for path in (package, *package.parent.glob("pip-*.dist-info")):  # venv would take seconds to install it
+        shutil.copytree(path, site / path.name)
     cuda, file = "nvidia-cudnn-cu13", "nvidia/cudnn.txt"
     lock = {
         f"torch=={TORCH}": add_wheel(pypi, "torch", TORCH, needs=(cuda, "filelock")),

@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from qnmixer.errors import ConfigError
+from qnmixer.module.build import build_module
+from qnmixer.parallel.pipeline import loss_of_part
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.run import parse_file
 
-from ..conftest import PHANTOMS, csv_rows, environment, last_checkpoint, metrics
+from ..conftest import PHANTOMS, config_of, csv_rows, environment, last_checkpoint, metrics
 from ..conftest import TINY as COMMON
 from .commands import Command
 
@@ -85,6 +88,12 @@ def weights_of(run: Path) -> torch.Tensor:
 def rows_of(run: Path) -> list[dict[str, float]]:
     rows = csv_rows(run / "metrics.csv")
     return [{name: float(row[name]) for name in LOGGED if row.get(name)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def plain_rows(here: Path, command: Command) -> list[dict[str, float]]:
+    """Of a run on one device without a term of the user's, in its folder `plain`."""
+    return trained(command, here, "plain", *ALONE)
 
 
 def trained(command: Command, here: Path, name: str, *words: str) -> list[dict[str, float]]:
@@ -182,12 +191,14 @@ def test_a_slip_in_its_words_is_one_line(here: Path, command: Command, words: li
     assert command(here, "train", *TINY, *WORDS, *words).error.startswith(message)
 
 
-def test_a_loss_on_the_iterates_is_that_of_every_memory_mode(here: Path, command: Command) -> None:
-    runs = {
-        (memory, weight): trained(command, here, f"{memory}{weight}", f"memory={memory}", f"+module.iterates={weight}")
-        for memory, weight in (("keep", 1), ("offload", 1), ("recompute", 1), ("recompute", 0))
-    }
-    keep_row, offload_row, recompute_row, plain_row = (rows[0] for rows in runs.values())
+def test_a_loss_on_the_iterates_is_that_of_every_memory_mode(
+    here: Path, command: Command, plain_rows: list[dict[str, float]]
+) -> None:
+    keep_row, offload_row, recompute_row = (
+        trained(command, here, memory, *ALONE, f"memory={memory}", "+module.iterates=1")[0]
+        for memory in ("keep", "offload", "recompute")
+    )
+    plain_row = plain_rows[0]
     for row in (offload_row, recompute_row):
         assert row["train/loss"] == pytest.approx(keep_row["train/loss"], rel=1e-6)
         assert row["train/grad_norm"] == pytest.approx(keep_row["train/grad_norm"], rel=1e-4)
@@ -195,36 +206,46 @@ def test_a_loss_on_the_iterates_is_that_of_every_memory_mode(here: Path, command
     assert abs(recompute_row["train/grad_norm"] / plain_row["train/grad_norm"] - 1) > 0.1
 
 
-def test_a_pipeline_trains_and_logs_what_one_process_does(here: Path, command: Command) -> None:
+def test_a_pipeline_trains_and_logs_what_one_process_does(
+    here: Path, command: Command, plain_rows: list[dict[str, float]]
+) -> None:
     """A term on x_T and the values that the training step logs: means over the micro-batches, on every rank."""
-    weights = {}
-    for smooth in (0, 100):
-        single_rows, pipeline_rows = (
-            trained(command, here, f"{name}{smooth}", *words, f"+module.smooth={smooth}")
-            for name, words in (("single", ALONE), ("pipeline", PIPELINE))
+    smooth = "+module.smooth=100"
+    single_rows = trained(command, here, "single", *ALONE, smooth)
+    pipeline_rows = trained(command, here, "pipeline_smooth", *PIPELINE, smooth)
+    assert len(single_rows) == len(pipeline_rows) == len(plain_rows) == 3
+    for single_row, pipeline_row in zip(single_rows, pipeline_rows, strict=True):
+        assert pipeline_row.keys() == single_row.keys()
+        names = single_row.keys() - {"train/range"}  # which is no mean over images
+        assert [pipeline_row[name] for name in names] == pytest.approx(
+            [single_row[name] for name in names], rel=1e-4, abs=1e-5
         )
-        assert len(single_rows) == len(pipeline_rows) == 3
-        for single_row, pipeline_row in zip(single_rows, pipeline_rows, strict=True):
-            assert pipeline_row.keys() == single_row.keys()
-            names = single_row.keys() - {"train/range"}  # which is no mean over images
-            assert [pipeline_row[name] for name in names] == pytest.approx(
-                [single_row[name] for name in names], rel=1e-4, abs=1e-5
-            )
-        weights[smooth], expected = (weights_of(here / f"{name}{smooth}") for name in ("pipeline", "single"))
-        assert (weights[smooth] - expected).abs().max() < 1e-5
+    weights, expected, plain = (weights_of(here / name) for name in ("pipeline_smooth", "single", "plain"))
+    assert (weights - expected).abs().max() < 1e-5
     assert 100 * pipeline_rows[0]["train/roughness"] > 0.9 * pipeline_rows[0]["train/loss"]  # so the term is honoured
-    assert (weights[100] - weights[0]).abs().max() > 1e-4
+    assert (weights - plain).abs().max() > 1e-4
+
+
+PIPELINE_REFUSES = "training_step asks for the iterates, but they are on other devices: choose "
+
+
+def test_what_a_pipeline_cannot_do_is_refused_in_one_line(here: Path, command: Command) -> None:
+    outcome = command(here, "train", *MODULE, *PIPELINE, "+module.iterates=1", "hydra.run.dir=refused")
+    assert outcome.error.startswith(f"rank 1: strategy=pipeline: {PIPELINE_REFUSES}")
 
 
 @pytest.mark.parametrize(("word", "message"), [
-    ("+module.iterates=1", "training_step asks for the iterates, but they are on other devices: choose "),
+    ("+module.iterates=1", PIPELINE_REFUSES),
     ("+module.mode=another", "training_step gives the network another sinogram than that of self.measure"),
 ])  # fmt: skip
-def test_what_a_pipeline_cannot_do_is_refused_in_one_line(
-    here: Path, command: Command, word: str, message: str
+def test_a_stage_refuses_what_needs_more_than_the_last_image(
+    here: Path, monkeypatch: pytest.MonkeyPatch, word: str, message: str
 ) -> None:
-    outcome = command(here, "train", *MODULE, *PIPELINE, word, "hydra.run.dir=refused")
-    assert outcome.error.startswith(f"rank 1: strategy=pipeline: {message}")
+    monkeypatch.syspath_prepend(here)
+    module = build_module(config_of(*MODULE, word))
+    batch = {"image": torch.rand(2, 1, 16, 16), "sinogram": torch.rand(2, 1, 8, 24), "weight": torch.ones(2)}
+    with pytest.raises(ConfigError, match=f"^strategy=pipeline: {message}"):
+        loss_of_part(module, batch, 0, batch["image"], 0, {})
 
 
 @pytest.mark.parametrize("words", [[*TINY, *WORDS], [*MODULE, *PIPELINE]], ids=["network", "module over stages"])
