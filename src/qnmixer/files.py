@@ -70,8 +70,7 @@ def path_in_errors(path: Path | str) -> Iterator[None]:
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file beside `path`. It replaces `path` if the block succeeds, and is deleted if the block fails.
 
-    Raises:
-        OSError: for example if the disk is full. Then `path` is unchanged.
+    Raises OSError, for example if the disk is full. Then `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:48]}.{uuid.uuid4().hex}.tmp")  # 48 letters may have 192 bytes

@@ -28,8 +28,6 @@ from qnmixer.settings.override import override
 from qnmixer.settings.parts import ModelConfig
 from qnmixer.settings.run import Config, validate
 
-# The plan of a run
-
 ASSUMED_DEVICES = 4
 """The assumed number of devices, if the config leaves it to the machine."""
 
@@ -126,9 +124,6 @@ def _measured_batch(module: RunModule, n: int) -> Any:
         sinogram = measurement.project(image[-1:], *(images[-1:] for images in fine_image.values()))
     other_sinograms = torch.empty(n - 1, 1, scan.n_views, scan.n_detectors)
     return batch_of(image, torch.ones(n), torch.cat([other_sinograms, sinogram])) | fine_image
-
-
-# The last line of a run that is out of memory
 
 
 def advice(planner: Planner, config: Config, available: float) -> str:

@@ -79,9 +79,6 @@ def replaced(values: dict[Place, Tensor]) -> Iterator[None]:
             place.put(tensor)
 
 
-# Several devices
-
-
 class BufferMeans(Callback):
     """After each batch, makes the saved buffers equal on all devices.
 

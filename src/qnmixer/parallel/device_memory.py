@@ -7,8 +7,6 @@ import torch
 
 from qnmixer.machine import memory
 
-# What a step takes
-
 MIB = 2**20
 WORKSPACE = 32 * MIB
 """What torch holds for each handle of cuBLAS from an H100 on; 8.1 MiB on older GPUs."""

@@ -14,8 +14,6 @@ from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.settings.run import Config, validate
 from qnmixer.torch_builds import GPU, NoBuildError, fix, visible_gpus
 
-# The devices of a run
-
 
 def resolve_devices(config: Config) -> Config:
     """Fill in the accelerator and the number of devices. Raises ConfigError for what this machine does not have."""
@@ -126,9 +124,6 @@ def allow_tf32(allowed: bool) -> None:
     # torch will retire the old ones.
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
-
-
-# torch.compile
 
 
 def check_compiler() -> None:

@@ -31,8 +31,6 @@ from qnmixer.parallel.torch_private import TreeSpec, tree_flatten, tree_map_only
 from qnmixer.parallel.tracker import PeakTracker, autocast, n_bytes
 from qnmixer.settings.strategies import PipelineConfig, Schedule, microbatches_together
 
-# The parts of a network and of its loss
-
 Context = Callable[[], AbstractContextManager[Any]]
 Logged = dict[str, tuple[Tensor, float, tuple[Any, ...], dict[str, Any]]]
 """What `training_step` logs in a batch, by name: the weighted sum over micro-batches, the sum of their weights, and the
@@ -200,9 +198,6 @@ def layouts(network: UnrolledNetwork[Any], y: Tensor, context: Context) -> list[
         received = cache(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
         state = tree_map_only(Tensor, received, state)
     return [*packings, Packing.from_state(state)]
-
-
-# The strategy
 
 
 class PipelineParallel(Parallelism[PipelineConfig]):

@@ -36,7 +36,6 @@ __all__ = [
     "tree_unflatten",
 ]
 
-# Tensors without data
 
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a class of tensors that leaves functions of torch as they are."""
@@ -68,9 +67,6 @@ def fake_tensor(meta: Tensor, device: torch.device) -> Tensor:
     return FakeTensor(fake_mode(), meta, device)
 
 
-# Tensors
-
-
 def storage_key(storage: torch.UntypedStorage) -> int:
     """A number that a storage has as long as it lives. `data_ptr()` is 0 for all storages without data."""
     return storage._cdata
@@ -90,9 +86,6 @@ foreach_add_ = torch._foreach_add_
 foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 """One operator for all tensors of a list."""
-
-
-# Schedules of learning rates
 
 
 def schedules_in(schedule: Any) -> list[Any]:

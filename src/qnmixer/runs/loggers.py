@@ -39,8 +39,6 @@ from qnmixer.settings.parts import METRICS_FILE, LoggerConfig
 from qnmixer.settings.run import Config, effective_batch
 from qnmixer.settings.sections import LONGEST_NAME, LONGEST_TAG, WandbConfig
 
-# The loggers of a run
-
 # Exit codes of a W&B run; wandb itself uses the last one for Ctrl-C.
 SUCCESS, FAILURE, INTERRUPTION = 0, 1, 255
 
@@ -122,9 +120,6 @@ def recording_scores(
             exit_code = SUCCESS
         finally:
             close_loggers(exit_code)
-
-
-# metrics.csv
 
 
 class MetricsFile(CSVLogger):

@@ -53,8 +53,6 @@ from qnmixer.settings.project import NO_PROJECT
 from qnmixer.settings.run import Config, parse
 from qnmixer.settings.validation import validated
 
-# The sweep
-
 _FOLDER_KEY = "hydra.sweep.dir"
 
 
@@ -227,8 +225,7 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
     Args:
         jobs: in the order in which they start.
         check: builds the config of a job. It raises UserError for a bad config, and then no process is started.
-        at_once: the most jobs at a time. None: as many as there are GPUs for; without a GPU one at a time. More than
-            there are GPUs: jobs share them.
+        at_once: the most jobs at a time, as `jobs_at_once` of the launcher.
 
     Raises ConfigError if a folder has another job, or one with other settings; KeyboardInterrupt or SystemExit after
     all jobs have ended.

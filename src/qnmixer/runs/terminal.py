@@ -12,8 +12,6 @@ from rich.text import Text
 
 from qnmixer.errors import visible
 
-# The console
-
 
 class Console(rich.console.Console):
     """A console that shows names as they are: brackets are no markup, and control characters are escapes.
@@ -32,8 +30,6 @@ class Console(rich.console.Console):
         """Print one line that begins with "warning:"."""
         self.print(f"warning: {visible(line)}", style=style, highlight=False, soft_wrap=True)
 
-
-# Progress
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

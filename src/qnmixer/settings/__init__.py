@@ -5,8 +5,7 @@
   function (`target`: how; `parts` and `data`: which) declares in its class the keys that qnmixer itself uses, such
   as optimizer.lr and data.val_patients. All others, such as model.n_iterations, stand in the signature of what it
   names.
-- The keys of another command than train stand in a class that names its command: in `config.py` of the package that
-  does its work, such as extras/robustness for noises.
+- The keys of another command than train stand in a class that names its command, in `COMMAND_config.py` beside its code.
 - Its default is in conf/, in the file of the option that conf/train.yaml, or the file of the command, names first. That
   file may include others, whose names begin with _. A default in a class is for older files that lack the key.
 - It is checked by pydantic: `run.parse` for a run, `parse` of the class of another command, and for somebody's file
@@ -14,10 +13,6 @@
   Rules between sections are in `rules`.
 - It is explained by the comment beside its default, or by the docstring of what has it: --help=all shows either.
   `validation` says in one line what is wrong.
-
-The words of a command line come first: `project` adds those of a project, `typed_text` puts quotes around texts that
-look like numbers. `help` prints --help, and `error_lines` has a line for each error of a library. `plugins` imports the
-classes of the user's. `commands.command` runs all this.
 
 Hydra composes conf/ (`compose`). A program changes a config by `override`. No torch here, so that help and completion
 are there in a moment. The classes that a config names load it.

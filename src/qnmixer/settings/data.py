@@ -212,11 +212,7 @@ class MixedData(DataConfig):
 
 
 class PairData(DataConfig):
-    """A public set of sinograms and reference images. Its class has the other keys, and says what its numbers mean.
-
-    Attributes:
-        root: folder of the set.
-    """
+    """A public set of sinograms and reference images. Its class has the other keys, and says what its numbers mean."""
 
     read_at_once: ClassVar[bool] = True
 

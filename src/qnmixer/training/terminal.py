@@ -88,9 +88,6 @@ def print_end(run: Run) -> None:
         run.console.print(f"picture: {picture}", soft_wrap=True, highlight=False)
 
 
-# Progress
-
-
 class TrainingProgress(Callback):
     """Shows the step of all steps, the loss, the last main metric of a validation, samples a second and the time left.
 

@@ -16,8 +16,6 @@ from typing import Any, NoReturn
 
 from qnmixer.errors import Stopped, visible
 
-# The rank
-
 
 def is_rank() -> bool:
     """Whether a launcher (ours, torchrun, srun) has started this process as one of several."""
