@@ -126,9 +126,7 @@ class RunModule(L.LightningModule):
     @classmethod
     def _loaded(cls, path: str | Path, **arguments: Any) -> Self:
         """The module, as Lightning builds it: by arguments, and by the hyperparameters of the file."""
-        loaded = super().load_from_checkpoint(path, **arguments)
-        assert isinstance(loaded, cls)
-        return loaded
+        return super().load_from_checkpoint(path, **arguments)
 
     @property
     def projector(self) -> "FanBeamProjector":
@@ -146,8 +144,7 @@ class RunModule(L.LightningModule):
             return batch["sinogram"]
         if not hasattr(self, "measurement"):
             self.measurement = Measurement(self.network.projector)
-        y: Tensor = self.measurement(batch, stream)
-        return y
+        return self.measurement(batch, stream)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss of a batch: a mean over its images."""

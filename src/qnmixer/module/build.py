@@ -41,7 +41,4 @@ def build_data_module(config: Config, **options: Any) -> SliceDataModule | OwnDa
     """
     if not config.datamodule.is_of_slices:
         return build_own_data(config)
-    data: SliceDataModule = config.datamodule.build(
-        config.data, measure=measure_of(config), geometry=build_geometry(config), **options
-    )
-    return data
+    return config.datamodule.build(config.data, measure=measure_of(config), geometry=build_geometry(config), **options)

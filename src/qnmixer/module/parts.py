@@ -89,8 +89,7 @@ def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> O
         {"params": vectors, "weight_decay": 0.0},
         {"params": step_sizes, "weight_decay": 0.0, "lr": lr * config.step_size_lr_factor},
     ]
-    optimizer: Optimizer = config.build([group for group in groups if group["params"]], lr=config.lr)
-    return optimizer
+    return config.build([group for group in groups if group["params"]], lr=config.lr)
 
 
 def learning_rate_factor(config: ScheduleConfig, n_steps: int) -> Callable[[int], float]:

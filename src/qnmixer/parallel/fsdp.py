@@ -85,7 +85,8 @@ class FSDPStrategy(ModelParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Store full gradients on each device. Lightning enters this in every batch of a window except the last."""
         # Without this FSDP2 reduces the gradients in every backward pass, and accumulating saves no traffic.
-        units = self._units()
+        assert self.model is not None
+        units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for unit in units:
             unit.set_requires_gradient_sync(False)
         try:
@@ -136,10 +137,6 @@ class FSDPStrategy(ModelParallelStrategy):
                 n: {k: _sharded(parameter_of[n], v) for k, v in entry.items()} for n, entry in state["state"].items()
             }
             optimizer.load_state_dict({**state, "state": sharded})
-
-    def _units(self) -> list[FSDPModule]:
-        assert self.model is not None
-        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
 
 def _gathered(value: Any) -> Any:

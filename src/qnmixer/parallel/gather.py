@@ -5,5 +5,4 @@ from torch import Tensor
 
 def gather(tensor: Tensor) -> Tensor:
     """The full tensor. If the tensor is in shards, all devices must call this together."""
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

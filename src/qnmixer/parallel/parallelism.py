@@ -78,8 +78,7 @@ class Parallelism(Generic[S]):
 def parallelism_of(config: Config) -> Parallelism[Any]:
     """How a run trains by its strategy."""
     module, _, name = config.strategy.parallelism.rpartition(".")
-    parallelism: Parallelism[Any] = getattr(import_module(module), name)(config.strategy, config)
-    return parallelism
+    return getattr(import_module(module), name)(config.strategy, config)
 
 
 def build_precision(trainer: TrainerConfig, accelerator: str) -> Precision:

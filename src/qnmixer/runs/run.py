@@ -97,8 +97,7 @@ def overrides_of(run: Path) -> list[str]:
 
     Hydra's own are left out, because they could make Hydra run code. Only its search path stays.
     """
-    overrides: list[str] = read_results(run).get("overrides", [])
-    return [override for override in overrides if _defines_run(override)]
+    return [override for override in read_results(run).get("overrides", []) if _defines_run(override)]
 
 
 def _defines_run(override: str) -> bool:

@@ -5,7 +5,7 @@
   function (`target`: how; `parts` and `data`: which) declares in its class the keys that qnmixer itself uses, such
   as optimizer.lr and data.val_patients. All others, such as model.n_iterations, stand in the signature of what it
   names.
-- The keys of another command than train stand in a class that names its command, in `COMMAND_config.py` beside its code.
+- The keys of another command than train stand in a class that names its command, in `COMMAND_config.py` by its code.
 - Its default is in conf/, in the file of the option that conf/train.yaml, or the file of the command, names first. That
   file may include others, whose names begin with _. A default in a class is for older files that lack the key.
 - It is checked by pydantic: `run.parse` for a run, `parse` of the class of another command, and for somebody's file

@@ -242,14 +242,12 @@ class PairData(DataConfig):
     @property
     def attenuation_of_one(self) -> float | None:  # type: ignore[override]  # as above
         """Attenuation in 1/mm of x = 1, which the set or its key `max_attenuation` fixes; None: that of hu_max."""
-        value: float | None = self.settings().get("max_attenuation") or self.load().attenuation_of_one
-        return value
+        return self.settings().get("max_attenuation") or self.load().attenuation_of_one
 
     @property
     def hu_scaling(self) -> tuple[float, float]:
         """That of the set, if it has one."""
-        of_set: tuple[float, float] | None = getattr(self.load(), "hu_scaling", None)
-        return of_set or super().hu_scaling
+        return getattr(self.load(), "hu_scaling", None) or super().hu_scaling
 
 
 def _kind_of_source(values: Any) -> str:

@@ -88,8 +88,7 @@ class ModelConfig(Target):
         """Numbers that must divide the image size, by the key that sets each."""
         if not self.has_steps:
             return {}
-        divisors: dict[str, int] = self.load().divisors(self._all_arguments())
-        return divisors
+        return self.load().divisors(self._all_arguments())
 
     def checked(self) -> Self:
         """Check the rules between its arguments too."""

@@ -102,8 +102,7 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     So arguments of targets and rules are not checked: `checked` does that, once the targets are trusted. Raises
     ConfigError, which names the key.
     """
-    config: Config = validated(Config, plain_values(cfg))
-    return config
+    return validated(Config, plain_values(cfg))
 
 
 def targets_of(config: Section) -> dict[str, str]:
@@ -163,8 +162,7 @@ class WithRunConfig(Section):
         run = parse(values)
         if not run.model.has_weights:
             raise ConfigError(f"model={run.model.name} has no weights, so it has no training step")
-        config: Self = validated(cls, command_values | {"run": run})
-        return config
+        return validated(cls, command_values | {"run": run})
 
 
 def effective_batch(config: Config) -> int:

@@ -34,8 +34,7 @@ class Section(BaseModel):
     @classmethod
     def parse(cls, cfg: DictConfig) -> Self:
         """Check a composed config. Raises ConfigError, which names the key and how to fix it."""
-        config: Self = validated(cls, plain_values(cfg))
-        return config
+        return validated(cls, plain_values(cfg))
 
     def plain(self) -> dict[str, Any]:
         """Its keys as on a command line, as numbers, texts, lists and dicts."""

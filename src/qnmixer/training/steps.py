@@ -251,8 +251,7 @@ def _profiler(config: Config, folder: Path) -> Profiler | None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's writes to the terminal
     if name is not None:
         kinds = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
-        profiler: Profiler = kinds[name](folder, name)
-        return profiler
+        return kinds[name](folder, name)
     if not isinstance(debug, ProfileConfig):
         return None
     steps_to_record = schedule(skip_first=debug.warm_up - 1, wait=0, warmup=1, active=debug.steps, repeat=1)
