@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import lightning as L
 import torch
@@ -19,15 +19,12 @@ from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.module.parts import parts_of
 from qnmixer.parallel.gather import gather
 from qnmixer.parallel.lightning_private import ONLY_THE_CLASS, set_hparams, set_position, trainer_of
+from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstruction.checkpoints import load_run, run_of
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, SUFFIX, TRAINED_KEY, find_checkpoint
 from qnmixer.runs.records import own_modules
 from qnmixer.settings.plugins import check_trusted, module_of, parameters_of, taken
 from qnmixer.settings.run import Config, checked
-
-if TYPE_CHECKING:
-    from qnmixer.physics import FanBeamProjector
-
 
 _PARTS = "network", "loss", "optimizer", "schedule", "metrics"
 """What a run gives to a module, beside its own arguments."""
@@ -129,7 +126,7 @@ class RunModule(L.LightningModule):
         return super().load_from_checkpoint(path, **arguments)
 
     @property
-    def projector(self) -> "FanBeamProjector":
+    def projector(self) -> FanBeamProjector:
         """A, Aᵀ and FBP of the scan."""
         return self.measurement.projector
 

@@ -277,17 +277,12 @@ def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: 
         fault = error.errors()[0]
         variable = f"WANDB_{fault['loc'][0]}".upper().replace("WANDB_RUN_TAGS", "WANDB_TAGS")
         raise ConfigError(f"W&B refuses {variable} of the environment: {fault['msg']}") from error
-    arguments: dict[str, Any] = {
+    arguments = options.model_dump(include={"entity", "job_type", "notes", "project", "resume"}) | {
         "mode": _mode(options),
         "id": run_id,
-        "resume": options.resume,  # "must" would fail for a run that was offline before
-        "project": options.project,
-        "entity": options.entity,
         "group": options.group or (group and group[:LONGEST_NAME]),
         "name": options.name or name[:LONGEST_NAME],
-        "job_type": options.job_type,
         "tags": _tags(config, overrides, options.tags),
-        "notes": options.notes,
         "config": _described(config),
         "dir": place,
         "settings": wandb.Settings(

@@ -221,7 +221,7 @@ class WandbConfig(Section):
     tags: Annotated[list[RunTag], BeforeValidator(_words)] = Field(default_factory=list)
     id: RunID | None = None  # None: drawn; a resumed run keeps its own
     version: RunID | None = None  # as id
-    resume: Literal["allow", "must", "never", "auto"] = "allow"
+    resume: Literal["allow", "must", "never", "auto"] = "allow"  # must would fail for a run that was offline before
     save_dir: File | None = None  # None: the run folder
     dir: File | None = None  # as save_dir
     log_model: Literal[False] = False  # checkpoints stay in the run folder

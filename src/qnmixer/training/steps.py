@@ -16,13 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ProgressBar, RichModelSummary
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import (
-    AdvancedProfiler,
-    PassThroughProfiler,
-    Profiler,
-    PyTorchProfiler,
-    SimpleProfiler,
-)
+from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from torch.profiler import schedule
 
 from qnmixer.data.datamodule import SliceDataModule
