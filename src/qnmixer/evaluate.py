@@ -6,7 +6,7 @@ python -m qnmixer.evaluate run=runs/DIR evaluation=task                  # noise
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
+from importlib import import_module
 
 import qnmixer.needs_train  # noqa: F401
 
@@ -14,41 +14,21 @@ from omegaconf import DictConfig
 
 from qnmixer.commands import command
 from qnmixer.errors import say, visible
-from qnmixer.evaluation.evaluate_config import EvaluateConfig, check_slices
+from qnmixer.evaluation.evaluate_config import EvaluateConfig, RunEvaluationConfig, check_slices
 from qnmixer.installed import extras
 from qnmixer.reconstruction.weights import check_weights
 from qnmixer.runs.run import into_new_folder, new_folder
 
-if TYPE_CHECKING:
-    from qnmixer.extras.task.task_config import EvaluateTaskConfig
-    from qnmixer.extras.uncertainty.uncertainty_config import EvaluateUncertaintyConfig
 
-    AnyConfig = EvaluateConfig | EvaluateTaskConfig | EvaluateUncertaintyConfig
-
-
-def evaluate(config: "AnyConfig") -> None:
+def evaluate(config: RunEvaluationConfig) -> None:
     """Print the table of one evaluation, and write table, picture and scores per image into a folder."""
     say(visible(f"evaluating {config.run} (loading PyTorch …)"))
+    module, _, name = config.evaluator.rpartition(".")
     with new_folder() as (folder, overrides):
-        if isinstance(config, EvaluateConfig):
-            from qnmixer.evaluation.evaluate_run import evaluate_run
-
-            evaluate_run(config, folder, overrides)
-            return
-
-        from qnmixer.extras.task.task_config import EvaluateTaskConfig
-
-        if isinstance(config, EvaluateTaskConfig):
-            from qnmixer.extras.task.evaluate_task import evaluate_task
-
-            evaluate_task(config, folder, overrides)
-        else:
-            from qnmixer.extras.uncertainty.evaluate_uncertainty import evaluate_uncertainty
-
-            evaluate_uncertainty(config, folder, overrides)
+        getattr(import_module(module), name)(config, folder, overrides)
 
 
-def check(cfg: DictConfig) -> "AnyConfig":
+def check(cfg: DictConfig) -> RunEvaluationConfig:
     """Parse and check the config. Raises UserError also if the run or the slices do not exist."""
     config = _parsed(cfg)
     check_weights("run", config.run)
@@ -56,7 +36,7 @@ def check(cfg: DictConfig) -> "AnyConfig":
     return config
 
 
-def _parsed(cfg: DictConfig) -> "AnyConfig":
+def _parsed(cfg: DictConfig) -> RunEvaluationConfig:
     """The config by the class that has the keys of its evaluation."""
     if "photons" in cfg.evaluation:
         with extras():

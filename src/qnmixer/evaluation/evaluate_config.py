@@ -44,6 +44,7 @@ class RunEvaluationConfig(ScoringConfig):
     """What every kind of evaluation of `qnmixer.evaluate` has. Each adds its own section `evaluation`."""
 
     command: ClassVar[str] = "evaluate"
+    evaluator: ClassVar[str]  # the function (config, folder, overrides) that evaluates. It loads torch
 
     run: str
     geometry: ScanOrAsTrained
@@ -56,6 +57,7 @@ class RunEvaluationConfig(ScoringConfig):
 class EvaluateConfig(RunEvaluationConfig):
     """The checked config of one evaluation slice by slice."""
 
+    evaluator = "qnmixer.evaluation.evaluate_run.evaluate_run"
     evaluation: EvaluationConfig
 
 

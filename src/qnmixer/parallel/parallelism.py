@@ -84,7 +84,6 @@ def parallelism_of(config: Config) -> Parallelism[Any]:
 def build_precision(trainer: TrainerConfig, accelerator: str) -> Precision:
     """Autocast, and a GradScaler for fp16, on a CPU too: there Lightning would silently use bf16 for 16-mixed."""
     precision = trainer.precision
-    # A plugin, because the Trainer's own `precision="16-mixed"` is refused by Lightning's FSDP2 strategy.
     return Precision() if precision == "32" else MixedPrecision(precision, accelerator)
 
 
