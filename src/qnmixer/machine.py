@@ -27,7 +27,6 @@ def wait_briefly() -> None:
         os.environ[_SPINS] = "10000"
 
 
-_RARELY = 50_000
 _earlier_thresholds: list[tuple[int, int, int]] = []
 
 
@@ -35,7 +34,7 @@ _earlier_thresholds: list[tuple[int, int, int]] = []
 def collect_garbage_rarely() -> None:
     """Let this process, a command, look for garbage after 50,000 new objects instead of 700, and not at its end."""
     _earlier_thresholds.append(gc.get_threshold())
-    gc.set_threshold(_RARELY)
+    gc.set_threshold(50_000)
     atexit.register(gc.freeze)
 
 

@@ -73,10 +73,8 @@ def read_usage(device: torch.device) -> Usage:
         return _cpu_usage()
     stats = torch.cuda.memory_stats(device)  # once: each of torch's three functions would collect all of it again
     free_bytes, total = torch.cuda.mem_get_info(device)
-    allocated, reserved, peak = (
-        stats.get(f"{kind}_bytes.all.{value}", 0)
-        for kind, value in (("allocated", "current"), ("reserved", "current"), ("allocated", "peak"))
-    )
+    names = ("allocated_bytes.all.current", "reserved_bytes.all.current", "allocated_bytes.all.peak")
+    allocated, reserved, peak = (stats.get(name, 0) for name in names)
     return Usage(allocated, reserved, peak, total - free_bytes)
 
 

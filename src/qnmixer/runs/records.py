@@ -68,12 +68,9 @@ def amend(folder: Path, overrides: list[str], *, status: str, error: str | None)
     write_results(folder, {key: value for key, value in record.items() if value is not None})
 
 
-_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
-
-
 def timestamp() -> str:
     """The time, as results.json has it."""
-    return time.strftime(_TIME_FORMAT)
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def duration(seconds: float) -> str:

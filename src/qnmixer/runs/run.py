@@ -364,7 +364,6 @@ def _has_begun(run: Path, overrides: list[str]) -> bool:
 _LENGTH = ("trainer.max_steps", "trainer.max_epochs")
 """The keys that set the length of a run."""
 _SET_HERE = ("resume", "hydra.run.dir", "hydra.output_subdir")
-"""Keys that are set here."""
 
 
 def _check_mine(run: Path, run_overrides: list[str], command_overrides: list[str]) -> None:

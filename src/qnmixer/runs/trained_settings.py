@@ -18,11 +18,8 @@ _WATCHING = ("IteratePictures", "LearningRateMonitor", "DeviceStatsMonitor", "Ri
 def what_is_trained(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that decide what a run trains, by dotted key, without its seeds; from its config as plain data."""
     kept = {key: value for key, value in settings.items() if key not in _OTHER_KEYS}
-    kept["callbacks"] = {
-        name: value
-        for name, value in settings.get("callbacks", {}).items()
-        if not str(value.get("_target_")).endswith(_WATCHING)
-    }
+    callbacks = settings.get("callbacks", {}).items()
+    kept["callbacks"] = {name: keys for name, keys in callbacks if not str(keys.get("_target_")).endswith(_WATCHING)}
     monitored = settings["monitor"].partition("/")[2]  # the best checkpoint is that by this metric
     kept["metrics"] = settings.get("metrics", {}).get(monitored)
     trainer = settings["trainer"]

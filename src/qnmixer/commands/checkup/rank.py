@@ -169,15 +169,9 @@ def _has_room_for_float64(accelerator: str) -> bool:
 
 def train_a_little(report: Report, config: Config, folder: Path, n_steps: int, in_float64: bool = False) -> None:
     """Run a few steps of a config as training runs them. Raises its errors."""
-    trainer_config = config.trainer.model_copy(
-        update={
-            "max_steps": n_steps,
-            "max_epochs": None,
-            "val_every_n_steps": None,
-            "limit_val_batches": 0,  # not checked: no run of a user is without a validation
-            "log_every_n_steps": n_steps,
-        }
-    )
+    steps = {"max_steps": n_steps, "max_epochs": None, "log_every_n_steps": n_steps}
+    no_validation = {"val_every_n_steps": None, "limit_val_batches": 0}  # not checked: no run of a user is without one
+    trainer_config = config.trainer.model_copy(update=steps | no_validation)
     run = config.changed(trainer=trainer_config, logger={}, finetune=None, resume=None)
     note("building the network")
     module, callbacks = untrained(run), [Probe(report), *build_callbacks(run.callbacks, run.metrics)]
