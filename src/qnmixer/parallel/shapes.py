@@ -94,13 +94,9 @@ class _Output(NamedTuple):
     argument: int | None  # the argument or earlier output that it is
     source: int | None  # the argument or earlier output whose memory it shares
     n_bytes: int  # of its memory
-    shape: torch.Size
-    strides: tuple[int, ...]
-    offset: int | torch.SymInt
-    dtype: torch.dtype
-    device: torch.device
-    conjugate: bool
-    negative: bool
+    place: tuple[torch.Size, tuple[int, ...], int | torch.SymInt]  # shape, strides and offset in its memory
+    options: dict[str, Any]  # dtype and device
+    signs: tuple[bool, bool]  # whether it is the conjugate of its memory, and the negative
 
 
 class _Shapes(TorchDispatchMode):
@@ -146,12 +142,10 @@ class _Shapes(TorchDispatchMode):
         if output.argument is not None:
             tensor = tensors[output.argument]
         else:
-            tensor = tensor_without_data(
-                _Shape, output.shape, output.strides, output.offset, dtype=output.dtype, device=output.device
-            )
+            tensor = tensor_without_data(_Shape, *output.place, **output.options)
             tensor.memory = _Bytes(output.n_bytes) if output.source is None else storage_of(tensors[output.source])
-            if output.conjugate or output.negative:
-                set_signs(tensor, output.conjugate, output.negative)
+            if any(output.signs):
+                set_signs(tensor, *output.signs)
         tensors.append(tensor)
         if self.observer is not None:
             self.observer(tensor)
@@ -191,20 +185,12 @@ def _outputs(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[
             outputs.append(leaf)
             continue
         storage = leaf.untyped_storage()
-        outputs.append(
-            _Output(
-                argument=next((k for k, fake in enumerate(fakes) if fake is leaf), None),
-                source=sources.get(storage_key(storage)),
-                n_bytes=storage.nbytes(),
-                shape=leaf.shape,
-                strides=leaf.stride(),
-                offset=leaf.storage_offset(),
-                dtype=leaf.dtype,
-                device=leaf.device,
-                conjugate=leaf.is_conj(),
-                negative=leaf.is_neg(),
-            )
-        )
+        argument = next((k for k, fake in enumerate(fakes) if fake is leaf), None)
+        source = sources.get(storage_key(storage))
+        place = leaf.shape, leaf.stride(), leaf.storage_offset()
+        options = {"dtype": leaf.dtype, "device": leaf.device}
+        signs = leaf.is_conj(), leaf.is_neg()
+        outputs.append(_Output(argument, source, storage.nbytes(), place, options, signs))
         sources.setdefault(storage_key(storage), len(fakes))
         fakes.append(leaf)
     return outputs, structure

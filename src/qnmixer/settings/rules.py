@@ -85,8 +85,6 @@ def plain_network(model: ModelConfig, memory: MemoryConfig, module: ModuleConfig
     if model.has_steps:
         return
     if memory.name == "recompute":
-        raise ConfigError(
-            f"memory=recompute runs steps again, but {model.as_typed} has none: use memory=keep or offload"
-        )
+        raise ConfigError(f"memory=recompute runs steps again, but {model.as_typed} has none: use keep or offload")
     if module.name == "all_iterates":
         raise ConfigError(f"module=all_iterates needs the iterates of steps, but {model.as_typed} has none")
