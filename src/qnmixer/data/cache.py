@@ -108,8 +108,7 @@ def _resampling_weights(n: int, mm: float, size: int, step: float) -> FloatArray
 
 # The cache
 
-_CACHE_FORMAT = 10
-"""Raise it when caches get other slices or other values, or another layout."""
+_CACHE_FORMAT = 10  # raise it when caches get other slices or other values, or another layout
 _PIXEL = np.dtype("<f4")
 
 

@@ -17,10 +17,8 @@ import numpy as np
 
 from qnmixer.data.slices import SkipFile
 
-SECONDS = 20
-"""For one frame."""
-_MEMORY = 2 * 2**30
-"""Bytes of the child's address space, beside those of the file."""
+SECONDS = 20  # for one frame
+_MEMORY = 2 * 2**30  # bytes of the child's address space, beside those of the file
 
 
 def decode_apart(path: str, frame: int, seconds: int = SECONDS) -> np.ndarray[Any, Any]:

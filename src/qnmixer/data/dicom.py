@@ -35,13 +35,11 @@ from qnmixer.physics.units import AIR, FloatArray
 
 _SLOPES = 1e-3, 1e3
 """The range of plausible rescale slopes. With any other slope 16 bits cannot hold HU."""
-_SPACINGS = 0.01, 20.0
-"""The range of plausible pixel sizes of CT, in mm."""
+_SPACINGS = 0.01, 20.0  # the range of plausible pixel sizes of CT, in mm
 _LEAST_AXIAL = 0.8
 """The cosine of the largest angle to an axial plane, 37°. A gantry tilts by up to 30°."""
 _OVERLAY_BIT = 0x6000, 0x0102
-_DENSEST_TISSUE = 3071.0
-"""HU, the largest value of 12 bits."""
+_DENSEST_TISSUE = 3071.0  # HU, the largest value of 12 bits
 CT_CLASSES = CTImageStorage, EnhancedCTImageStorage, LegacyConvertedEnhancedCTImageStorage
 _SOP_CLASS, _IMAGES = 0x00080016, "1.2.840.10008.5.1.4.1.1."
 """The tag of SOPClassUID, and how the classes of images begin."""

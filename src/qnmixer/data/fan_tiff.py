@@ -29,8 +29,7 @@ from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.units import FloatArray
 
 TIFF = (".tif", ".tiff")
-_ROUGH = 0.5
-"""How much the angles of a file may differ from equal steps, in steps."""
+_ROUGH = 0.5  # how much the angles of a file may differ from equal steps, in steps
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,10 @@ from qnmixer.data.slices import NO_AIR
 from qnmixer.files import digest_of_bytes
 from qnmixer.physics.units import AIR, FloatArray
 
-WORDS_OF_LOOK = 8
-"""A look is so many int64 numbers: [_SIDE, _SIDE] bytes."""
+WORDS_OF_LOOK = 8  # a look is so many int64 numbers: [_SIDE, _SIDE] bytes
 _SIDE, _SPAN, _LEVELS = 8, 3.0, 100.0
 _LEAST_MASS = 0.1
-_NEAR = 0.02
-"""The largest root mean square difference of the looks of copies, in attenuation of water."""
+_NEAR = 0.02  # the largest root mean square difference of the looks of copies, in attenuation of water
 _ROWS_AT_ONCE = 512
 
 

@@ -23,8 +23,7 @@ _BELOW_AIR = -1024.0
 NO_AIR = -500.0
 """HU, between air and tissue. Lungs may be on either side."""
 _BONE = 500.0
-DENSEST = 32767.0
-"""HU, the largest value of metal that a scanner's 16 bits can store."""
+DENSEST = 32767.0  # HU, the largest value of metal that a scanner's 16 bits can store
 LEAST_SIDE, _MOST_SIDE = 8, 8192
 """Pixels of a side. A network's image has at least 8. A slice with more than 8192 would need gigabytes."""
 

@@ -35,8 +35,7 @@ from qnmixer.settings.sections import EvaluationConfig
 RunData = SliceDataModule | OwnDataModule
 PICTURE, PAGE = "picture.png", "page.html"
 _MOST_ITERATIONS = 50  # a page has room for the images of so many
-_N_WORST = 9
-"""So many of the worst slices are on a page, beside those of the picture."""
+_N_WORST = 9  # so many of the worst slices are on a page, beside those of the picture
 
 
 def what_was_evaluated(module: Reconstructor, evaluation: Evaluation) -> dict[str, Any]:

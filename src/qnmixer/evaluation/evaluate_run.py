@@ -30,8 +30,7 @@ from qnmixer.settings.sections import GeometryConfig
 
 _LOADING = "batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"
 """Keys of how slices are loaded. They change no slice."""
-_KEYS_OF_TEST = "simulation_factor", "disc"
-"""Keys that turn the run's own slices into another test."""
+_KEYS_OF_TEST = "simulation_factor", "disc"  # keys that turn the run's own slices into another test
 _NO_PLACE = "{} does not say where its slices are: give data=NAME data.root=FOLDER, as data=dicom"
 
 

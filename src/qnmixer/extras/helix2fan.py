@@ -23,8 +23,7 @@ from qnmixer.physics.sparse import cached
 from qnmixer.physics.units import FloatArray
 
 _PARTS = "train", "val", "test"
-_TOLERANCE = 1e-3
-"""Share of a length that counts as equal."""
+_TOLERANCE = 1e-3  # share of a length that counts as equal
 
 
 class Helix2FanSource:

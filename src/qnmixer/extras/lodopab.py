@@ -13,14 +13,11 @@ from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.units import FloatArray
 
 _NAMES = {"train": "train", "val": "validation", "test": "test"}
-_IMAGES = {"train": 35820, "val": 3522, "test": 3553}
-"""The last file of images has more."""
+_IMAGES = {"train": 35820, "val": 3522, "test": 3553}  # the last file of images has more
 _VIEWS, _BINS, _SIZE = 1000, 513, 362
-_WATER, _AIR, _LARGEST = 20.0, 0.02, 81.35858
-"""Attenuation in 1/m: x = (HU·(water − air)/1000 + water)/largest."""
+_WATER, _AIR, _LARGEST = 20.0, 0.02, 81.35858  # attenuation in 1/m: x = (HU·(water − air)/1000 + water)/largest
 _PER_HU = (_WATER - _AIR) / 1000
-_MM = 1000.0
-"""Millimetres in a metre: observations are line integrals of x over metres."""
+_MM = 1000.0  # millimetres in a metre: observations are line integrals of x over metres
 
 
 class LodopabSource:

@@ -5,8 +5,7 @@ import numpy as np
 from qnmixer.errors import ConfigError
 from qnmixer.physics import FanBeamGeometry
 
-_TOLERANCE = 1e-3
-"""Share of a step between views that counts as equal."""
+_TOLERANCE = 1e-3  # share of a step between views that counts as equal
 
 
 def views_of(geometry: FanBeamGeometry, first_angle: float, step: float, count: int, extra: str) -> list[int]:

@@ -20,16 +20,13 @@ from qnmixer.physics.units import FloatArray
 
 _PARTS = {"train": range(1, 3931), "val": range(3931, 4481), "test": range(4531, 5001)}
 """Slices of the benchmark's splits, by whole samples; 4481 to 4530 are in none."""
-_MOVED = range(1, 2831), range(5521, 5871)
-"""Slices whose detector was shifted by one (binned) bin."""
+_MOVED = range(1, 2831), range(5521, 5871)  # slices whose detector was shifted by one (binned) bin
 _VIEWS, _RAW_BINS, _SIZE = 3600, 1912, 1024
 _RAW = "sinogram.tif", "dark.tif", "flat1.tif", "flat2.tif"
 _REFERENCE = "reconstruction.tif"
 _OTHER_SIZE = "files of another size than those of 2DeteCT"
-_PIXEL = 0.113797
-"""Millimetres of the references, whose values are attenuation per pixel."""
-_LEAST = 1e-6
-"""The transmission of a ray without any light."""
+_PIXEL = 0.113797  # millimetres of the references, whose values are attenuation per pixel
+_LEAST = 1e-6  # the transmission of a ray without any light
 
 
 class TwoDetectSource:

@@ -6,8 +6,7 @@ from typing import Any
 from qnmixer.errors import GeometryError
 from qnmixer.physics import FanBeamGeometry
 
-_LARGEST = 8192
-"""Pixels of a side, views and bins of a scan, as in `qnmixer.settings`."""
+_LARGEST = 8192  # pixels of a side, views and bins of a scan, as in `qnmixer.settings`
 
 
 def scan_of(section: Mapping[str, Any], image_size: int) -> FanBeamGeometry:

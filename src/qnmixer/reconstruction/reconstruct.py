@@ -38,15 +38,11 @@ from qnmixer.settings.run import targets_of
 # Default batch sizes: on a CPU more slices do not fit into its cache; a GPU needs more to be busy.
 _ON_CPU, _ON_GPU = 4, 16
 _REFILLS = 2
-_ABDOMEN = (-160.0, 240.0)
-"""HU, of the PNG of slices."""
-_SPREADS = (0.0, 50.0)
-"""HU, of the PNG of a spread."""
+_ABDOMEN = (-160.0, 240.0)  # HU, of the PNG of slices
+_SPREADS = (0.0, 50.0)  # HU, of the PNG of a spread
 _ENDINGS = {"npy": ".npy", "png": ".png", "dicom": ".dcm"}
-_FBP = "_fbp"
-"""The ending of the file names of FBP images."""
-_SPREAD = "_spread"
-"""The ending of the file names of the deviation over the symmetries."""
+_FBP = "_fbp"  # the ending of the file names of FBP images
+_SPREAD = "_spread"  # the ending of the file names of the deviation over the symmetries
 _OF_A_NAME = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL, errno.EILSEQ)
 """Errors of one file name. The disk takes others."""
 

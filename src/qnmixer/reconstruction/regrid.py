@@ -11,18 +11,15 @@ from qnmixer.physics.units import FloatArray
 
 FloatList = npt.NDArray[np.float64]
 
-_WIDEST_GAP = 4.0
-"""The widest gap that is interpolated, in steps between views: at most three missing in a row."""
-_FEWEST_VIEWS = 0.75
-"""The fewest measured views, as a share of the views in training."""
+_WIDEST_GAP = 4.0  # the widest gap that is interpolated, in steps between views: at most three missing in a row
+_FEWEST_VIEWS = 0.75  # the fewest measured views, as a share of the views in training
 _NEAR = 0.75
 """In steps between views: a view counts as missing if the nearest measured view is farther away.
 
 With as many measured views as views in training, or more, the nearest one is within half a step."""
 _AIR = 0.05
 """Share of the largest value. If an end of the detector has more, it cuts the object off."""
-_TOLERANCE = 1e-3
-"""Share of a step, or of a distance, that counts as equal."""
+_TOLERANCE = 1e-3  # share of a step, or of a distance, that counts as equal
 
 
 def regrid_scan(

@@ -20,8 +20,7 @@ CHECKPOINT_KEY, RUN_KEY = "qnmixer", "qnmixer_run"
 """Keys of a checkpoint: its format and config, and the state that resuming needs. Weights files have the first only."""
 TRAINED_KEY, MEAN_KEY = "trained_weights", "mean_weights"
 """Keys of a checkpoint with callbacks=ema: the first is in the file, the second is set while it is read."""
-SUFFIX = ".safetensors"
-"""The ending of a weights file of `qnmixer.export`; checkpoints have another one."""
+SUFFIX = ".safetensors"  # the ending of a weights file of `qnmixer.export`; checkpoints have another one
 
 
 def located(run: str | Path) -> Path:

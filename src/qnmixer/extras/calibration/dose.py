@@ -13,22 +13,16 @@ from numpy.polynomial.legendre import legvander
 from qnmixer.errors import DataError
 
 Interval = tuple[float, float]
-_INTERVAL = 2.5, 97.5
-"""Percentiles."""
+_INTERVAL = 2.5, 97.5  # percentiles
 _ROUNDS, _STEP, _DRAWS = 40, 1e-6, 20_000
 """Rounds of a fit at most, a last step in its standard errors, and draws for an interval."""
-_DEGREES = 2, 4, 6, 8, 10
-"""Of the polynomials of log w over the fan that are tried."""
+_DEGREES = 2, 4, 6, 8, 10  # of the polynomials of log w over the fan that are tried
 _CORNERS, _CORNER_DEGREES = (-0.6, 0.6, 49), (1, 2)
 """Places of a corner in the profile, and degrees of the polynomials beside it, that are tried."""
-_GAP = 0.3
-"""Between places: a part of the fan in which a profile is not known."""
-_DIMMEST = 20.0
-"""Of −log w: a profile that cannot be fitted does not overflow."""
-_CLEAR = 5.0
-"""Standard errors of 1/I₀ below which I₀ and σ are not told apart."""
-_BEYOND = 4.0
-"""Standard deviations of χ², or of σ² below zero, that are no chance."""
+_GAP = 0.3  # between places: a part of the fan in which a profile is not known
+_DIMMEST = 20.0  # of −log w: a profile that cannot be fitted does not overflow
+_CLEAR = 5.0  # standard errors of 1/I₀ below which I₀ and σ are not told apart
+_BEYOND = 4.0  # standard deviations of χ², or of σ² below zero, that are no chance
 
 
 @dataclass(frozen=True)

@@ -27,20 +27,14 @@ from qnmixer.reconstruction.input_slices import read_slices, slice_files
 _FIX = "give a .npy of numbers, [repeats, views, bins]"
 _BLOCKS, _GROUPS, _FREEDOM = 24, 12, 200
 """Places on the fan, groups of rays with nearly the same transmission there, and degrees of freedom of a group."""
-_FEWEST = 50
-"""Pixels of a region."""
-_DRIFT, _NO_REPEATS = 0.002, 0.2
-"""Differences between the means of frames that are told, and that no repeats have."""
-_OF_NOISE = 6.0
-"""Standard errors of a frame's mean within which the means differ by noise."""
-_COMPARED, _ALIKE = 64, 0.05
-"""Frames that are compared in pairs, and a correlation of two that does not matter."""
+_FEWEST = 50  # pixels of a region
+_DRIFT, _NO_REPEATS = 0.002, 0.2  # differences between the means of frames that are told, and that no repeats have
+_OF_NOISE = 6.0  # standard errors of a frame's mean within which the means differ by noise
+_COMPARED, _ALIKE = 64, 0.05  # frames that are compared in pairs, and a correlation of two that does not matter
 _LEAST, _BY_CHANCE, _CLEARLY = 0.005, 3.0, 5.0
 """A correlation that does not matter, standard errors of one by chance, and standard errors that never are."""
-_OFTEN, _SATURATED = 4, 0.05
-"""Times that a bin reads its largest value, and a share of such bins, that are no chance."""
-_NEIGHBOURS = 8
-"""Dark bins whose counts are added."""
+_OFTEN, _SATURATED = 4, 0.05  # times that a bin reads its largest value, and a share of such bins, that are no chance
+_NEIGHBOURS = 8  # dark bins whose counts are added
 _UNEQUAL, _SMALL = 0.1, 0.05
 """Differences of noise that do not matter, and an error of a mean that shows whether bins are equal."""
 _CLEAR = 4.0
@@ -49,10 +43,8 @@ _COARSE, _VIEWS = 64, 96
 """Pixels a side and views from which attenuations are computed. They vary slowly, and coarse pixels have less noise."""
 _AIR = -950.0
 """HU of a coarse pixel below which it is air. A file holds no HU below −1024, so its noisy air is too dense."""
-_DRAWS = 6
-"""Draws of each kind of noise for a slice."""
-_TOGETHER = 5
-"""Slices whose noise is reconstructed together: their sinograms take 0.5 GB for 1,000 views of 900 bins."""
+_DRAWS = 6  # draws of each kind of noise for a slice
+_TOGETHER = 5  # slices whose noise is reconstructed together: their sinograms take 0.5 GB for 1,000 views of 900 bins
 
 
 def of_repeats(path: Path, config: CalibrateConfig) -> Variances:

@@ -26,10 +26,8 @@ Perturbation = Callable[[Tensor, physics.Project], Tensor]
 Scene = Callable[[Batch], Batch]
 """What the truth of a batch becomes."""
 
-_SCATTER_WIDTH = 0.05
-"""Standard deviation of the smooth scatter, in widths of the detector."""
-_PIN = (0.125, 0.0)
-"""Where the metal is, in widths of the image, to the right of its middle and below it."""
+_SCATTER_WIDTH = 0.05  # standard deviation of the smooth scatter, in widths of the detector
+_PIN = (0.125, 0.0)  # where the metal is, in widths of the image, to the right of its middle and below it
 
 
 @dataclass(frozen=True, eq=False)  # a config has no hash
