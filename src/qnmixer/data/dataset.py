@@ -193,21 +193,14 @@ class SliceView:
 
 @dataclass(frozen=True)
 class Part:
-    """Slices [S, S] in HU of train, val or test.
+    """Slices [S, S] in HU of train, val or test."""
 
-    Attributes:
-        source: the slices. An endless source has new ones in every epoch.
-        patients: the number of the patient that each slice shows; empty if nobody knows.
-        fine: the same slices on a finer grid, [f·S, f·S].
-        measured: whether the source has `sinogram(index)`, [V, D], value × mm; otherwise sinograms are simulated.
-        scaling: that of slices with a unit of their own, whose x may be below 0 or above 1.
-    """
-
-    source: SliceSource
-    patients: Sequence[int | None] = ()
-    fine: SliceSource | None = None
+    source: SliceSource  # an endless one has new slices in every epoch
+    patients: Sequence[int | None] = ()  # the number of the patient that each slice shows; empty if nobody knows
+    fine: SliceSource | None = None  # the same slices on a finer grid, [f·S, f·S]
+    # Whether the source has `sinogram(index)`, [V, D], value × mm; otherwise sinograms are simulated
     measured: bool = False
-    scaling: Scaling | None = None
+    scaling: Scaling | None = None  # that of slices with a unit of their own, whose x may be below 0 or above 1
 
     def __str__(self) -> str:
         n = len({*self.patients})

@@ -88,25 +88,15 @@ def require_size(rows: int, columns: int, least: int = LEAST_SIDE) -> None:
 
 @dataclass(frozen=True)
 class SliceInfo:
-    """The origin of a slice.
+    """The origin of a slice."""
 
-    Attributes:
-        path: file, relative to the root, with forward slashes.
-        frame: number of the frame or stack entry in the file.
-        n_frames: frames in the file.
-        patient: the patient's name or number.
-        series: the scan of the patient.
-        position: sorts the slices of a series. It is the position along the patient in mm, or a number, or 0.
-        uids: StudyInstanceUID and SeriesInstanceUID with a space between, or empty. Each is of one patient only.
-    """
-
-    path: str
-    frame: int
-    n_frames: int
-    patient: str
-    series: str
-    position: float
-    uids: str = ""
+    path: str  # file, relative to the root, with forward slashes
+    frame: int  # number of the frame or stack entry in the file
+    n_frames: int  # frames in the file
+    patient: str  # the patient's name or number
+    series: str  # the scan of the patient
+    position: float  # sorts the slices of a series. It is the position along the patient in mm, or a number, or 0
+    uids: str = ""  # StudyInstanceUID and SeriesInstanceUID with a space between, or empty. Each is of one patient only
 
     @property
     def name(self) -> str:
@@ -121,35 +111,24 @@ class SliceInfo:
 
 @dataclass(frozen=True)
 class Slice:
-    """One decoded slice, [H, W] in HU, and its origin.
-
-    `spacing`: mm between its rows and between its columns; None if the file has none. `uid`: SOPInstanceUID, and the
-    frame, which are the same in each copy of a file; empty if the file has none. `template`: pydicom's dataset of the
-    file, for what is reconstructed from the slice; None for other formats.
-    """
+    """One decoded slice, [H, W] in HU, and its origin."""
 
     info: SliceInfo
     hu: FloatArray
-    spacing: tuple[float, float] | None = None
-    uid: str = ""
-    template: Any = None
+    spacing: tuple[float, float] | None = None  # mm between its rows and between its columns; None: not in the file
+    uid: str = ""  # SOPInstanceUID, and the frame, which are the same in each copy of a file; empty: not in the file
+    template: Any = None  # pydicom's dataset of the file, for what is reconstructed from it; None for other formats
 
 
 @dataclass(frozen=True)
 class OpenFile:
-    """A file of slices, which are decoded one at a time.
+    """A file of slices, which are decoded one at a time."""
 
-    Attributes:
-        n_frames: the number of its slices.
-        decode: one of them as HU [H, W]. Raises SkipFile.
-        spacing: mm between its rows and between its columns; None if the file has none.
-        dataset: of pydicom; None for a format that is not DICOM.
-    """
-
-    n_frames: int
-    decode: Callable[[int], FloatArray]
+    n_frames: int  # the number of its slices
+    decode: Callable[[int], FloatArray]  # one of them as HU [H, W]. Raises SkipFile
+    # In mm: between its rows and between its columns; None if the file has none
     spacing: Callable[[int], tuple[float, float] | None] = lambda _: None
-    dataset: Any = None
+    dataset: Any = None  # of pydicom; None for a format that is not DICOM
 
 
 class SliceSource(Protocol):
@@ -196,19 +175,12 @@ def is_no_hu(low: float, high: float) -> bool:
 
 
 class UnitSigns(NamedTuple):
-    """What a slice shows of its unit and of the order of its axes.
+    """What a slice shows of its unit and of the order of its axes."""
 
-    Attributes:
-        has_air: whether a pixel is below −500 HU.
-        is_shifted: whether it looks like HU + 1024 with padding: no air but flat padding, and much "bone".
-        tissue: share of the pixels above −500 HU.
-        is_turned: whether its `.npy` stack may be [H, W, N]: two equal sides first, and another one last.
-    """
-
-    has_air: bool
-    is_shifted: bool
-    tissue: float
-    is_turned: bool
+    has_air: bool  # whether a pixel is below −500 HU
+    is_shifted: bool  # whether it looks like HU + 1024 with padding: no air but flat padding, and much "bone"
+    tissue: float  # share of the pixels above −500 HU
+    is_turned: bool  # whether its `.npy` stack may be [H, W, N]: two equal sides first, and another one last
 
 
 def unit_signs(hu: FloatArray, info: SliceInfo) -> UnitSigns:

@@ -28,18 +28,13 @@ SSIM_WINDOW = 7
 
 @dataclass(frozen=True)
 class ImageMetric:
-    """A metric of each image of a batch.
+    """A metric of each image of a batch."""
 
-    Attributes:
-        label: its key and target, for messages.
-        function: a number from image and truth, [1, 1, H, W]. Each image is measured alone: a metric of torchmetrics
-            gives one number for all that it gets.
-        in_hu: whether the function gets HU. Else its images are in [0, 1].
-    """
-
-    label: str
+    label: str  # its key and target, for messages
+    # A number from image and truth, [1, 1, H, W]. Each image is measured alone: a metric of torchmetrics gives one
+    # number for all that it gets.
     function: Callable[[Tensor, Tensor], Any]
-    in_hu: bool = False
+    in_hu: bool = False  # whether the function gets HU. Else its images are in [0, 1]
 
     def __call__(self, image: Tensor, batch: Batch) -> Tensor:
         """[B], from images [B, 1, H, W] and their batch. Raises PluginError if the function gives no number."""

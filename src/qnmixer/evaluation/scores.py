@@ -28,20 +28,14 @@ def titles_of(metrics: Mapping[str, MetricConfig]) -> dict[str, str]:
 
 @dataclass
 class ImageScore:
-    """The scores of one method on one slice.
+    """The scores of one method on one slice."""
 
-    `number` is the slice's number in its split, used by pages and pictures; `slice`, its file, may name a patient.
-    `patient` is a number too, counted within the split; None: not known, as of phantoms. `values` are by name of the
-    metric. Those inside the HU window are None for a slice that has nothing in it. `content` is a digest of the truth:
-    names may be equal for different slices.
-    """
-
-    number: int
-    slice: str
+    number: int  # of the slice in its split, used by pages and pictures
+    slice: str  # its file, which may name a patient
     method: str
-    values: dict[str, Any]
-    patient: int | None = None
-    content: int = 0
+    values: dict[str, Any]  # by metric; None for those inside the HU window, if the slice has nothing in it
+    patient: int | None = None  # counted within the split; None: not known, as of phantoms
+    content: int = 0  # a digest of the truth: names may be equal for different slices
 
 
 class Conditions(NamedTuple):
@@ -85,24 +79,18 @@ def by_patient(scores: Sequence[ImageScore], metric: str) -> dict[str, float]:
 
 @dataclass
 class Evaluation:
-    """All scores of a split, the slices that are kept to be looked at, and which of them are in the picture.
-
-    `title`: what was measured. `slices`: by number, the worst first. `baselines`: the methods that every network is
-    compared with. `trained`: how many of the slices the network was trained on. `own_range`: the data range of each
-    image is that of its reference, not 1. `note`: more of the caption. `titles`: headings of the metrics, by name.
-    `test`: tells tests apart.
-    """
+    """All scores of a split, the slices that are kept to be looked at, and which of them are in the picture."""
 
     scores: list[ImageScore]
-    title: str = ""
-    slices: dict[int, SliceImages] = field(default_factory=dict)
+    title: str = ""  # what was measured
+    slices: dict[int, SliceImages] = field(default_factory=dict)  # by number, the worst first
     pictured: list[int] = field(default_factory=list)
-    baselines: list[str] = field(default_factory=list)
-    trained: Overlap = field(default_factory=Overlap)
-    test: Conditions | None = None
-    own_range: bool = False
-    note: str = ""
-    titles: dict[str, str] = field(default_factory=lambda: titles_of({}))
+    baselines: list[str] = field(default_factory=list)  # the methods that every network is compared with
+    trained: Overlap = field(default_factory=Overlap)  # how many of the slices the network was trained on
+    test: Conditions | None = None  # tells tests apart
+    own_range: bool = False  # the data range of each image is that of its reference, not 1
+    note: str = ""  # more of the caption
+    titles: dict[str, str] = field(default_factory=lambda: titles_of({}))  # headings of the metrics, by name
 
     @property
     def rows(self) -> list[SliceImages]:

@@ -16,28 +16,18 @@ from qnmixer.runs.terminal import Console
 
 @dataclass(kw_only=True)
 class Scan:
-    """The sinogram of one image, in HU = offset + scale · x, and what the image becomes.
+    """The sinogram of one image, in HU = offset + scale · x, and what the image becomes."""
 
-    Attributes:
-        name: the file relative to the input, and `#frame` if it has several.
-        sinogram: y [1, 1, V, D] on the network's device.
-        measured: whether a scanner measured it. Else it was simulated from a slice.
-        missing: [V] bool, views of a measured scan that were interpolated; None: no view is missing.
-        template: the DICOM file of the slice; None for other formats.
-        frame: number of the frame in the template.
-        place: of the slice in its series, from 0, if it has no template.
-        field_of_view: mm that the image covers, if its template has true size; None: it covers the whole template.
-    """
-
-    name: str
-    sinogram: Tensor
+    name: str  # the file relative to the input, and `#frame` if it has several
+    sinogram: Tensor  # y [1, 1, V, D] on the network's device
     offset: float
     scale: float
-    measured: bool = False
-    missing: Tensor | None = None
-    template: FileDataset | None = None
-    frame: int = 0
-    place: int = 0
+    measured: bool = False  # whether a scanner measured it. Else it was simulated from a slice
+    missing: Tensor | None = None  # [V] bool, views of a measured scan that were interpolated; None: no view is missing
+    template: FileDataset | None = None  # the DICOM file of the slice; None for other formats
+    frame: int = 0  # number of the frame in the template
+    place: int = 0  # of the slice in its series, from 0, if it has no template
+    # In mm, what the image covers, if its template has true size; None: it covers the whole template
     field_of_view: float | None = None
 
     def hu(self, x: Tensor) -> FloatArray:

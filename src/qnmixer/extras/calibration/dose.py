@@ -27,54 +27,32 @@ _BEYOND = 4.0  # standard deviations of χ², or of σ² below zero, that are no
 
 @dataclass(frozen=True)
 class Variances:
-    """Measured variances, and the two terms of each: variance = counting/(I₀ w) + electronic·σ²/(I₀ w)².
+    """Measured variances, and the two terms of each: variance = counting/(I₀ w) + electronic·σ²/(I₀ w)²."""
 
-    Attributes:
-        measured: [n], of transmissions or of pixels.
-        counting, electronic: [n], the terms for I₀ = σ = w = 1.
-        error: relative standard deviation of each measured variance, or [n].
-        places: [n], where on the fan each was measured, from −1 to 1; None: w is 1.
-        air: [D], the counts of an air scan; None: not known.
-        n_bins: D.
-        shared: [n], covariances of neighbouring bins; None: they have none.
-        remarks: what was found out and taken out, for the reader.
-        doubts: what was found and makes I₀ and σ wrong, for the reader.
-    """
-
-    measured: np.ndarray
-    counting: np.ndarray
-    electronic: np.ndarray
-    error: float | np.ndarray
-    places: np.ndarray | None = None
-    air: np.ndarray | None = None
-    n_bins: int = 1
-    shared: np.ndarray | None = None
-    remarks: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
+    measured: np.ndarray  # [n], of transmissions or of pixels
+    counting: np.ndarray  # [n], the first term for I₀ = w = 1
+    electronic: np.ndarray  # [n], the second term for I₀ = σ = w = 1
+    error: float | np.ndarray  # relative standard deviation of each measured variance, or [n]
+    places: np.ndarray | None = None  # [n], where on the fan each was measured, from −1 to 1; None: w is 1
+    air: np.ndarray | None = None  # [D], the counts of an air scan; None: not known
+    n_bins: int = 1  # D
+    shared: np.ndarray | None = None  # [n], covariances of neighbouring bins; None: they have none
+    remarks: tuple[str, ...] = ()  # what was found out and taken out, for the reader
+    doubts: tuple[str, ...] = ()  # what was found and makes I₀ and σ wrong, for the reader
 
 
 @dataclass(frozen=True)
 class Dose:
-    """I₀ and σ of `noise=physical`, with intervals of 95 %, or None where the fit does not say how wrong it is.
+    """I₀ and σ of `noise=physical`, with intervals of 95 %, or None where the fit does not say how wrong it is."""
 
-    Attributes:
-        photons, electronic_sigma: I₀ of the brightest bin, and σ, in counts.
-        photons_interval: None: `remarks` say what does not fit.
-        sigma_interval: None also if σ was given.
-        profile: w [D]; None: 1.
-        crosstalk: the share of its counts that a bin gives to each neighbour.
-        remarks: lines for the reader.
-        fitted: [n], the fitted variances.
-    """
-
-    photons: float
-    electronic_sigma: float
-    photons_interval: Interval | None
-    sigma_interval: Interval | None
-    profile: np.ndarray | None = None
-    crosstalk: float = 0.0
-    remarks: tuple[str, ...] = ()
-    fitted: np.ndarray = field(default_factory=lambda: np.empty(0))
+    photons: float  # I₀ of the brightest bin, in counts
+    electronic_sigma: float  # σ, in counts
+    photons_interval: Interval | None  # None: `remarks` say what does not fit
+    sigma_interval: Interval | None  # None also if σ was given
+    profile: np.ndarray | None = None  # w [D]; None: 1
+    crosstalk: float = 0.0  # the share of its counts that a bin gives to each neighbour
+    remarks: tuple[str, ...] = ()  # lines for the reader
+    fitted: np.ndarray = field(default_factory=lambda: np.empty(0))  # [n], the fitted variances
 
 
 def fit_dose(variances: Variances, electronic_sigma: float | None = None) -> Dose:
@@ -142,17 +120,14 @@ def fit_dose(variances: Variances, electronic_sigma: float | None = None) -> Dos
 
 @dataclass(frozen=True)
 class _Fit:
-    """A fit: 1/I₀ of the brightest bin, σ²/I₀², and the coefficients of the profile, with their covariance.
+    """A fit of n variances."""
 
-    `misfit`: χ² by degree of freedom. `fitted`, `counting`: [n], the variances and their terms of counts.
-    """
-
-    values: np.ndarray
+    values: np.ndarray  # 1/I₀ of the brightest bin, σ²/I₀², and the coefficients of the profile
     covariance: np.ndarray
-    misfit: float
+    misfit: float  # χ² by degree of freedom
     freedom: int
-    fitted: np.ndarray
-    counting: np.ndarray
+    fitted: np.ndarray  # [n]
+    counting: np.ndarray  # [n], the terms of counts in `fitted`
 
     @property
     def criterion(self) -> float:

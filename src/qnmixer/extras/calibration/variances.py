@@ -198,19 +198,15 @@ def _check_order(path: Path, frame: Sequence[np.ndarray], variances: np.ndarray)
 
 
 class _Moments(NamedTuple):
-    """Of repeated frames: means and variances [V, D], covariances [4, V, D], NaN at the edges.
+    """Of repeated frames."""
 
-    Covariances are those with the first, second and third bin beside, and with the view before (of air: the frame).
-    `alike`: how far the correlation of two frames is above that of independent ones, at most. `powers`: the noise of
-    frames as shares of their mean. `tails`: the fourth moment, as a share of a normal distribution's.
-    """
-
-    means: np.ndarray
-    variances: np.ndarray
+    means: np.ndarray  # [V, D]
+    variances: np.ndarray  # [V, D]
+    # [4, V, D]: with the first, second and third bin beside, NaN at the edges, and the view before (of air: the frame)
     covariances: np.ndarray
-    alike: float
-    powers: np.ndarray
-    tails: float
+    alike: float  # how far the correlation of two frames is above that of independent ones, at most
+    powers: np.ndarray  # the noise of frames as shares of their mean
+    tails: float  # the fourth moment, as a share of a normal distribution's
 
 
 def _moments(scans: _Scans, strengths: np.ndarray) -> _Moments:
@@ -233,9 +229,8 @@ def _moments(scans: _Scans, strengths: np.ndarray) -> _Moments:
         if scans.is_air:
             lags[3] = np.sum(rest[1:] * rest[:-1], axis=0) / (n - 1)
         elif before is not None:
-            root = np.sqrt(
-                np.abs(mean / np.where(means[-2], means[-2], np.nan))
-            )  # so that bright and dark views have equal parts in the mean
+            # So that bright and dark views have equal parts in the mean.
+            root = np.sqrt(np.abs(mean / np.where(means[-2], means[-2], np.nan)))
             lags[3] = np.sum(rest * before, axis=0) / (n - 1) * root
         before = rest
         covariances.append(lags)

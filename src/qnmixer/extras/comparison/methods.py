@@ -31,19 +31,15 @@ _OF_NO_METHOD = ("seed", "data.seed", "tags", "test_after_training")
 
 @dataclass
 class ComparedJob:
-    """One job of a sweep that is done, and what its evaluation gave.
-
-    Attributes:
-        title: of its test.
-        trained: what it has trained, as `what_is_trained` gives it, and digests of its code.
-    """
+    """One job of a sweep that is done, and what its evaluation gave."""
 
     folder: Path
     results: dict[str, Any]
     config: Config
     scores: list[ImageScore] = field(default_factory=list)
     test: Conditions | None = None
-    title: str = ""
+    title: str = ""  # of its test
+    # What it has trained, as `what_is_trained` gives it, and digests of its code
     trained: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -65,19 +61,14 @@ class ComparedJob:
 
 @dataclass
 class ComparedMethod:
-    """Jobs that differ only in their seed.
-
-    Attributes:
-        jobs: those that are done, one for each seed.
-        n_seeds: different seeds, also of jobs that are not done.
-        repeats: jobs that are done, and have the seed of another one. They do not count.
-    """
+    """Jobs that differ only in their seed."""
 
     name: str
-    jobs: list[ComparedJob]
-    n_seeds: int
+    jobs: list[ComparedJob]  # those that are done, one for each seed
+    n_seeds: int  # different seeds, also of jobs that are not done
     n_parameters: int = 0
     trained: Overlap = field(default_factory=Overlap)
+    # Jobs that are done, and have the seed of another one. They do not count.
     repeats: list[ComparedJob] = field(default_factory=list)
 
     @property

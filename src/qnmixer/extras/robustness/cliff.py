@@ -9,17 +9,11 @@ _STEPS = {"fewer": 4, "more": 2}
 
 @dataclass(frozen=True)
 class Edge:
-    """How far from training a network holds, on one side.
+    """How far from training a network holds, on one side."""
 
-    Attributes:
-        side: fewer or more views.
-        holds: the farthest count that was tried and held, with all nearer ones that were tried.
-        falls: the next count that was tried; None: it holds to the end of the search.
-    """
-
-    side: str
-    holds: int
-    falls: int | None
+    side: str  # fewer or more views
+    holds: int  # the farthest count that was tried and held, with all nearer ones that were tried
+    falls: int | None  # the next count that was tried; None: it holds to the end of the search
 
     def __str__(self) -> str:
         if self.falls is None:

@@ -32,25 +32,15 @@ _PIN = (0.125, 0.0)  # where the metal is, in widths of the image, to the right 
 
 @dataclass(frozen=True, eq=False)  # a config has no hash
 class Condition:
-    """What differs from training.
+    """What differs from training."""
 
-    Attributes:
-        axis: the quantity, with its unit.
-        value: of that quantity.
-        scanner: config of the scan and the noise that are simulated.
-        is_known: whether the reconstruction uses the scanner's geometry. Else it uses that of training.
-        perturbation: makes the line integrals in place of A.
-        scene: what the truth becomes: a batch → a batch.
-        needs_scale: whether it makes sense only if all slices have the same scale of attenuation.
-    """
-
-    axis: str
-    value: float | str
-    scanner: Config
-    is_known: bool = True
-    perturbation: Perturbation | None = None
-    scene: Scene | None = None
-    needs_scale: bool = False
+    axis: str  # the quantity, with its unit
+    value: float | str  # of that quantity
+    scanner: Config  # config of the scan and the noise that are simulated
+    is_known: bool = True  # whether the reconstruction uses the scanner's geometry. Else it uses that of training
+    perturbation: Perturbation | None = None  # makes the line integrals in place of A
+    scene: Scene | None = None  # what the truth becomes: a batch → a batch
+    needs_scale: bool = False  # whether it makes sense only if all slices have the same scale of attenuation
 
     @property
     def name(self) -> str:

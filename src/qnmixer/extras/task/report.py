@@ -32,23 +32,16 @@ _SHOWN = (-20.0, 100.0)  # HU, narrow
 
 @dataclass
 class DoseScores:
-    """One method at one dose.
+    """One method at one dose."""
 
-    Args:
-        photons: the dose, counts of an unattenuated ray.
-        scores: by heading, each with half of its 95 % interval.
-        spectrum: frequencies in 1/mm, and the noise power there in HU² mm².
-        transfer: by the contrast of an edge in HU: frequencies in 1/mm, the modulation there, and half of its 95 %
-            interval, up to where noise hides it.
-        example: the body in an image with inserts, [H, W] in HU.
-    """
-
-    photons: float
+    photons: float  # the dose, counts of an unattenuated ray
     method: str
-    scores: dict[str, tuple[float, float]]
-    spectrum: tuple[Tensor, Tensor]
+    scores: dict[str, tuple[float, float]]  # by heading, each with half of its 95 % interval
+    spectrum: tuple[Tensor, Tensor]  # frequencies in 1/mm, and the noise power there in HU² mm²
+    # By the contrast of an edge in HU: frequencies in 1/mm, the modulation there, and half of its 95 % interval, up to
+    # where noise hides it
     transfer: dict[float, tuple[Tensor, Tensor, Tensor]]
-    example: Tensor
+    example: Tensor  # the body in an image with inserts, [H, W] in HU
 
 
 def headings(edge_hu: Sequence[float]) -> list[str]:
