@@ -151,16 +151,7 @@ def _received(path: Path, descriptor: Any) -> _Stream:
 
 
 class SliceCache:
-    """Decoded slices [S, S] of one folder, sorted by patient, series and position.
-
-    Attributes:
-        infos: the origin of each slice.
-        digests: digests of the pixels of each slice.
-        originals, looks: of each slice, before it was resampled, see `qnmixer.data.fingerprints`.
-        skipped: (name, reason) of files that could not be used.
-        signs: what each slice shows of its unit.
-        clashes: names of slices that have the UID of another one, but other pixels.
-    """
+    """Decoded slices [S, S] of one folder, sorted by patient, series and position."""
 
     endless = False
 
@@ -169,12 +160,13 @@ class SliceCache:
         # Open as long as the cache is in use: the file may be removed meanwhile, when the folder has changed.
         self._stream = _Stream(pixels)
         self.infos = [SliceInfo(**info) for info in index["infos"]]
-        self.digests: list[int] = index["digests"]
+        self.digests: list[int] = index["digests"]  # of their pixels
+        # Before they were resampled, see `qnmixer.data.fingerprints`.
         self.originals: list[int] = index["originals"]
         self.looks: list[list[int]] = index["looks"]
-        self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
+        self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]  # files of no use
         self.signs = [UnitSigns(*sign) for sign in index["signs"]]
-        self.clashes: list[str] = index["clashes"]
+        self.clashes: list[str] = index["clashes"]  # names of slices with the UID of another one, but other pixels
 
     def __len__(self) -> int:
         return len(self.infos)

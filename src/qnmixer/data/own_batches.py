@@ -24,9 +24,6 @@ class OwnBatches:
     Args:
         loader: the user's; None if it is not known.
         device: the number of this device, if each gets other batches; None: they are all of the loader's.
-
-    Attributes:
-        weight: sum of the weights of all slices so far.
     """
 
     def __init__(
@@ -39,7 +36,7 @@ class OwnBatches:
         device: int | None = None,
     ) -> None:
         self.name, self.part, self.config, self.geometry, self.device = name, part, config, geometry, device
-        self.weight = 0.0
+        self.weight = 0.0  # sum of the weights of all slices so far
         is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
         self._n_workers = loader.num_workers if is_stream else 0  # each of them iterates over the whole stream
         self._n_batches = 0

@@ -42,10 +42,6 @@ class OwnDataModule(LightningDataModule):
         config: the section `data`, for size and scaling of the images.
         geometry: the scan, for the size of sinograms.
         part: what is evaluated: train, val, test or predict.
-
-    Attributes:
-        first: how many slices it looks at; None: all.
-        batch_size: slices of the first training batch of this process; None before.
     """
 
     def __init__(
@@ -61,8 +57,8 @@ class OwnDataModule(LightningDataModule):
         self.config = config.changed(simulation_factor=1, disc=False)  # of sources of `data` only
         self.split = SimpleNamespace(record=None)  # nobody knows which slices it has
         self.part = part
-        self.first: int | None = None
-        self.batch_size: int | None = None
+        self.first: int | None = None  # how many slices it looks at; None: all
+        self.batch_size: int | None = None  # slices of the first training batch of this process; None before
         self._has_sinograms: bool | None = None
         self._batches: dict[str, OwnBatches] = {}  # of the parts of training
         self._ready: set[str | None] = set()

@@ -38,13 +38,10 @@ class Traces(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """How many slices of a test a network was trained on.
+    """How many slices of a test a network was trained on."""
 
-    `same`: these very slices. `likely`: others that look like training slices, or are of patients with the same ids.
-    """
-
-    same: int = 0
-    likely: int = 0
+    same: int = 0  # these very slices
+    likely: int = 0  # others that look like training slices, or are of patients with the same ids
 
 
 class RunSplit:

@@ -24,28 +24,21 @@ _FRAME = "tab:orange"
 
 @dataclass
 class MethodImages:
-    """The images of one method on a slice.
+    """The images of one method on a slice."""
 
-    They are x_0 … x_T, or a single one, each [H, W] in HU. A picture shows the last one, with the name over it and the
-    caption, as "34.13 dB".
-    """
-
-    name: str
-    iterates: list[Tensor]
-    caption: str = ""
+    name: str  # the heading over the images
+    iterates: list[Tensor]  # x_0 … x_T, or a single image; each [H, W] in HU; a picture shows the last one
+    caption: str = ""  # of the last image, as "34.13 dB"
 
 
 @dataclass
 class SliceImages:
-    """One slice, [H, W] in HU, by several methods in display order. All images have the truth's shape.
-
-    `window`: [low, high] in HU, of soft tissue. A picture shows a part of the slice in it.
-    """
+    """One slice, [H, W] in HU, by several methods in display order. All images have the truth's shape."""
 
     name: str
     truth: Tensor
     methods: list[MethodImages]
-    window: Sequence[float]
+    window: Sequence[float]  # [low, high] in HU, of soft tissue; a picture shows a part of the slice in it
 
     def region(self) -> tuple[slice, slice]:
         """Rows and columns of the part to magnify: where the truth has most detail inside the window.

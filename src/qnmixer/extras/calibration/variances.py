@@ -117,12 +117,12 @@ class _Notes(NamedTuple):
 
 @dataclass(frozen=True)
 class _Scans:
-    """Repeated scans [N, V, D]; `frames`: the numbers of those that differ; `air`: counts [D], or None."""
+    """Repeated scans."""
 
-    stack: np.ndarray
-    frames: list[int]
+    stack: np.ndarray  # [N, V, D]
+    frames: list[int]  # the numbers of those that differ
     unit: str
-    air: np.ndarray | None
+    air: np.ndarray | None  # counts [D]
     is_air: bool
 
     @property

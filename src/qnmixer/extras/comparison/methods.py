@@ -109,14 +109,12 @@ class ComparedMethod:
 
 @dataclass
 class Comparison:
-    """The result of `compare`. Methods are sorted by PSNR; those without a score come last.
-
-    `titles`: headings of all metrics by name. `slices`: by test and number, by all methods, to look at.
-    """
+    """The result of `compare`."""
 
     sweeps: list[Path]
-    methods: list[ComparedMethod]
-    titles: dict[str, str] = field(default_factory=dict)
+    methods: list[ComparedMethod]  # sorted by PSNR; those without a score come last
+    titles: dict[str, str] = field(default_factory=dict)  # headings of all metrics by name
+    # By test and number, by all methods, to look at.
     slices: dict[tuple[Conditions | None, int], SliceImages] = field(default_factory=dict)
 
     @property

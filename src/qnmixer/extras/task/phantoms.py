@@ -28,20 +28,16 @@ class Disc(NamedTuple):
 
 
 class TaskPhantom:
-    """The phantoms of a scan. Each has a body of its own, so that artefacts of one body are not taken for its truth.
-
-    Attributes:
-        region: side of a square region in pixels, even.
-        places: middles of the regions, on corners of pixels. A quarter turn maps each onto another.
-    """
+    """The phantoms of a scan. Each has a body of its own, so that artefacts of one body are not taken for its truth."""
 
     def __init__(self, geometry: FanBeamGeometry) -> None:
         self.pixel_size, self.size = geometry.pixel_size, geometry.image_size
         self.field = self.size * self.pixel_size
-        self.region = 2 * max(round(_REGION * self.size / 2), 4)
+        self.region = 2 * max(round(_REGION * self.size / 2), 4)  # side of a square region in pixels, even
         angles = (2 * math.pi * (k + 0.5) / _N_PLACES for k in range(_N_PLACES))
         ring, odd = _RING * self.size, self.size % 2 / 2
         pixels = (((round(ring * f(angle) - odd) + odd) for f in (math.cos, math.sin)) for angle in angles)
+        # Middles of the regions, on corners of pixels. A quarter turn maps each onto another.
         self.places = [(x * self.pixel_size, y * self.pixel_size) for x, y in pixels]
 
     def edges(self, contrasts: Sequence[float], rng: np.random.Generator) -> list[Disc]:
