@@ -62,35 +62,22 @@ class EpochSampler(DistributedSampler[Pick]):
 
     Lightning does not replace this sampler, because it is a DistributedSampler, and calls its `set_epoch`. Lightning's
     own sampler would pad and reshuffle.
-
-    Args:
-        length: samples of one epoch.
-        shuffle: a new order every epoch, by (seed, epoch).
-        batch_size: of one process.
-        seed: of the order.
-        fixed: the same numbers every epoch, and every sample of weight 1: for validation and test.
-        num_replicas: processes that share the samples.
-        rank: the number of this process.
-        accumulate: batches of an optimizer step.
-        overfit: use only this number of samples, again and again, with the same numbers.
-        batches: an epoch ends after this number of batches of each process, or this share of its steps; None: never.
-        fill: fill the last batch with samples of weight 0, for code that needs fixed shapes.
     """
 
     def __init__(
         self,
-        length: int,
+        length: int,  # samples of one epoch
         *,
-        shuffle: bool,
-        batch_size: int = 1,
-        seed: int = 0,
-        fixed: bool = False,
-        num_replicas: int = 1,
-        rank: int = 0,
-        accumulate: int = 1,
-        overfit: int | None = None,
-        batches: int | float | None = None,
-        fill: bool = False,
+        shuffle: bool,  # a new order every epoch, by (seed, epoch)
+        batch_size: int = 1,  # of one process
+        seed: int = 0,  # of the order
+        fixed: bool = False,  # the same numbers every epoch, and every sample of weight 1: for validation and test
+        num_replicas: int = 1,  # processes that share the samples
+        rank: int = 0,  # the number of this process
+        accumulate: int = 1,  # batches of an optimizer step
+        overfit: int | None = None,  # use only this number of samples, again and again, with the same numbers
+        batches: int | float | None = None,  # an epoch ends after so many, or this share of its steps; None: never
+        fill: bool = False,  # fill the last batch with samples of weight 0, for code that needs fixed shapes
     ) -> None:
         dataset: Any = range(length)  # the base class needs nothing but its length
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
@@ -218,23 +205,17 @@ class Part:
 
 
 class SliceDataset(Dataset[Sample]):
-    """Slices by global sample number n = epoch · length + index.
-
-    Args:
-        config: what is done with them: scaling, augment, disc, seed.
-        stream: train, val or test: each has random numbers of its own.
-        augment: flip and turn by (seed, n).
-        measure: makes the sinogram of a sample, in place of `fine`. A sample with a measured sinogram has it already.
-    """
+    """Slices by global sample number n = epoch · length + index."""
 
     def __init__(
         self,
         part: Part,
-        config: DataConfig,
-        stream: str,
+        config: DataConfig,  # what is done with them: scaling, augment, disc, seed
+        stream: str,  # train, val or test: each has random numbers of its own
         *,
-        augment: bool,
-        measure: Callable[[Sample], Tensor] | None = None,
+        augment: bool,  # flip and turn by (seed, n)
+        measure: Callable[[Sample], Tensor]
+        | None = None,  # makes a sinogram in place of `fine`, or of the measured one
     ) -> None:
         self.part, self.config, self.augment, self.measure = part, config, augment, measure
         self.stream = stream

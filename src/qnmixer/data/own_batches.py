@@ -19,12 +19,7 @@ _LEAST_DENSE = -3500.0
 
 
 class OwnBatches:
-    """Completes and checks the batches of one part, in the order in which its loader gives them, for `OwnDataModule`.
-
-    Args:
-        loader: the user's; None if it is not known.
-        device: the number of this device, if each gets other batches; None: they are all of the loader's.
-    """
+    """Completes and checks the batches of one part, in the order in which its loader gives them, for `OwnDataModule`."""
 
     def __init__(
         self,
@@ -32,8 +27,9 @@ class OwnBatches:
         part: str,
         config: DataConfig,
         geometry: FanBeamGeometry,
-        loader: Any = None,
-        device: int | None = None,
+        loader: Any = None,  # the user's; None if it is not known
+        device: int
+        | None = None,  # the number of this one, if each gets other batches; None: they are all the loader's
     ) -> None:
         self.name, self.part, self.config, self.geometry, self.device = name, part, config, geometry, device
         self.weight = 0.0  # sum of the weights of all slices so far

@@ -35,22 +35,15 @@ class OwnDataModule(LightningDataModule):
 
     A dict has image [B, 1, S, S], and may have the other keys of a `Batch`. What is missing is added. On several
     devices each gets its share of the batches that a DataLoader's own sampler draws. An IterableDataset shares itself.
-
-    Args:
-        data_module: that of the user.
-        name: its target, for messages.
-        config: the section `data`, for size and scaling of the images.
-        geometry: the scan, for the size of sinograms.
-        part: what is evaluated: train, val, test or predict.
     """
 
     def __init__(
         self,
-        data_module: LightningDataModule,
-        name: str,
-        config: DataConfig,
-        geometry: FanBeamGeometry,
-        part: str = "test",
+        data_module: LightningDataModule,  # that of the user
+        name: str,  # its target, for messages
+        config: DataConfig,  # for size and scaling of the images
+        geometry: FanBeamGeometry,  # for the size of sinograms
+        part: str = "test",  # what is evaluated: train, val, test or predict
     ) -> None:
         super().__init__()
         self.data_module, self.name, self.geometry = data_module, name, geometry

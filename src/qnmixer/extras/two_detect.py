@@ -130,25 +130,16 @@ def _binned(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def line_integrals(
-    sinogram: np.ndarray[Any, Any],
-    dark: np.ndarray[Any, Any],
-    flats: Sequence[np.ndarray[Any, Any]],
-    views: Sequence[int],
+    sinogram: np.ndarray[Any, Any],  # counts [3601, 1912]; the last view repeats the first
+    dark: np.ndarray[Any, Any],  # counts without X-rays [1912]
+    flats: Sequence[np.ndarray[Any, Any]],  # counts without an object [1912], before and after
+    views: Sequence[int],  # indices into the 3600 views
     *,
-    moved: bool,
+    moved: bool,  # whether the detector was shifted by one bin in this slice
 ) -> FloatArray:
     """−log of transmission [V, 956] of some views of raw counts.
 
-    Args:
-        sinogram: counts [3601, 1912]; the last view repeats the first.
-        dark: counts without X-rays [1912].
-        flats: counts without an object [1912], before and after.
-        views: indices into the 3600 views.
-        moved: whether the detector was shifted by one bin in this slice.
-
-    Raises:
-        SkipFile: a bin of the detector had no light.
-        ValueError or IndexError: another size.
+    Raises SkipFile for a bin of the detector without light, and ValueError or IndexError for another size.
     """
     dark_counts, *flat_counts = (_binned(counts.reshape(_RAW_BINS)) for counts in (dark, *flats))
     light = np.mean(flat_counts, axis=0) - dark_counts

@@ -100,33 +100,21 @@ def write_dicom(
     path: Path,
     hu: FloatArray,
     *,
-    series_uid: str,
-    description: str,
-    template: Dataset | None = None,
-    frame: int = 0,
-    pixel_spacing: float = 1.0,
-    field_of_view: float | None = None,
-    place: int = 0,
-    slice_spacing: float = 1.0,
+    series_uid: str,  # one for each source series; a missing study or frame of reference UID is made from it
+    description: str,  # for DerivationDescription; the text before a semicolon is the SeriesDescription
+    template: Dataset | None = None,  # the source; None: a minimal image of an anonymous patient is written
+    frame: int = 0,  # of the template, for multi-frame sources
+    pixel_spacing: float = 1.0,  # mm, used only without a template
+    field_of_view: float | None = None,  # mm of a square in the middle of the template, which the image covers
+    place: int = 0,  # of the slice in its series, from 0, used only without a template
+    slice_spacing: float = 1.0,  # mm from one place to the next
 ) -> None:
     """Write HU [S, S] as a CT image with the tags of the patient and the study. The image is marked as derived.
 
-    Spacing and position follow from the part of the source slice that the image covers. Rounding is at most 0.5 HU.
+    Spacing and position follow from the part of the source slice that the image covers: a square in its middle
+    (`to_grid`), or all of it, padded to a square. Rounding is at most 0.5 HU.
 
-    Args:
-        series_uid: of the new series, one for each source series. If it has no study or frame of reference,
-            that UID is made from this one.
-        description: what was done, for DerivationDescription. The text before a semicolon is the SeriesDescription.
-        template: the source; None: a minimal image of an anonymous patient is written.
-        frame: of the template, for multi-frame sources.
-        pixel_spacing: mm, used only without a template.
-        field_of_view: mm of a square in the middle of the template, which the image covers (`to_grid`); None: it
-            covers the template, padded to a square.
-        place: of the slice in its series, from 0, used only without a template.
-        slice_spacing: mm from one place to the next.
-
-    Raises:
-        OSError: the disk is full. No half-written file stays.
+    Raises OSError if the disk is full. No half-written file stays.
     """
     encoded = io.BytesIO()
     with warnings.catch_warnings():
