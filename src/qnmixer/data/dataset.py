@@ -214,8 +214,7 @@ class SliceDataset(Dataset[Sample]):
         stream: str,  # train, val or test: each has random numbers of its own
         *,
         augment: bool,  # flip and turn by (seed, n)
-        measure: Callable[[Sample], Tensor]
-        | None = None,  # makes a sinogram in place of `fine`, or of the measured one
+        measure: Callable[[Sample], Tensor] | None = None,  # makes a sinogram from `fine`, or from the measured one
     ) -> None:
         self.part, self.config, self.augment, self.measure = part, config, augment, measure
         self.stream = stream

@@ -19,7 +19,7 @@ _LEAST_DENSE = -3500.0
 
 
 class OwnBatches:
-    """Completes and checks the batches of one part, in the order in which its loader gives them, for `OwnDataModule`."""
+    """Completes and checks the batches of one part, in the order in which its loader gives them."""
 
     def __init__(
         self,
@@ -28,8 +28,7 @@ class OwnBatches:
         config: DataConfig,
         geometry: FanBeamGeometry,
         loader: Any = None,  # the user's; None if it is not known
-        device: int
-        | None = None,  # the number of this one, if each gets other batches; None: they are all the loader's
+        device: int | None = None,  # the number of this one, if each gets other batches
     ) -> None:
         self.name, self.part, self.config, self.geometry, self.device = name, part, config, geometry, device
         self.weight = 0.0  # sum of the weights of all slices so far

@@ -24,10 +24,8 @@ class Edge:
 def search(falls: Callable[[int], bool], trained: int, ends: tuple[float, float]) -> list[Edge]:
     """Find the edges on both sides of the trained count, within a thirty-second of it.
 
-    Args:
-        falls: whether the network has fallen at a count of views.
-        trained: the count of training, at which it is taken to hold.
-        ends: of the search, times that count.
+    `falls`: whether the network has fallen at a count of views; at the trained one it is taken to hold. `ends`: of the
+    search, times that count.
     """
     edges = []
     for (side, steps), end in zip(_STEPS.items(), ends, strict=True):
