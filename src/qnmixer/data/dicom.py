@@ -33,11 +33,9 @@ from qnmixer.data.decoder import decode_apart
 from qnmixer.data.slices import DERIVED, OpenFile, SkipFile, Slice, SliceInfo, reading, require_size
 from qnmixer.physics.units import AIR, FloatArray
 
-_SLOPES = 1e-3, 1e3
-"""The range of plausible rescale slopes. With any other slope 16 bits cannot hold HU."""
+_SLOPES = 1e-3, 1e3  # the range of plausible rescale slopes: with any other, 16 bits cannot hold HU
 _SPACINGS = 0.01, 20.0  # the range of plausible pixel sizes of CT, in mm
-_LEAST_AXIAL = 0.8
-"""The cosine of the largest angle to an axial plane, 37°. A gantry tilts by up to 30°."""
+_LEAST_AXIAL = 0.8  # the cosine of the largest angle to an axial plane, 37°; a gantry tilts by up to 30°
 _OVERLAY_BIT = 0x6000, 0x0102
 _DENSEST_TISSUE = 3071.0  # HU, the largest value of 12 bits
 CT_CLASSES = CTImageStorage, EnhancedCTImageStorage, LegacyConvertedEnhancedCTImageStorage

@@ -20,8 +20,7 @@ NO_SPACING = "no pixel size in the file"
 DERIVED = "a derived image"
 COPY = "a copy of another file"
 _BELOW_AIR = -1024.0
-NO_AIR = -500.0
-"""HU, between air and tissue. Lungs may be on either side."""
+NO_AIR = -500.0  # HU, between air and tissue; lungs may be on either side
 _BONE = 500.0
 DENSEST = 32767.0  # HU, the largest value of metal that a scanner's 16 bits can store
 LEAST_SIDE, _MOST_SIDE = 8, 8192

@@ -144,8 +144,7 @@ def split_of(path: Path) -> SplitRecord | None:
 
 # What a resumed run may not change
 
-_FIXED_SECTIONS = ("model", "data", "geometry", "noise", "loss", "optimizer")
-"""Sections that a resumed run may not change."""
+_FIXED_SECTIONS = ("model", "data", "geometry", "noise", "loss", "optimizer")  # a resumed run may not change these
 _FREE_KEYS = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir", "root"}
 """Keys of slices that a resumed run may change. A folder may move: slices of ours are known by their pixels."""
 

@@ -45,8 +45,7 @@ _NO_FIT = "has weights that do not fit its own config: use the qnmixer version t
 _TARGET = "_target_"
 _MODELS = "qnmixer.models"
 _WORDS, _COUNTS = ("name", "beam", "fbp_filter"), ("n_views", "n_detectors")
-_MOST_VALUES, _DEEPEST = 1_000_000, 32
-"""Limits of a checkpoint. Measured: 16 values for each tensor of weights, 7 levels deep."""
+_MOST_VALUES, _DEEPEST = 1_000_000, 32  # limits of a checkpoint; measured: 16 values a tensor of weights, 7 levels
 
 
 def load_network(path: Path, cures: Cures = NO_CHOICE, **changes: Any) -> UnrolledNetwork[Any] | None:

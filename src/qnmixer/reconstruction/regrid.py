@@ -17,8 +17,7 @@ _NEAR = 0.75
 """In steps between views: a view counts as missing if the nearest measured view is farther away.
 
 With as many measured views as views in training, or more, the nearest one is within half a step."""
-_AIR = 0.05
-"""Share of the largest value. If an end of the detector has more, it cuts the object off."""
+_AIR = 0.05  # share of the largest value: if an end of the detector has more, it cuts the object off
 _TOLERANCE = 1e-3  # share of a step, or of a distance, that counts as equal
 
 

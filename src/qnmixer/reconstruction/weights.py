@@ -13,8 +13,7 @@ from qnmixer.files import check_there, path_of
 from qnmixer.installed import not_installed
 from qnmixer.runs.layout import checkpoint_in
 
-PRETRAINED = "pretrained"
-"""Their short name. A folder of this name needs a path: ./pretrained."""
+PRETRAINED = "pretrained"  # their short name; a folder of this name needs a path: ./pretrained
 SHIPPED = Path(__file__).parents[1] / "weights" / "qn_mixer_256_64views.safetensors"
 CHECKPOINT_KEY, RUN_KEY = "qnmixer", "qnmixer_run"
 """Keys of a checkpoint: its format and config, and the state that resuming needs. Weights files have the first only."""

@@ -35,10 +35,8 @@ _LEAST, _BY_CHANCE, _CLEARLY = 0.005, 3.0, 5.0
 """A correlation that does not matter, standard errors of one by chance, and standard errors that never are."""
 _OFTEN, _SATURATED = 4, 0.05  # times that a bin reads its largest value, and a share of such bins, that are no chance
 _NEIGHBOURS = 8  # dark bins whose counts are added
-_UNEQUAL, _SMALL = 0.1, 0.05
-"""Differences of noise that do not matter, and an error of a mean that shows whether bins are equal."""
-_CLEAR = 4.0
-"""A group is used if its transmission is so many standard deviations above zero: then its counts are not clipped."""
+_UNEQUAL, _SMALL = 0.1, 0.05  # differences of noise that do not matter, and an error of a mean that tells bins apart
+_CLEAR = 4.0  # standard deviations of a group above zero from which it is used: then its counts are not clipped
 _COARSE, _VIEWS = 64, 96
 """Pixels a side and views from which attenuations are computed. They vary slowly, and coarse pixels have less noise."""
 _AIR = -950.0

@@ -17,8 +17,7 @@ Project = Callable[[Tensor], Tensor]
 
 REFERENCE_KEV = 70.0
 MATERIALS = ("water", "bone", "titanium")
-ATTENUATION_AT_REFERENCE = (0.1929, 0.2570, 0.5361)
-"""cm²/g of the materials at 70 keV, from the source of the table below."""
+ATTENUATION_AT_REFERENCE = (0.1929, 0.2570, 0.5361)  # cm²/g of the materials at 70 keV, source as below
 TITANIUM_DENSITY = 4.506  # g/cm³
 SPECTRUM_120_KV = (
     # keV, share of the photons, then cm²/g of water, cortical bone (ICRU 44) and titanium

@@ -34,8 +34,7 @@ from qnmixer.runs.tables import NOTHING, Table, in_digits
 from qnmixer.runs.terminal import Console
 
 PLOT = "robustness.png"
-_LABEL_DISTANCE = 0.08
-"""Parts of a panel's width that are at least between two labels of its ticks. Each tick stays."""
+_LABEL_DISTANCE = 0.08  # parts of a panel's width between two labels of its ticks, at least; each tick stays
 _METRICS = "psnr", "ssim"
 _KNOWN = "The reconstruction knows the views, the arc and the patient's size, and nothing of the other conditions."
 Scores = dict[str, dict[str, dict[str, float]]]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from qnmixer.evaluation.statistics import student_quantile
 
-EDGE_REACH = 0.7
-"""How far the profile of an edge goes inside and outside, in radii of its disc. Nothing else may be there."""
+EDGE_REACH = 0.7  # reach of an edge's profile inside and outside, in radii of its disc; nothing else may be there
 _LEAST_PERIODS = 0.55
 """Periods in the reach of a profile: an edge that falls to one half at fewer is wider than its disc can show."""
 _BINS_PER_PIXEL = 4  # edges at many angles to the grid sample finer than pixels

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FACTORS = np.geomspace(0.05, 500, 2000)
-"""Multiples of the deviation at which coverage is counted; neighbours differ by 0.5 %."""
+FACTORS = np.geomspace(0.05, 500, 2000)  # multiples of the deviation at which coverage is counted, in steps of 0.5 %
 GROUPS = "all pixels", "tenth with the smallest deviation", "tenth with the largest deviation"
 
 
