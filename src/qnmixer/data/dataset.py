@@ -183,7 +183,7 @@ class Part:
     """Slices [S, S] in HU of train, val or test."""
 
     source: SliceSource  # an endless one has new slices in every epoch
-    patients: Sequence[int | None] = ()  # the number of the patient that each slice shows; empty if nobody knows
+    patients: Sequence[int] = ()  # the number of the patient that each slice shows; empty if nobody knows
     fine: SliceSource | None = None  # the same slices on a finer grid, [f·S, f·S]
     # Whether the source has `sinogram(index)`, [V, D], value × mm; otherwise sinograms are simulated
     measured: bool = False

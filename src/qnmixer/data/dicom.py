@@ -186,10 +186,7 @@ def _require_slice(dataset: Dataset, frame: int, derived: bool) -> None:
 
     Reformats, mean slabs, filtered and monoenergetic images are slices in HU.
     """
-    types = (
-        dataset.get("ImageType"),
-        frame_tag(dataset, frame, "CTImageFrameTypeSequence", "FrameType"),
-    )
+    types = (dataset.get("ImageType"), frame_tag(dataset, frame, "CTImageFrameTypeSequence", "FrameType"))
     words = "\\".join(kind if isinstance(kind, str) else "\\".join(kind) for kind in types if kind).upper()
     if _LOCALIZERS.search(words):
         raise SkipFile("a localizer")

@@ -246,13 +246,7 @@ class _Writer:
         return target
 
     def _write(
-        self,
-        target: Path,
-        scan: Scan,
-        hu: FloatArray,
-        method: str,
-        window: tuple[float, float],
-        files: list[Path],
+        self, target: Path, scan: Scan, hu: FloatArray, method: str, window: tuple[float, float], files: list[Path]
     ) -> None:
         for form in (form for form in _ENDINGS if form in self.config.formats):
             path = _with_end(target, _ENDINGS[form])

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from qnmixer.extras.task.scores import (
     channel_outputs,
-    detectability,
     detected,
     detected_beyond,
     dog_channels,
@@ -153,7 +152,7 @@ def test_a_signal_in_the_span_of_the_channels_is_detected_as_well_as_white_noise
     flat = channels.flatten(1)
     beside -= (torch.linalg.pinv(flat) @ (flat @ beside.flatten())).view(16, 16)
     absent, present = sigma * white(1, 600, 4, 16, 16), sigma * white(2, 600, 4, 16, 16) + signal + beside
-    score, half = with_interval(detectability, *(channel_outputs(of) for of in (absent, present)))
+    score, half = with_interval(lambda *of: detected(*of)[0], *(channel_outputs(of) for of in (absent, present)))
     expected = signal.norm() / sigma
     assert 1 < expected < 5
     assert torch.isclose(score, expected, rtol=0.05)
@@ -166,7 +165,7 @@ def test_few_images_do_not_make_d_prime_larger() -> None:
     squares = []
     for seed in range(400):
         outputs = white(seed, 2, 5, 2, 3)
-        squares.append(detectability(outputs[0], outputs[1] + 0.7).square())
+        squares.append(detected(outputs[0], outputs[1] + 0.7)[0].square())
     uncut = torch.stack(squares).mean()
     assert math.isclose(uncut, 3 * 0.7**2, rel_tol=0.15)
 
@@ -202,7 +201,7 @@ def test_the_interval_of_a_paired_difference_holds_and_is_narrower_than_that_of_
         rival = 0.9 * noise + math.sqrt(1 - 0.9**2) * other
         pairs = [(absent, absent + 2 / math.sqrt(3)) for absent in (noise, rival)]
         difference, half = detected_beyond(*pairs)
-        assert torch.isclose(difference, detectability(*pairs[0]) - detectability(*pairs[1]))
+        assert torch.isclose(difference, detected(*pairs[0])[0] - detected(*pairs[1])[0])
         held += abs(difference) < half
         paired, alone = paired + half, alone + math.hypot(*(detected(*pair)[1] for pair in pairs))
     assert held / n >= 0.93
@@ -212,7 +211,7 @@ def test_the_interval_of_a_paired_difference_holds_and_is_narrower_than_that_of_
 def test_what_is_equal_at_a_place_in_every_image_is_no_noise() -> None:
     absent, present = white(0, 20, 4, 3), white(1, 20, 4, 3) + 1
     places = 50 * white(2, 4, 3)
-    assert torch.isclose(detectability(absent + places, present + places), detectability(absent, present))
+    assert torch.isclose(detected(absent + places, present + places)[0], detected(absent, present)[0])
 
 
 def test_the_interval_of_a_mean_is_that_of_its_standard_error() -> None:

@@ -19,7 +19,7 @@ def test_normal_errors_are_covered_as_they_should_be() -> None:
     generator = torch.Generator().manual_seed(0)
     deviation = torch.rand(200_000, generator=generator) + 0.1
     curves = coverages(3 * deviation * torch.randn(200_000, generator=generator), deviation)
-    patients = by_patient([curves, curves], [None, None])
+    patients = by_patient([curves, curves], [0, 1])
     for level, sigmas in ((math.erf(1 / math.sqrt(2)), 1.0), (0.95, 1.96)):
         assert factor_for(level, patients) == pytest.approx(3 * sigmas, rel=0.02)
         assert covered_by(3 * sigmas, patients) == pytest.approx(np.full((2, 3), level), abs=0.02)

@@ -49,7 +49,7 @@ def chosen_slices(slices: RunData, part: str, first: int | None, scene: Scene | 
     else:
         chosen.setup()
         slices_of_part = chosen.parts[part]
-        patients = slices_of_part.patients or [None] * len(slices_of_part.source)
+        patients = slices_of_part.patients or range(len(slices_of_part.source))
         chosen.parts = chosen.parts | {part: slices_of_part.only(in_turn(patients)[:first])}
     if scene is not None:
         move = chosen.transfer_batch_to_device
@@ -66,11 +66,11 @@ def described(slices: RunData, config: RobustnessConfig) -> str:
     return f"{'all' if n is None else n} slices of its {config.split}_dataloader"
 
 
-def in_turn(patients: Sequence[int | None]) -> list[int]:
+def in_turn(patients: Sequence[int]) -> list[int]:
     """The indices of slices, first the middle one of each patient, then its next one, until all are named."""
-    places: dict[Any, list[int]] = {}
+    places: dict[int, list[int]] = {}
     for index, patient in enumerate(patients):
-        places.setdefault(("slice", index) if patient is None else patient, []).append(index)
+        places.setdefault(patient, []).append(index)
     turns: dict[int, int] = {}
     for indices in places.values():
         middle = (len(indices) - 1) / 2

@@ -73,8 +73,8 @@ def task_scores(module: Reconstructor, task: TaskConfig, console: Console) -> It
         key = task.seed, kind // 2, n  # of one pair: the same
         rng = np.random.default_rng(key)
         discs = phantom.edges(task.edge_hu, rng) if _KINDS[kind] == "edges" else inserts * kind
-        fine = phantom.draw(_FINER * phantom.size, [], rng)
-        body, fine = fine, fine + phantom.draw_discs(_FINER * phantom.size, discs)
+        body = phantom.draw(_FINER * phantom.size, rng)
+        fine = body + phantom.draw_discs(_FINER * phantom.size, discs)
         for method, image in reconstructed(module, task, fine, body, key).items():
             if _KINDS[kind] == "edges":
                 profiles = [of.edge_profile(image, d.x, d.y, d.radius, phantom.pixel_size) for d in discs]

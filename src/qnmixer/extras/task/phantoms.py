@@ -47,8 +47,8 @@ class TaskPhantom:
         discs = zip(angles, contrasts, strict=True)
         return [Disc(ring * math.cos(angle), ring * math.sin(angle), radius, hu) for angle, hu in discs]
 
-    def draw(self, size: int, discs: Sequence[Disc], rng: np.random.Generator) -> Tensor:
-        """HU [size, size], float32, of a random body with discs. At edges a pixel has about its mean value."""
+    def draw(self, size: int, rng: np.random.Generator) -> Tensor:
+        """HU [size, size], float32, of a random body. At edges a pixel has about its mean value."""
         pixel = self.field / size
         axis = (np.arange(size) - (size - 1) / 2) * pixel
         x, y = axis, axis[:, None]
@@ -56,7 +56,7 @@ class TaskPhantom:
         middle = rng.uniform(-_MOVED, _MOVED, 2) * self.field
         outside = (np.hypot((x - middle[0]) / a, (y - middle[1]) / b) - 1) * (a + b) / 2
         image = _AIR_HU + (_BODY_HU - _AIR_HU) * np.clip(0.5 - outside / pixel, 0, 1)
-        return torch.from_numpy(image.astype(np.float32)) + self.draw_discs(size, discs)
+        return torch.from_numpy(image.astype(np.float32))
 
     def draw_discs(self, size: int, discs: Sequence[Disc]) -> Tensor:
         """The contrasts of discs alone, HU [size, size], float32."""

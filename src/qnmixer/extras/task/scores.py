@@ -157,19 +157,14 @@ def channel_outputs(regions: Tensor) -> Tensor:
     return torch.einsum("...hw,chw->...c", regions.double(), dog_channels(regions.shape[-1]))
 
 
-def detectability(absent: Tensor, present: Tensor) -> Tensor:
+def detected(absent: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     """d' of the channelised Hotelling observer, by channel outputs [n, places, C] without the insert and with it.
 
     d'² = Δᵀ K⁻¹ Δ, with Δ the difference of mean outputs and K their covariance at a place, pooled over places and both
     classes. From few images the square is too large: what the scatter of Δ and K adds is subtracted. A square below
     zero counts as 0. Image i of both classes may have the same body and noise.
-    """
-    return detected(absent, present)[0]
 
-
-def detected(absent: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """d', and half of its 95 % interval, for normal outputs. The images are the units: their places are correlated.
-
+    The second is half of its 95 % interval, for normal outputs. The images are the units: their places are correlated.
     The scatter of Δ is that of the images' differences. K has fewer degrees of freedom where the places of an image, or
     the images of a pair, are alike: their correlations are measured along K⁻¹ Δ.
     """
@@ -203,7 +198,8 @@ def detected_beyond(of_method: Sequence[Tensor], of_rival: Sequence[Tensor]) -> 
     """
 
     def value(kept: Tensor) -> Tensor:
-        return detectability(*(part[kept] for part in of_method)) - detectability(*(part[kept] for part in of_rival))
+        minuend, subtrahend = (detected(*(part[kept] for part in outputs))[0] for outputs in (of_method, of_rival))
+        return minuend - subtrahend
 
     n = len(of_method[0])
     everything = torch.arange(n)

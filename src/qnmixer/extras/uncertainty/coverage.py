@@ -21,11 +21,11 @@ def coverages(error: Tensor, deviation: Tensor) -> np.ndarray:
     return np.stack([np.searchsorted(np.sort(group.cpu().numpy()), FACTORS, "right") / len(group) for group in groups])
 
 
-def by_patient(slices: Sequence[np.ndarray], patients: Sequence[object]) -> np.ndarray:
-    """The means over the slices of each patient [patients, groups, factors]. A slice of no known patient is its own."""
-    parts: dict[object, list[np.ndarray]] = {}
-    for n, (patient, curves) in enumerate(zip(patients, slices, strict=True)):
-        parts.setdefault(("slice", n) if patient is None else patient, []).append(curves)
+def by_patient(slices: Sequence[np.ndarray], patients: Sequence[int]) -> np.ndarray:
+    """The means over the slices of each patient [patients, groups, factors]."""
+    parts: dict[int, list[np.ndarray]] = {}
+    for patient, curves in zip(patients, slices, strict=True):
+        parts.setdefault(patient, []).append(curves)
     return np.stack([np.mean(curves, axis=0) for curves in parts.values()])
 
 

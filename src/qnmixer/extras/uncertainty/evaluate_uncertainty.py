@@ -73,12 +73,7 @@ def evaluate_uncertainty(config: EvaluateUncertaintyConfig, folder: Path, overri
 
 @torch.no_grad()
 def _curves(
-    module: Reconstructor,
-    slices: SliceDataModule,
-    split: str,
-    turns: list[Symmetry],
-    least_hu: float,
-    console: Console,
+    module: Reconstructor, slices: SliceDataModule, split: str, turns: list[Symmetry], least_hu: float, console: Console
 ) -> np.ndarray:
     """The coverage of each patient of a split, [patients, groups, factors]."""
     n_images = len(slices.dataset(split))
@@ -91,7 +86,7 @@ def _curves(
         for n, x, error, deviation in zip(batch["sample"].tolist(), truth, image - truth, deviations, strict=True):
             body = x > least_hu
             found[n] = coverages(error[body], deviation[body])
-    patients = slices.parts[split].patients or [None] * n_images
+    patients = slices.parts[split].patients or range(n_images)
     return by_patient([found[n] for n in range(n_images)], patients)
 
 
