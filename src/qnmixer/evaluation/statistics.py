@@ -13,8 +13,7 @@ import numpy as np
 
 from qnmixer.evaluation.scores import deviation
 
-Seeds = tuple[int, int]
-"""The seeds of the weights and of the data."""
+Seeds = tuple[int, int]  # the seeds of the weights and of the data
 
 Scores = Mapping[Seeds, Mapping[str, float]]
 """seeds → patient → mean score of the patient's slices. The patients of two seeds may differ."""

@@ -23,8 +23,7 @@ from qnmixer.settings.run import Config
 class Reconstructor(nn.Module):
     """A network with its measurement, as the config says: x → A x + noise → y → x_T. For all that does not train."""
 
-    cures: Cures = NO_CHOICE
-    """What its network gets where its scan is not that of the training."""
+    cures: Cures = NO_CHOICE  # what its network gets where its scan is not that of the training
 
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
         super().__init__()

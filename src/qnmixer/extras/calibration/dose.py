@@ -135,8 +135,7 @@ class _Fit:
         return self.misfit * self.freedom + len(self.values) * float(np.log(len(self.fitted)))
 
 
-_Fits = list[tuple[_Fit, np.ndarray | None]]
-"""Of rising degree, with their profiles [D]; None: 1 everywhere."""
+_Fits = list[tuple[_Fit, np.ndarray | None]]  # of rising degree, with their profiles [D]; None: 1 everywhere
 
 
 def _best(variances: Variances, sigma: float | None) -> tuple[_Fit, np.ndarray | None]:

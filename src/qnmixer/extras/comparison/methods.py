@@ -143,8 +143,7 @@ def _listed(methods: Sequence[ComparedMethod]) -> str:
     return shortlist([job.name for method in methods for job in method.jobs])
 
 
-Words = dict[str, str]
-"""The overrides of a job, by key."""
+Words = dict[str, str]  # the overrides of a job, by key
 
 
 def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collection[str] = ()) -> list[ComparedMethod]:

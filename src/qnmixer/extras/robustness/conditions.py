@@ -23,8 +23,7 @@ BEYOND = "body beyond the field, times"
 Perturbation = Callable[[Tensor, physics.Project], Tensor]
 """An object [B, 1, S, S] and A of its grid → line integrals [B, 1, V, D]."""
 
-Scene = Callable[[Batch], Batch]
-"""What the truth of a batch becomes."""
+Scene = Callable[[Batch], Batch]  # what the truth of a batch becomes
 
 _SCATTER_WIDTH = 0.05  # standard deviation of the smooth scatter, in widths of the detector
 _PIN = (0.125, 0.0)  # where the metal is, in widths of the image, to the right of its middle and below it
