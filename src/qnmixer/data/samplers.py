@@ -23,17 +23,13 @@ class Share(Sampler[Any]):
     Args:
         batches: the sampler: it yields the indices of a batch.
         seed: gives the seed of its random numbers, at the start of each epoch.
-        num_replicas: processes that share the batches.
-        rank: the number of this process.
-
-    Attributes:
-        weights: of the batches that were yielded and not yet used. With them the mean over all processes of the loss of
-            a batch is the mean over the slices of a round.
     """
 
     def __init__(self, batches: Any, seed: Callable[[], Sequence[int]], num_replicas: int, rank: int) -> None:
         self.batches, self.seed, self.num_replicas, self.rank = batches, seed, num_replicas, rank
         self.sampler = getattr(batches, "sampler", batches)  # Lightning looks here for one whose epoch it sets
+        # Of the batches that were yielded and not yet used: with them the mean over all processes of the loss of a
+        # batch is the mean over the slices of a round.
         self.weights: deque[float] = deque()
 
     def __iter__(self) -> Iterator[Any]:

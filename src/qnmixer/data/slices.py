@@ -63,12 +63,12 @@ def reading(problem: str) -> Iterator[None]:
 
 
 @contextmanager
-def usable(path: Path, fix: str) -> Iterator[None]:
-    """Raise DataError, which names the file and how to fix it, for a SkipFile of the block."""
+def usable(place: Path | str, fix: str = "") -> Iterator[None]:
+    """Raise DataError, which names the file or slice and how to fix it, for a SkipFile of the block."""
     try:
         yield
     except SkipFile as reason:
-        raise DataError(f"{path} cannot be used ({reason}): {fix}") from reason
+        raise DataError(f"{place} cannot be used ({reason})" + (fix and f": {fix}")) from reason
 
 
 def optional(module: str, extra: str) -> Any:

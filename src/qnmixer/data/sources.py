@@ -14,7 +14,6 @@ A reader decodes the files of a folder, see `qnmixer.data.cache.Reader`.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from qnmixer.data.slices import (
     shortlist,
     summarise_skipped,
     unit_warnings,
+    usable,
     warn_once,
 )
 from qnmixer.data.splits import PARTS, RunSplit, files_as_patients, patients_of, traces_of
@@ -120,7 +120,7 @@ class OwnSlices:
 
     def load(self, index: int) -> FloatArray:
         """Slice [size, size] in HU. Raises DataError if the class returns something else."""
-        with self._usable(index):
+        with usable(f"{self.key}: {self.name(index)}"):
             hu = self.slices.load(index)
             if getattr(hu, "ndim", None) != 2:
                 raise SkipFile("it is no array [H, W]")
@@ -132,7 +132,7 @@ class OwnSlices:
 
     def sinogram(self, index: int) -> FloatArray:
         """Measured sinogram [V, D], value × mm. Raises DataError for one that does not fit the scan."""
-        with self._usable(index):
+        with usable(f"{self.key}: {self.name(index)}"):
             y = np.asarray(self.slices.sinogram(index), np.float32)
             shape = y.shape if self.geometry is None else (self.geometry.n_views, self.geometry.n_detectors)
             if y.shape != shape:
@@ -140,14 +140,6 @@ class OwnSlices:
             if not np.isfinite(y).all():
                 raise SkipFile("NaN or infinite values in its sinogram")
         return y
-
-    @contextmanager
-    def _usable(self, index: int) -> Iterator[None]:
-        """Raise DataError, which names the slice, for a SkipFile of the block."""
-        try:
-            yield
-        except SkipFile as reason:
-            raise DataError(f"{self.key}: {self.name(index)} cannot be used ({reason})") from None
 
     def name(self, index: int) -> str:
         """The name that its class gives, or the number of the slice."""

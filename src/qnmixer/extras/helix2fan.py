@@ -33,12 +33,6 @@ class Helix2FanSource:
     angle, at most half a step between measured views, and the image is turned with them. Slices at the ends of a scan,
     whose turn is not complete, are left out. The images are computed once, and kept on the disk.
 
-    Attributes:
-        scan: keys of `geometry` that all files fix: none.
-        attenuation_of_one: 1/mm of x = 1: each file has its own water.
-        own_range: the data range of scores is 1, as of other slices in HU.
-        patients: the file of each slice, because the slices of a file look alike.
-
     Args:
         part: train, val or test: the name of a folder.
         geometry: the scan.
@@ -50,9 +44,9 @@ class Helix2FanSource:
         ConfigError: a file was measured with other rays than those of the geometry.
     """
 
-    scan: ClassVar[dict[str, Any]] = {}
-    attenuation_of_one = None
-    own_range = False
+    scan: ClassVar[dict[str, Any]] = {}  # keys of `geometry` that all files fix: none
+    attenuation_of_one = None  # each file has its own water
+    own_range = False  # the data range of scores is 1, as of other slices in HU
 
     def __init__(self, part: str, geometry: FanBeamGeometry, hu_max: float, *, root: str) -> None:
         folder = path_of(root)
@@ -79,7 +73,7 @@ class Helix2FanSource:
             views = views_of(geometry, fan.first_angle - turned, fan.step, fan.n_views, "helix2fan")
             self._slices += [(fan, views, turned, int(z)) for z in numbers]
         self.warnings = [summarise_skipped(str(folder / part), skipped)] if skipped else []
-        self.patients = [str(fan.path) for fan, *_ in self._slices]
+        self.patients = [str(fan.path) for fan, *_ in self._slices]  # the slices of a file look alike
 
     def __len__(self) -> int:
         return len(self._slices)

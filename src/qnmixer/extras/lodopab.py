@@ -25,9 +25,6 @@ class LodopabSource:
 
     Files are opened for each sample only: a process that is started later must not inherit an open file.
 
-    Attributes:
-        hu_scaling: (offset, scale) of HU = offset + scale · x: its air is not quite −1000 HU at x = 0.
-
     Args:
         part: train, val or test.
         geometry: the scan.
@@ -45,7 +42,7 @@ class LodopabSource:
         "field_of_view": 260.0,
     }  # fmt: skip
     hu_max = 3071.0
-    hu_scaling = (-_WATER / _PER_HU, _LARGEST / _PER_HU)
+    hu_scaling = (-_WATER / _PER_HU, _LARGEST / _PER_HU)  # HU = offset + scale · x: x = 0 is not quite −1000 HU
     attenuation_of_one = _LARGEST / 1000
     scaling = Scaling(*hu_scaling)
 
