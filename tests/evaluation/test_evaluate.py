@@ -70,7 +70,7 @@ def test_every_slice_is_scored_once_by_each_method_on_the_same_sinogram(module: 
         assert [len(method.iterates) for method in shown.methods] == [1, 1, module.network.n_iterations + 1]
         assert shown.methods[2].caption.startswith(f"{score.values['psnr']:.2f} dB, SSIM ")
     assert found.pictured == sorted(pictured(5, 2)) == [1, 3]
-    assert [row.name for row in found.rows] == [f"slice {n}" for n in found.pictured]
+    assert [found.slices[n].name for n in found.pictured] == [f"slice {n}" for n in found.pictured]
 
 
 def test_rows_of_the_mean_over_symmetries_and_of_first_order(module: ReconstructionModule) -> None:

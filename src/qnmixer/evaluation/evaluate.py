@@ -22,7 +22,7 @@ from qnmixer.evaluation.scores import Conditions, Evaluation, ImageScore, titles
 from qnmixer.files import digest, digest_of_bytes, write_text
 from qnmixer.measurement.pairs import check_pairs
 from qnmixer.models.total_variation import TotalVariation
-from qnmixer.physics import NoNoise, Symmetry, images_by_symmetry
+from qnmixer.physics import NoNoise, images_by_symmetry
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor, second_order, symmetries_of
 from qnmixer.runs.processes.process import rank
@@ -127,8 +127,10 @@ def evaluate(
     if not scores:
         raise DataError(f"{evaluated_name(module.config)} has no slice of {split} with a weight above 0")
     scalars = {} if methods.first_order is None else second_order(module.network)
+    n = len(methods.turns)
+    symmetric = f", symmetric: mean over {n} turns and flips" if n > 1 else ""
     return Evaluation(
-        title=title_of(module.config, module.projector.geometry.n_views, data, split) + mean_over(methods.turns),
+        title=title_of(module.config, module.projector.geometry.n_views, data, split) + symmetric,
         scores=[score for of_slice in scores for score in of_slice],
         slices=results.slices,
         pictured=sorted(results.picture_numbers & results.scores.keys()),
@@ -208,11 +210,6 @@ class _Results:
         self.slices = worst_of(slices, self.scores, self.picture_numbers)
 
 
-def mean_over(turns: Sequence[Symmetry]) -> str:
-    """What the title of a table says of its symmetric row."""
-    return f", symmetric: mean over {len(turns)} turns and flips" if len(turns) > 1 else ""
-
-
 def count_of(data: RunData, part: str) -> int | None:
     """The slices of a part; None if only its loader knows. Raises DataError if there are none."""
     return len(data.dataset(part)) if isinstance(data, SliceDataModule) else data.count(part)
@@ -277,7 +274,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation, console: Console) -> 
     paragraphs = [*(f"**Warning: {line}**" for line in warnings), table.markdown()]
     write_text(folder / "table.md", "\n\n".join(paragraphs) + "\n")
     write_text(folder / "images.csv", evaluation.images().csv())
-    draw_slices(folder / PICTURE, evaluation.rows)
+    draw_slices(folder / PICTURE, [evaluation.slices[number] for number in evaluation.pictured])
     write_page_of(folder / PAGE, evaluation)
     for line in warnings:
         console.warn(line, style="bold red")

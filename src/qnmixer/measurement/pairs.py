@@ -41,10 +41,11 @@ def check_pairs(config: Config, projector: FanBeamProjector, batch: Batch, part:
         return
     worst = int(torch.where(far, distance, 0.0).argmax())
     p, y = p[worst : worst + 1], y[worst : worst + 1]
+    factor = float((p * y).sum() / y.square().sum())  # brings y nearest to p
     changes = {
         "with its bins mirrored": y.flip(-1),
         "with its views in reverse": y.flip(-2),
-        f"times {_factor(p, y):.3g}": y * _factor(p, y),
+        f"times {factor:.3g}": y * factor,
     }
     distances = {change: float(_distance(p, changed)[0]) for change, changed in changes.items()}
     nearest = min(distances, key=distances.__getitem__)
@@ -68,8 +69,3 @@ def _distance(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     norm = y.square().sum((1, 2, 3))
     norm = torch.where(norm > 0, norm, math.inf)  # of a slice of air, or a scan that failed
     return (rest / norm).sqrt(), (noise / norm).sqrt()
-
-
-def _factor(p: Tensor, y: Tensor) -> float:
-    """The factor that brings y nearest to p."""
-    return float((p * y).sum() / y.square().sum())

@@ -9,6 +9,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor, nn
 
+from qnmixer.models.incept_mixer import zeroed
 from qnmixer.models.unrolled import Projector, UnrolledNetwork
 
 _GROUPS = 8
@@ -93,9 +94,7 @@ class UNet(nn.Module):
         self.down = nn.ModuleList([first_level, *(_level(groups, above, m, m) for above, m in pairwise(widths))])
         self.enlarge = nn.ModuleList(enlarge(m) for m in reversed(widths[:-1]))
         self.up = nn.ModuleList(_level(groups, 2 * m, m, m) for m in reversed(widths[:-1]))
-        self.last = nn.Conv2d(channels, n_images, 1)
-        for parameter in self.last.parameters():
-            nn.init.zeros_(parameter)
+        self.last = zeroed(nn.Conv2d(channels, n_images, 1))
 
     def levels(self) -> list[nn.Module]:
         """The convolutions between two changes of resolution."""

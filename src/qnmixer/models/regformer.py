@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from qnmixer.errors import ConfigError
 from qnmixer.models.data_term import data_gradient, rectified
+from qnmixer.models.incept_mixer import zeroed
 from qnmixer.models.unrolled import Channels, Iterations, Projector, UnrolledNetwork
 
 _N_HEADS = 3  # of the attention (authors' code)
@@ -102,7 +103,7 @@ class LocalBlock(nn.Module):
         super().__init__()
         self.embed = nn.Conv2d(1, channels if is_first else channels // 2, 5, padding=2)
         self.mix = nn.Conv2d(channels, channels, 5, padding=2)
-        self.project = _to_image(channels, 5)
+        self.project = zeroed(nn.Conv2d(channels, 1, 5, padding=2))
         self.hand_on = None if is_last else nn.Conv2d(channels, channels // 2, 3, padding=1)
 
     def forward(self, x: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -123,7 +124,7 @@ class NonlocalBlock(nn.Module):
         shifts = [window_size // 2 * (layer % 2) for layer in range(_DEPTH)]
         self.layers = nn.Sequential(*(SwinLayer(image_size, channels, window_size, s) for s in shifts))
         self.norm = nn.LayerNorm(channels)
-        self.project = _to_image(channels, 3)
+        self.project = zeroed(nn.Conv2d(channels, 1, 3, padding=1))
         self.hand_on = None if is_last else nn.Conv2d(channels, channels // 2, 3, padding=1)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -207,14 +208,6 @@ class WindowAttention(nn.Module):
         place = torch.arange(image_size)
         part = (place >= image_size - self.window_size).int() + (place >= image_size - self.shift).int()
         return self._cut((3 * part[:, None] + part)[None, :, :, None])[0, :, :, 0].to(torch.uint8)
-
-
-def _to_image(channels: int, kernel_size: int) -> nn.Conv2d:
-    """The last convolution of R_t, which starts at zero."""
-    convolution = nn.Conv2d(channels, 1, kernel_size, padding=kernel_size // 2)
-    for parameter in convolution.parameters():
-        nn.init.zeros_(parameter)
-    return convolution
 
 
 def _relative_positions(window_size: int) -> Tensor:

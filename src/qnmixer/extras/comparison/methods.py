@@ -132,15 +132,11 @@ class Comparison:
         if len(self.tables) < 2:
             return ""
         fields = Conditions.differing({test for method in self.methods for test in method.tests if test})
-        jobs = "; ".join(f"test {n}: {_listed(table)}" for n, table in enumerate(self.tables, 1))
+        names = [shortlist([job.name for method in table for job in method.jobs]) for table in self.tables]
+        jobs = "; ".join(f"test {n}: {listing}" for n, listing in enumerate(names, 1))
         return (
             f"Jobs had other tests, which differ in {' and '.join(fields)}, so each has its own table. Jobs of {jobs}"
         )
-
-
-def _listed(methods: Sequence[ComparedMethod]) -> str:
-    """The jobs of some methods, with the name of their sweep."""
-    return shortlist([job.name for method in methods for job in method.jobs])
 
 
 Words = dict[str, str]  # the overrides of a job, by key
