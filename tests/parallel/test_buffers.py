@@ -17,6 +17,8 @@ from ..buffers import Changing, Everything
 from ..warm import Warm
 from .buffers_rank import buffers_after_training
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("buffers")]  # else each worker would train them
+
 # The weights hardly move: with them, a difference in BatchNorm's variance would move all that comes after it.
 TINY = (
     "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 data.n_val=1 "
@@ -64,7 +66,6 @@ def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> set[str]
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_all_ranks_and_the_checkpoint_have_the_same(buffers: dict[str, list[dict[str, Tensor]]], name: str) -> None:
     first, *others = buffers[name]
@@ -73,7 +74,6 @@ def test_all_ranks_and_the_checkpoint_have_the_same(buffers: dict[str, list[dict
         assert all(torch.equal(other[key], value) for key, value in first.items())
 
 
-@pytest.mark.slow
 def test_buffers_against_those_of_one_process(buffers: dict[str, list[dict[str, Tensor]]]) -> None:
     """Only what one device cannot know differs: other slices, and other iterations."""
     (one,), (accumulating,) = buffers["one"], buffers["one accumulating"]

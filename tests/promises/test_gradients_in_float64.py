@@ -20,12 +20,13 @@ from .test_gradients_of_one_process import COMPETITORS, MODEL, RANK, TINY
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
 SLICES = "data.n_train=4 trainer.max_steps=1"
-# Two at the demo's size, where parts that only act on large tensors act; the others, long, on images of 16 pixels.
-DEMO = "experiment=demo " + " ".join(word for word in TINY.split() if not word.startswith(("data.im", "geometry")))
+# Two at the demo's size, where parts that only act on large tensors act; the others, long, on images of 16 pixels. Three
+# iterations instead of the demo's six: the second of two devices has one.
+DEMO = "experiment=demo model.n_iterations=3 " + " ".join(word for word in TINY.split() if not word.startswith(("data.im", "geometry")))
 LONG = {name: f"{TINY} {model}" for name, model in {"qn_mixer": MODEL, **COMPETITORS}.items()}
 NETWORKS = {
     "qn_mixer of the demo": DEMO,
-    "learn of the demo": f"{DEMO} model=learn model.n_iterations=6 model.channels=16",
+    "learn of the demo": f"{DEMO} model=learn model.n_iterations=3 model.channels=16",
 } | LONG
 WHOLE = f"{SLICES} data.batch_size=4"
 WINDOW = f"{SLICES} trainer.accumulate_grad_batches=4"  # of which it has two
