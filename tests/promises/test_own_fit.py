@@ -49,7 +49,8 @@ def test_it_trains_in_every_process(here: Path, command: Command, strategy: list
         path.unlink()
     assert command(here, "train", "resume=run", "trainer.max_steps=6").code == 0
     assert len([*here.glob("run/fitted.*")]) == ranks
-    assert command(here, "evaluate", "run=run", "accelerator=cpu", "hydra.run.dir=scores").code == 0
+    if ranks == 1:
+        assert command(here, "evaluate", "run=run", "accelerator=cpu", "hydra.run.dir=scores").code == 0
 
 
 @pytest.mark.slow

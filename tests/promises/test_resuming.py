@@ -6,6 +6,7 @@ Runs that are killed and resumed, from end to end: the results are those of an u
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ import torch
 
 from qnmixer.reconstruction.checkpoints import read_checkpoint
 
-from ..conftest import PHANTOMS, TINY, environment, rows_without_times
+from ..conftest import PHANTOMS, TINY, Command, environment, rows_without_times
 from ..warm import FORK_RANKS, Warm
 from .commands import training
 
@@ -72,13 +73,15 @@ class Runs:
         self.folder, self.warm = folder, warm
         self.python = (sys.executable,) if cold else warm.under
         (folder / "sitecustomize.py").write_text(AT_START * drawing)
-        self.environment = environment(PYTHONPATH=f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        self.environment = environment(PYTHONPATH=path, QNMIXER_TEST_MARK=str(folder))
 
-    def start(self, *overrides: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    def start(self, *overrides: str) -> Command:
+        process = subprocess.Popen(
             [*self.python, "-m", "qnmixer.train", *overrides], cwd=self.folder, env=self.environment,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
+        return Command(process, f"QNMIXER_TEST_MARK={self.folder}\0", self.folder)
 
     def run(self, *overrides: str) -> None:
         variables = self.environment | FORK_RANKS
@@ -86,9 +89,13 @@ class Runs:
         assert process.returncode == 0, process.stderr
 
 
-def kill(process: subprocess.Popen[str], run: Path, moment: str, seconds: float) -> None:
-    """SIGKILL so long after the start, or after the first new checkpoint, or then while the next one is written."""
-    folder, start_time, deadline = run / "checkpoints", time.time(), time.monotonic() + 200
+def kill(command: Command, run: Path, moment: str, seconds: float, n_processes: int) -> None:
+    """SIGKILL so long after the start, or after the first new checkpoint, or then while the next one is written.
+
+    Of at least so many processes none stays.
+    """
+    process, folder = command.process, run / "checkpoints"
+    start_time, deadline = time.time(), time.monotonic() + 200
     if moment != "start":
         while not any(path.stat().st_mtime > start_time for path in folder.glob("last.ckpt")):
             assert process.poll() is None, process.communicate()
@@ -99,8 +106,11 @@ def kill(process: subprocess.Popen[str], run: Path, moment: str, seconds: float)
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
     assert process.poll() is None, process.communicate()
+    assert len(command.family()) >= n_processes
     process.kill()
-    process.communicate()
+    code, stderr, seconds_to_end = command.end()
+    assert (code, stderr) == (-signal.SIGKILL, "")
+    assert seconds_to_end < 10
 
 
 def assert_same(resumed_run: Path, whole_run: Path) -> None:
@@ -134,7 +144,7 @@ def assert_equal(content: Any, expected: Any) -> None:
 
 
 def kill_and_go_on(
-    runs: Runs, moments: list[tuple[str, float]], *overrides: str, slices: Sequence[str] = SLICES
+    runs: Runs, moments: list[tuple[str, float]], *overrides: str, slices: Sequence[str] = SLICES, n_processes: int = 1
 ) -> None:
     """A run that is killed at each of these moments, and resumed each time, compared with an undisturbed run.
 
@@ -144,8 +154,7 @@ def kill_and_go_on(
     runs.run(*RUN, *slices, *overrides, f"hydra.run.dir={whole_run}")
     command = [*RUN, *slices, *overrides, "hydra.run.dir=runs/killed"]
     for moment, seconds in moments:
-        process = runs.start(*command)
-        kill(process, killed_run, moment, seconds)
+        kill(runs.start(*command), killed_run, moment, seconds, n_processes)
         if (killed_run / "checkpoints" / "last.ckpt").exists():  # whole, at any moment
             torch.load(killed_run / "checkpoints" / "last.ckpt", weights_only=True)
     runs.run("resume=latest")
@@ -173,7 +182,7 @@ def test_every_kind_of_data_and_optimizer_is_the_same_after_a_kill(
 ) -> None:
     """The last losses of the mix are of a later epoch than the first."""
     overrides = [
-        "trainer.max_steps=40",
+        f"trainer.max_steps={20 if kind == 'mix' else 40}",  # of which each of the mix takes longer
         "trainer.save_every_n_steps=3",
         *(["optimizer=muon"] if kind == "muon" else []),
     ]
@@ -210,25 +219,26 @@ def test_a_run_that_is_killed_twenty_times_comes_to_the_same(warm: Warm, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("steps", "training", "writing"), [(60, 1, 0), pytest.param(200, 3, 2, marks=pytest.mark.long)]
+    ("steps", "training", "writing"), [(40, 1, 0), pytest.param(200, 3, 2, marks=pytest.mark.long)]
 )
 def test_two_processes_that_are_killed_come_to_the_same(
     warm: Warm, tmp_path: Path, steps: int, training: int, writing: int
 ) -> None:
-    """Their launcher is killed, which ends them."""
+    """Their launcher is killed, which ends them and their data workers."""
     overrides = [f"trainer.max_steps={steps}", "trainer.save_every_n_steps=2", "strategy=ddp", "trainer.devices=2"]
+    overrides += ["data.batch_size=1", "data.num_workers=1"]
     kills = moments(1, 0, training, writing)
-    kill_and_go_on(Runs(tmp_path, warm, drawing=True), kills, *overrides, "data.batch_size=1")
+    kill_and_go_on(Runs(tmp_path, warm, drawing=True), kills, *overrides, n_processes=1 + 2 * (1 + 1))
 
 
 def test_shards_go_on_in_the_middle_of_an_epoch_too(warm: Warm, tmp_path: Path) -> None:
     """Lightning restores fsdp later than all others, when data for a run by epochs might be open already."""
     runs, weights = Runs(tmp_path, warm, drawing=False), []
-    epochs = [*RUN, *PHANTOMS, "data.n_train=7", "trainer.max_steps=-1", "trainer.max_epochs=3"]
+    epochs = [*RUN, *PHANTOMS, "data.n_train=3", "trainer.max_steps=-1", "trainer.max_epochs=3"]
     epochs += ["strategy=fsdp", "trainer.devices=1"]
     for folder, words in (
         ("whole", epochs),
-        ("begun", [*epochs, "trainer.max_steps=6"]),
+        ("begun", [*epochs, "trainer.max_steps=3"]),
         ("begun", [*epochs, "resume=begun"]),
     ):
         runs.run(*words, "schedule=constant", "data.num_workers=1", f"hydra.run.dir={folder}")

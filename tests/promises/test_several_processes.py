@@ -38,8 +38,8 @@ def steps_kept(command: Command) -> int:
     return torch.load(command.folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
 
 
-def test_a_rank_that_is_killed_ends_the_run(start: Start) -> None:
-    command = in_training(start, "strategy=ddp", "trainer.devices=2")
+def test_a_rank_that_is_killed_ends_the_run(start: Start, warm: Warm) -> None:
+    command = in_training(start, "strategy=ddp", "trainer.devices=2", under=warm.under)
     assert len(command.family()) == 1 + 2 * (1 + 2)  # a worker for training and one for validation
     os.kill(command.ranks(1)[0], signal.SIGKILL)
     code, stderr, seconds = command.end()
@@ -82,11 +82,14 @@ def test_a_nan_on_one_rank_ends_the_run(start: Start, warm: Warm, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 143, marks=pytest.mark.long)]
+    ("number", "code", "forks"),
+    [(signal.SIGINT, 130, FORK_RANKS), pytest.param(signal.SIGUSR1, 143, {}, marks=pytest.mark.long)],
 )
-def test_a_run_can_be_stopped(start: Start, number: signal.Signals, code: int) -> None:
+def test_a_run_can_be_stopped(
+    start: Start, warm: Warm, number: signal.Signals, code: int, forks: dict[str, str]
+) -> None:
     """By its launcher, which passes it on; every rank stops after the same step, and nothing is lost."""
-    command = in_training(start, "strategy=ddp", "trainer.devices=2")
+    command = in_training(start, "strategy=ddp", "trainer.devices=2", under=warm.under, env=forks)
     os.kill(command.process.pid, number)
     exit_code, stderr, seconds = command.end()
     step = steps_kept(command)
@@ -97,16 +100,6 @@ def test_a_run_can_be_stopped(start: Start, number: signal.Signals, code: int) -
     assert (command.record()["steps"], command.record()["processes"]) == (step, 2)
     assert "error" not in command.record()
     assert len(command.losses()) == step
-
-
-def test_nothing_stays_when_the_launcher_is_killed(start: Start) -> None:
-    command = in_training(start, "strategy=ddp", "trainer.devices=2")
-    assert len(command.family()) == 1 + 2 * (1 + 2)
-    command.process.kill()
-    code, stderr, seconds = command.end()
-    assert (code, stderr) == (-signal.SIGKILL, "")
-    assert seconds < 10
-    assert steps_kept(command) >= 2
 
 
 def test_what_is_not_there_is_said_before_there_are_ranks(start: Start, warm: Warm, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_stopped_sweep_leaves_no_process_and_continues(
 ) -> None:
     """The job that was running resumes in its folder. Jobs that had not started follow."""
     sweep = ["-m", "seed=1,2", *(UNSAVED if number == signal.SIGINT else SAVED), "hydra.sweep.dir=sweep"]
-    command = start(*sweep, folder=None)
+    command = start(*sweep, folder=None, **({"under": warm.under} if number == signal.SIGINT else {}))
     job = tmp_path / "sweep" / "0"
     command.wait_for(job / ("metrics.csv" if number == signal.SIGINT else "checkpoints/last.ckpt"))
     os.kill(command.process.pid, number)

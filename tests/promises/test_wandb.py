@@ -9,7 +9,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -57,13 +56,13 @@ class LeftAlone(NamedTuple):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeftAlone]:
+def left_alone(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[LeftAlone]:
     """It begins with the first test, since in the end it waits 20 s for its server."""
     folder, server = tmp_path_factory.mktemp("left_alone"), WandbServer()
     words = [*SMALLEST, *PHANTOMS, "trainer.max_steps=100", "trainer.val_every_n_steps=20", "logger.wandb.mode=online"]
     variables = environment(WANDB_BASE_URL=server.url, WANDB_API_KEY="k" * 40, HOME=str(folder / "home"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "qnmixer.train", *words, f"hydra.run.dir={folder / 'run'}"], cwd=folder, env=variables,
+        [*warm.under, "-m", "qnmixer.train", *words, f"hydra.run.dir={folder / 'run'}"], cwd=folder, env=variables,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ def test_ranks_know_their_place_and_nothing_is_left_behind(tmp_path: Path) -> No
         "rank 1 was killed by SIGKILL",
     ),
     (  # nor who only lost contact
-        "if here == 1:\n    time.sleep(0.7)\n    raise ValueError('the loss became nan')\n"
+        "if here == 1:\n    time.sleep(0.3)\n    raise ValueError('the loss became nan')\n"
         "raise RuntimeError('[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234')",
         "rank 1: the loss became nan",
     ),
@@ -121,7 +121,7 @@ with stop_signals():
     while len(list(Path({str(tmp_path)!r}).glob('*.pid'))) < 2:
         time.sleep(0.01)
     if here == 0:
-        time.sleep(0.5)
+        time.sleep(0.1)
         os.kill(os.getppid(), {int(number)})
     {wait}"""
     with pytest.raises(Stopped) as stop:
@@ -133,7 +133,7 @@ def test_a_rank_that_fails_while_the_others_stop_is_named(tmp_path: Path) -> Non
     body = """
 if here == 1:
     os.kill(os.getppid(), signal.SIGUSR1)
-    time.sleep(0.5)
+    time.sleep(0.1)
     raise ValueError("the disk is full")
 time.sleep(60)"""
     with pytest.raises(RankFailed, match="rank 1: the disk is full"):
