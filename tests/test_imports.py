@@ -9,17 +9,21 @@ import pytest
 
 import qnmixer
 
+from .schemas import EXTRAS
+
 SRC = Path(qnmixer.__file__).parent
 
 
-@pytest.mark.parametrize(("module", "unwanted"), [
+RECONSTRUCTS = "qnmixer.reconstruction.reconstruct" + ", qnmixer.extras.export.export" * EXTRAS
+
+
+@pytest.mark.parametrize(("modules", "unwanted"), [
     ("qnmixer", {"torch", "numpy", "omegaconf", "rich"}),
     ("qnmixer.settings.run", {"torch", "lightning"}),
-    ("qnmixer.reconstruction.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
-    pytest.param("qnmixer.extras.export.export", {"lightning", "torchmetrics", "matplotlib"}, marks=pytest.mark.extras),
+    (RECONSTRUCTS, {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
 ])  # fmt: skip
-def test_what_is_not_needed_is_not_loaded(module: str, unwanted: set[str]) -> None:
-    code = f"import gc; gc.disable(); import sys, {module}"  # to look for garbage takes half of the time
+def test_what_is_not_needed_is_not_loaded(modules: str, unwanted: set[str]) -> None:
+    code = f"import gc; gc.disable(); import sys, {modules}"  # to look for garbage takes half of the time
     code += f"; print(*(name for name in {sorted(unwanted)} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == []

@@ -24,8 +24,6 @@ from ..data.conftest import make_ct
 
 WATER = 0.0192
 N_REPEATS, SIGMA = 40, 20.0
-DOSES = [1e4, 3e4, 1e5]
-BEAMS = ["fan_flat", "fan_curved", "parallel"]
 SCAN = FanBeamGeometry(96, 4.0, 24, 160, 4.0, 600.0, 290.0)
 SERIES = replace(SCAN, n_views=180)
 KEYS = [
@@ -57,8 +55,7 @@ def calibration(*words: str) -> Dose:
     return calibrate_input(config)
 
 
-@pytest.mark.parametrize("photons", DOSES)
-@pytest.mark.parametrize("beam", BEAMS)
+@pytest.mark.parametrize(("beam", "photons"), [("fan_flat", 1e4), ("fan_curved", 3e4), ("parallel", 1e5)])
 def test_repeated_scans_give_the_dose_back(beam: str, photons: float, tmp_path: Path) -> None:
     np.save(tmp_path / "scans.npy", repeats(photons, SIGMA, beam))
     dose = calibration(f"input={tmp_path}/scans.npy", f"output={tmp_path}/dose")
@@ -243,10 +240,10 @@ def test_a_series_gives_the_dose_and_simulates_with_the_same_noise(tmp_path: Pat
 
 def test_the_memory_for_a_series_does_not_grow_with_its_slices(tmp_path: Path) -> None:
     image = series_of(Dose(4e4, 20.0, (0, 0), None), RADII[:1], seed=1)[0].round()
-    for k in range(30):
+    for k in range(20):
         make_ct(tmp_path / "ct" / f"{k:02d}.dcm", image, PixelSpacing=[4, 4], InstanceNumber=k)
     peaks = []
-    for n_slices in (5, 30):
+    for n_slices in (5, 20):
         words = [f"input={tmp_path}/ct", f"n_slices={n_slices}", "region=[0,0,44]", *KEYS, f"output={tmp_path}/none"]
         config = check(compose("calibrate", words))
         tracemalloc.start()
