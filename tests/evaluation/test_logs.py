@@ -1,4 +1,4 @@
-"""What `logger=wandb` gets of an evaluation, read back from W&B's own file."""
+"""What `logger=wandb` gets of an evaluation, read back from W&B's own file; of one by task: extras/task."""
 
 import json
 from collections.abc import Callable
@@ -46,21 +46,3 @@ def test_wandb_gets_the_scores_the_table_the_picture_and_the_page(trained: Path)
     )
     for path in [*logged.folder.glob("*.wandb"), *files.rglob("*")]:
         assert not path.is_file() or str(trained.parent).encode() not in path.read_bytes()
-
-
-def test_without_a_logger_nothing_is_logged(trained: Path) -> None:
-    folder = evaluated(trained)
-    assert not {"wandb", "metrics.csv"} & {path.name for path in folder.iterdir()}
-
-
-@pytest.mark.extras
-def test_wandb_gets_the_scores_of_an_evaluation_by_task(trained: Path) -> None:
-    task = ["evaluation=task", "evaluation.n_images=3", "evaluation.photons=[1e5]", "evaluation.edge_hu=[500]"]
-    folder = evaluated(trained, *task, "evaluation.insert_diameter=40", "logger=wandb")
-    (logged,) = offline_runs(folder)
-    for method in ("", "fbp/", "tv/"):
-        assert {
-            f"task/100000/{method}{score}" for score in ("noise_HU", "its_mean_frequency_1_mm", "d")
-        } <= logged.metrics
-    files = logged.folder / "files"
-    assert {"picture.png", "table.csv"} <= {path.name for path in files.iterdir()}

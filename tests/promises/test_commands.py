@@ -213,6 +213,7 @@ def test_evaluation_as_trained_is_that_of_the_training(trained: Path, tmp_path: 
     assert outcome.stdout.splitlines()[-2:] == [
         f"picture: {tmp_path / 'picture.png'}", f"to look through: {tmp_path / 'page.html'}",
     ]  # fmt: skip
+    assert not {"wandb", "metrics.csv"} & {path.name for path in tmp_path.iterdir()}  # without a logger
     markdown = (tmp_path / "table.md").read_text()
     assert "test split of phantoms, 8 views, noise field" in markdown
     assert "QN-Mixer over FBP: +" in markdown

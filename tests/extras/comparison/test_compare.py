@@ -51,8 +51,9 @@ def write_sweep(folder: Path, jobs: list[list[str]]) -> Path:
 
 def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(tmp_path: Path) -> None:
     """Each method on the same sinograms, which are the same again."""
-    jobs = [[*TINY, "model=qn_mixer", f"seed={seed}"] for seed in (1, 2)]
-    of_fbp = [word for word in TINY if not word.startswith("model.")]
+    words = [*TINY, "data.n_test=4"]
+    jobs = [[*words, "model=qn_mixer", f"seed={seed}"] for seed in (1, 2)]
+    of_fbp = [word for word in words if not word.startswith("model.")]
     jobs += [[*of_fbp, "model=fbp", f"seed={seed}"] for seed in (1, 2)]
     sweep = write_sweep(tmp_path / "sweep", jobs)
     code, _, stderr = run(f"sweep={sweep}", "seed=1", "evaluation.n_pictures=1", "noise=field")

@@ -19,7 +19,7 @@ from qnmixer.runs.run import into_new_folder
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import section
 
-from ...conftest import csv_rows
+from ...conftest import csv_rows, offline_runs
 from ...saved import TINY, run, save
 
 
@@ -101,10 +101,11 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("task") / "run", *TINY)
 
 
-def test_one_command_writes_a_table_and_a_figure(network: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_wandb")
+def test_one_command_writes_a_table_and_a_figure_and_logs_both(network: Path, tmp_path: Path) -> None:
     folder = tmp_path / "task"
     given = [f"run={network}", "evaluation=task", "evaluation.n_images=3", "evaluation.photons=[1e5]"]
-    given += ["evaluation.insert_diameter=40", "evaluation.edge_hu=[-100,500]", "accelerator=cpu"]
+    given += ["evaluation.insert_diameter=40", "evaluation.edge_hu=[-100,500]", "accelerator=cpu", "logger=wandb"]
     code, stdout, stderr = run(evaluate, check, "evaluate", *given, f"hydra.run.dir={folder}")
     assert (code, stderr) == (0, "")
     assert f"picture: {folder / 'picture.png'}" in stdout.splitlines()
@@ -123,6 +124,13 @@ def test_one_command_writes_a_table_and_a_figure(network: Path, tmp_path: Path) 
     assert "| 100,000 | TV |" in (folder / "table.md").read_text()
     record = json.loads((folder / "results.json").read_text())
     assert (record["status"], record["evaluated"]["data"]) == ("done", "task")
+    (logged,) = offline_runs(folder)
+    for method in ("", "fbp/", "tv/"):
+        assert {
+            f"task/100000/{method}{score}" for score in ("noise_HU", "its_mean_frequency_1_mm", "d")
+        } <= logged.metrics
+    files = logged.folder / "files"
+    assert {"picture.png", "table.csv"} <= {path.name for path in files.iterdir()}
 
 
 def test_what_an_insert_leaves_in_fbp_does_not_depend_on_the_noise(network: Path) -> None:
