@@ -131,6 +131,7 @@ def test_two_processes_share_its_slices(here: Path, warm: Warm, target: str) -> 
         assert of_two == pytest.approx(of_one, rel=1e-5)  # also with a device that has no slice in the last step
         few = {"photons": "[1e5]", "views": "null", "crosstalk": "[0.02]", "truncation": "[1.5]"}
         words = [f"run={run}", "hydra.run.dir=robust", "n_slices=2", *few_conditions(**few)]
+        words.append("evaluation.tv_weight=null")
         done = warm.run("-m", "qnmixer.robustness", *words, cwd=here, env=environment())
         assert done.returncode == 0, done.stderr
         assert "my_images.Images: 2 slices of its test_dataloader." in " ".join(done.stdout.split())

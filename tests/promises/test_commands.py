@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 
 OfflineRuns = Callable[[Path], list[Any]]
 UNTESTED = "test_after_training=false"
+ONE_PICTURE = "evaluation.n_pictures=1"
 
 
 def measured_slices(folder: Path) -> list[str]:
@@ -220,7 +221,7 @@ def test_evaluation_as_trained_is_that_of_the_training(trained: Path, tmp_path: 
 
 
 def test_evaluation_with_other_noise_and_another_split(trained: Path, tmp_path: Path) -> None:
-    base = ["evaluate", f"run={trained}", "accelerator=cpu"]
+    base = ["evaluate", f"run={trained}", "accelerator=cpu", ONE_PICTURE]
     assert run(*base, "noise=none", f"hydra.run.dir={tmp_path / 'none'}").code == 0
     assert run(*base, "split=val", "checkpoint=last", f"hydra.run.dir={tmp_path / 'val'}").code == 0
     assert record(tmp_path / "none")["test"]["FBP"] != record(trained)["test"]["FBP"]
@@ -236,7 +237,7 @@ def test_a_network_of_a_dicom_folder_is_evaluated_on_the_patients_of_its_test(ct
     assert "train 2 slices of 1 patient, val 2 slices of 1 patient, test 2 slices of 1 patient" in outcome.text
     tested_slices = measured_slices(tmp_path / "run" / "evaluation")
     assert tested_slices in ([f"{patient}/{k}.dcm" for k in range(2)] for patient in "ABC")
-    evaluation = run("evaluate", f"run={tmp_path}/run", *data, f"hydra.run.dir={tmp_path}/again")
+    evaluation = run("evaluate", f"run={tmp_path}/run", *data, ONE_PICTURE, f"hydra.run.dir={tmp_path}/again")
     assert "test split of dicom" in evaluation.text
     assert record(tmp_path / "again")["test"] == record(tmp_path / "run")["test"]
 
@@ -244,7 +245,7 @@ def test_a_network_of_a_dicom_folder_is_evaluated_on_the_patients_of_its_test(ct
 @pytest.mark.filterwarnings("ignore:.*skipped 2 of its files")
 def test_evaluation_on_another_folder_measures_every_slice(trained: Path, ct: Path, tmp_path: Path) -> None:
     source = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path / 'cache'}", "data.num_workers=0"]
-    outcome = run("evaluate", f"run={trained}", *source, f"hydra.run.dir={tmp_path / 'out'}")
+    outcome = run("evaluate", f"run={trained}", *source, ONE_PICTURE, f"hydra.run.dir={tmp_path / 'out'}")
     assert "all slices of dicom" in outcome.text
     assert measured_slices(tmp_path / "out") == [f"{p}/{k}.dcm" for p in "ABC" for k in range(2)]
     lines = csv_rows(tmp_path / "out" / "images.csv")
@@ -293,7 +294,7 @@ def test_slices_that_were_trained_on_give_a_warning(ten: Path, tmp_path: Path) -
     whole, around = [f"data.root={ten}/copy/below", "data.split=all"], [f"data.root={ten}", "data.include=copy/*"]
     for number, words in enumerate([whole, [f"data.root={ten}/copy"], around]):
         folder = tmp_path / str(number)
-        source = ["data=numpy", f"data.cache_dir={tmp_path}/cache", "data.num_workers=0"]
+        source = ["data=numpy", f"data.cache_dir={tmp_path}/cache", "data.num_workers=0", ONE_PICTURE]
         outcome = run("evaluate", f"run={ten}/run", *source, *words, f"hydra.run.dir={folder}")
         assert "8 of the slices were used in training" in outcome.text
         assert "8 of the slices were used in training" in (folder / "table.md").read_text()
@@ -315,7 +316,7 @@ def test_no_patient_is_tested_who_was_trained_on(ten: Path, tmp_path: Path) -> N
             root, name = root.rename(tmp_path / "moved"), "renamed.npy"
         words = [f"data.root={root}"] * (change == "rename and move")
         folder = f"hydra.run.dir='{tmp_path}/{change}'"
-        outcome = run("evaluate", f"run={ten}/run", "accelerator=cpu", folder, *words)
+        outcome = run("evaluate", f"run={ten}/run", "accelerator=cpu", ONE_PICTURE, folder, *words)
         assert outcome.code == 0, outcome.stderr
         assert measured_slices(tmp_path / change) == [name]
         assert "were trained on" not in outcome.text
@@ -368,15 +369,17 @@ def test_a_really_full_disk_leaves_nothing_half_written(tmp_path: Path, warm: Wa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU here")
-def test_no_command_silently_leaves_out_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_command_silently_leaves_out_a_gpu(
+    noise_free: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_nvidia_smi(tmp_path, "7.0, 535.104.05")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     np.save(tmp_path / "slice.npy", np.zeros((16, 16), np.float32))
     for outcome in (
         training(tmp_path / "run", "trainer.accelerator=auto"),
-        run("reconstruct", "run=pretrained", f"input={tmp_path / 'slice.npy'}", f"output={tmp_path / 'out'}"),
-        run("evaluate", "run=pretrained", "data=phantoms", f"hydra.run.dir={tmp_path / 'evaluated'}"),
+        run("reconstruct", f"run={noise_free}", f"input={tmp_path / 'slice.npy'}", f"output={tmp_path / 'out'}"),
+        run("evaluate", f"run={noise_free}", "data=phantoms", f"hydra.run.dir={tmp_path / 'evaluated'}"),
     ):
         assert "accelerator=auto, but torch " in outcome.error
         assert "make install TORCH=cu126, or pip install torch==" in outcome.error
