@@ -45,7 +45,7 @@ def test_a_log_has_whole_lines_and_a_quiet_console_none(monkeypatch: pytest.Monk
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     for quiet in (False, True):
         console = Console(file=StringIO(), quiet=quiet, width=20)
-        for _ in module.progress(range(5), "evaluating", "batch", console):
+        for _ in module.progress(range(5), 5, "evaluating", "batch", console):
             now[0] += 0.6 * module.SECONDS_TO_LINE
         assert isinstance(console.file, StringIO)
         lines = "evaluating · batch 3 of 5\nevaluating · batch 5 of 5\n"

@@ -117,7 +117,7 @@ def evaluate(
     methods = _Methods(module, config, most_symmetries)
     results = _Results(module, data, split, config)
     batches: DataLoader[Any] | Numbered = data.loader(split)
-    for host_batch in progress(batches, "evaluating", "batch", Console(quiet=rank() != 0)):
+    for host_batch in progress(batches, len(batches), "evaluating", "batch", Console(quiet=rank() != 0)):
         batch: Batch = data.on_after_batch_transfer(data.transfer_batch_to_device(host_batch, device, 0), 0)
         if data.measured and not results.scores:  # before the first is scored
             check_pairs(module.config, module.projector, batch, split)

@@ -78,7 +78,7 @@ def levers_table(config: Config, planner: Planner, levers: Mapping[str, str] = L
     """A Markdown table of levers: the run's peak with each lever alone. Levers that the run refuses are left out."""
     base = planner.estimate(config).peak
     rows = []
-    for overrides, cost in progress(levers.items(), "planning", "lever", Console(stderr=True)):
+    for overrides, cost in progress(levers.items(), len(levers), "planning", "lever", Console(stderr=True)):
         if variant := changed_to(config, overrides):
             peak = planner.estimate(variant).peak
             rows.append([f"`{overrides}`", f"{peak / MIB:,.0f}", f"{1 - peak / base:.2%}", cost])
@@ -143,7 +143,7 @@ def _print_tables(console: Console, config: Config, devices: list[str], planner:
     largest: list[list[str]] = [devices]
     headings = ["device"]
     variants = list(product(options("memory"), PRECISIONS))
-    for memory, precisions in progress(variants, "planning", "setting", console):
+    for memory, precisions in progress(variants, len(variants), "planning", "setting", console):
         run = changed_to(config, f"memory={memory} trainer.precision={precisions[0]}")
         if run is None:
             continue

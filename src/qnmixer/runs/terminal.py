@@ -1,8 +1,8 @@
 """What people read on a terminal: a console, and progress (a bar, or lines in a log)."""
 
 import time
-from collections.abc import Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import rich.console
 import rich.progress
@@ -32,20 +32,11 @@ class Console(rich.console.Console):
 
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
-class Countable(Protocol[T_co]):
-    """What has a length and items, as a list or torch's DataLoader."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[T_co]: ...
-
-
-def progress(items: Countable[T], doing: str, unit: str, console: Console) -> Iterator[T]:
-    """Iterate over items, with a bar on a terminal and lines in a log. A quiet console shows neither."""
-    bar, total = Progress(console), len(items)
+def progress(items: Iterable[T], total: int, doing: str, unit: str, console: Console) -> Iterator[T]:
+    """Iterate over so many items, with a bar on a terminal and lines in a log. A quiet console shows neither."""
+    bar = Progress(console)
     try:
         for n, item in enumerate(items):
             if bar.is_due():

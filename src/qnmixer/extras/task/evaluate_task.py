@@ -68,7 +68,7 @@ def task_scores(module: Reconstructor, task: TaskConfig, console: Console) -> It
     inserts = [Disc(x, y, task.insert_diameter / 2, task.insert_hu) for x, y in phantom.places]
     jobs = [(photons, kind, n) for photons in task.photons for kind in range(3) for n in range(task.n_images)]
     samples: dict[str, dict[str, list[Tensor]]] = {}
-    for photons, kind, n in progress(jobs, "evaluating", "phantom", console):
+    for photons, kind, n in progress(jobs, len(jobs), "evaluating", "phantom", console):
         module.config.noise = section("noise", "physical", photons=photons)
         key = task.seed, kind // 2, n  # of one pair: the same
         rng = np.random.default_rng(key)

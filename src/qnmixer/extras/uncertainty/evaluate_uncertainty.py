@@ -78,7 +78,8 @@ def _curves(
     """The coverage of each patient of a split, [patients, groups, factors]."""
     n_images = len(slices.dataset(split))
     found: dict[int, np.ndarray] = {}
-    for host_batch in progress(slices.loader(split), f"evaluating {split}", "batch", console):
+    loader = slices.loader(split)
+    for host_batch in progress(loader, len(loader), f"evaluating {split}", "batch", console):
         batch = slices.transfer_batch_to_device(host_batch, module.device, 0)
         images = images_by_symmetry(module, module.measure(batch, "test"), turns)
         truth, image = to_hu(batch, batch["image"]), to_hu(batch, images.mean(0))
