@@ -28,16 +28,11 @@ LEAST_SIDE, _MOST_SIDE = 8, 8192
 
 
 class SkipFile(Exception):
-    """A file or frame that cannot be used. The message is the reason in a few words.
-
-    Args:
-        reason: the message.
-        frames: (name, reason) of each frame, if only some frames of a file cannot be used.
-    """
+    """A file or frame that cannot be used. The message is the reason in a few words."""
 
     def __init__(self, reason: str, frames: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(reason)
-        self.frames = frames
+        self.frames = frames  # (name, reason) of each, if only some frames of a file cannot be used
 
 
 def warn_once(line: str) -> None:

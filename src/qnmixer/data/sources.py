@@ -104,10 +104,7 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
 class OwnSlices:
     """Slices of one split from a class of files or of the user's own, [size, size] in HU, and their measured sinograms.
 
-    Args:
-        slices: has `__len__`, `load(index)` → [H, W] in HU, and may have `name(index)` and `sinogram(index)` → [V, D].
-        key: the config key of the class, for messages.
-        geometry: the scan; None if it is not known.
+    The class is as this module says. `key`: its config key, for messages. `geometry`: None if it is not known.
     """
 
     endless = False

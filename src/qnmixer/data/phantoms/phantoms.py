@@ -48,16 +48,11 @@ def halve(image: FloatArray) -> FloatArray:
 def phantom(
     size: int, *, seed: int, part: str, index: int, anatomy_share: float = 0.85, fine: bool = False
 ) -> FloatArray:
-    """One random phantom [size, size] in HU.
+    """One random phantom [size, size] in HU. The first arguments are those of `qnmixer.phantom`.
 
-    Args:
-        size: rows and columns.
-        seed: of the whole set.
-        part: "train", "val" or "test"; their phantoms never coincide.
-        index: number in the part; any non-negative integer.
-        anatomy_share: probability that it resembles a body; the others are ellipses.
-        fine: return [2·size, 2·size]. Outlines then have the full resolution. Blur and noise of the scanner are equal
-            in every 2 × 2 pixels, whose mean is the phantom of `size`.
+    `anatomy_share`: probability that it resembles a body; the others are ellipses. With `fine` it is
+    [2·size, 2·size]. Outlines then have the full resolution. Blur and noise of the scanner are equal in every 2 × 2
+    pixels, whose mean is the phantom of `size`.
     """
     rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(part.encode()), index]))
     painted = body(size, rng, anatomy_share)
