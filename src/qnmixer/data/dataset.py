@@ -136,20 +136,15 @@ class EpochSampler(DistributedSampler[Pick]):
 
 
 class Sample(TypedDict):
-    """One slice: image [1, S, S] float32 in [0, 1], its number n and its name. HU = hu_offset + hu_scale · image.
+    """One slice. HU = hu_offset + hu_scale · image."""
 
-    `fine`: the same slice [1, f·S, f·S] with the same offset and scale, from which sinograms are simulated. `sinogram`:
-    [1, V, D], value × mm, in place of `fine`: measured by a scanner, or simulated with noise by the dataset. `weight`:
-    its weight in the loss or the metric; 0 for a sample that only fills a batch.
-    """
-
-    image: Tensor
-    fine: NotRequired[Tensor]
-    sinogram: NotRequired[Tensor]
+    image: Tensor  # [1, S, S] float32 in [0, 1]
+    fine: NotRequired[Tensor]  # the same slice in the same scale, [1, f·S, f·S], from which sinograms are simulated
+    sinogram: NotRequired[Tensor]  # [1, V, D], value × mm, in place of `fine`: of a scanner, or simulated with noise
     hu_offset: Tensor
     hu_scale: Tensor
-    sample: int
-    weight: Tensor
+    sample: int  # its number n
+    weight: Tensor  # in the loss or the metric; 0 for a sample that only fills a batch
     name: str
 
 
