@@ -20,9 +20,10 @@ from .test_gradients_of_one_process import COMPETITORS, MODEL, RANK, TINY
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
 SLICES = "data.n_train=4 trainer.max_steps=1"
-# Two at the demo's size, where parts that only act on large tensors act; the others, long, on images of 16 pixels. Three
-# iterations instead of the demo's six: the second of two devices has one.
-DEMO = "experiment=demo model.n_iterations=3 " + " ".join(word for word in TINY.split() if not word.startswith(("data.im", "geometry")))
+# Two at the demo's size, where parts that only act on large tensors act; the others, long, on images of 16 pixels.
+# Three iterations, and not the demo's six: two devices have another number each.
+DEMO = "experiment=demo model.n_iterations=3 "
+DEMO += " ".join(word for word in TINY.split() if not word.startswith(("data.im", "geometry")))
 LONG = {name: f"{TINY} {model}" for name, model in {"qn_mixer": MODEL, **COMPETITORS}.items()}
 NETWORKS = {
     "qn_mixer of the demo": DEMO,

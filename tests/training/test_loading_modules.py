@@ -15,7 +15,10 @@ from qnmixer.train import train
 
 from ..conftest import PHANTOMS, TINY
 
-pytestmark = pytest.mark.filterwarnings("ignore:Attribute '(network|critic)' is an instance of `nn.Module`")
+pytestmark = [
+    pytest.mark.xdist_group("loading modules"),  # else each worker would train the two runs
+    pytest.mark.filterwarnings("ignore:Attribute '(network|critic)' is an instance of `nn.Module`"),
+]
 CODE = """
 import torch
 from torch import nn

@@ -12,7 +12,7 @@ from ..conftest import PHANTOMS, environment, last_checkpoint
 from ..conftest import TINY as COMMON
 from ..warm import FORK_RANKS, Done, Warm
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("loops")]
 
 DOCS = Path(__file__).parents[2] / "docs"
 TINY = [*COMMON, *PHANTOMS, "callbacks=none"]

@@ -279,13 +279,16 @@ _PRIVATE_NAME = re.compile(
 )
 
 
-def git_commit() -> str | None:
-    """Commit of this code, with "+changes" and a digest if it was changed since; None outside a checkout."""
+def git_commit(diff: str | None = None) -> str | None:
+    """Commit of this code, with "+changes" and a digest if it was changed since; None outside a checkout.
+
+    diff: `git_diff()`, if it is known.
+    """
     try:
         head = _git(_checkout(_package()), "rev-parse", "HEAD").strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    diff = git_diff()
+    diff = git_diff() if diff is None else diff
     return f"{head}+changes.{hashlib.sha256(diff.encode()).hexdigest()[:8]}" if diff else head
 
 

@@ -24,6 +24,7 @@ from qnmixer.runs.records import (
     SWEEP,
     amend,
     git_commit,
+    git_diff,
     is_signed,
     read_results,
     signed,
@@ -124,6 +125,7 @@ class Run:
         console: prints lines for the user.
         record: results.json, for metrics and paths; written at the end of `recording`.
         resumed_at: optimizer steps of the checkpoint, if the run resumes.
+        code_diff: `git_diff()` when `recording` began.
     """
 
     def __init__(self, folder: Path, overrides: Sequence[str] = (), resume: str | None = None) -> None:
@@ -131,6 +133,7 @@ class Run:
         self.console = Console(quiet=rank() != 0)
         self.record: dict[str, Any] = {}
         self.resumed_at: int | None = None
+        self.code_diff = ""
         self._earlier_record = {} if resume is None else read_results(folder)
         if resume is not None:
             # Its record still says where it began, but not for a stranger's run: the user has not seen that.
@@ -174,7 +177,12 @@ class Run:
 
         modules: the user's own that the run imports.
         """
-        entries = {"status": "running", "git_commit": git_commit(), "versions": versions()} | signed_modules(modules)
+        self.code_diff = git_diff()
+        entries = {
+            "status": "running",
+            "git_commit": git_commit(self.code_diff),
+            "versions": versions(),
+        } | signed_modules(modules)
         # Twice: the first time for the order of the file, the second time because they replace the earlier ones.
         self.record = entries | signed(self.overrides) | {"started": timestamp()} | self._earlier_record | entries
         self.record.pop("error", None)  # of the part before the resume

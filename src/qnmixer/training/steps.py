@@ -41,7 +41,7 @@ from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.weights import find_checkpoint
 from qnmixer.runs.loggers import FAILURE, INTERRUPTION, SUCCESS, close_loggers, device_name
 from qnmixer.runs.processes.process import rank, stop_signals, world_size
-from qnmixer.runs.records import git_diff, read_results
+from qnmixer.runs.records import read_results
 from qnmixer.runs.run import Run, resume_hint
 from qnmixer.runs.trained_settings import digest_of_training
 from qnmixer.settings.parts import modes_of
@@ -74,7 +74,7 @@ def session(config: Config, run: Run) -> Iterator[None]:
         run.record["processes"] = world_size()  # each has so many threads
         quieten()
         if rank() == 0:
-            write_text(run.folder / "code.diff", git_diff())  # empty without changes
+            write_text(run.folder / "code.diff", run.code_diff)  # empty without changes
         try:
             yield
             exit_code = SUCCESS
