@@ -131,15 +131,17 @@ def test_a_run_that_was_stopped_after_training_comes_to_its_end(
 )
 def test_the_best_is_by_its_mode_and_never_nan(tmp_path: Path, mode: str, scores: list[float], best: list[int]) -> None:
     """A NaN at the first validation is the best until another value comes, so a run always has a best.ckpt."""
-    checkpointing, saved = Checkpointing(tmp_path, "val/x", None, mode), list[tuple[int, str]]()
+    checkpointing, saved = Checkpointing(tmp_path, "val/x", None, mode), list[tuple[str, str]]()
     strategy = SimpleNamespace(reduce_boolean_decision=bool)
-    trainer: Any = SimpleNamespace(strategy=strategy, callback_metrics={}, fast_dev_run=False)
-    trainer.save_checkpoint = lambda path, **_: saved.append((trainer.global_step, path.stem))
+    trainer: Any = SimpleNamespace(strategy=strategy, callback_metrics={}, fast_dev_run=False, is_global_zero=True)
+    (tmp_path / "checkpoints").mkdir()
+    trainer.save_checkpoint = lambda path, **_: path.write_text(str(trainer.global_step))
     for trainer.global_step, score in enumerate(scores):
         trainer.callback_metrics["val/x"] = torch.tensor(score)
         checkpointing.save_validated(trainer)
-    assert [step for step, name in saved if name == "best"] == best
-    assert [step for step, name in saved if name == "last"] == [0, 1, 2, 3]
+        saved.append(tuple((tmp_path / "checkpoints" / f"{name}.ckpt").read_text() for name in ("best", "last")))
+    assert sorted({int(step) for step, _ in saved}) == best
+    assert [int(step) for _, step in saved] == [0, 1, 2, 3]
 
 
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ batch, at the end of a validation, or at the end of training. A stop signal take
 """
 
 import math
+import shutil
 import time
 import warnings
 from copy import deepcopy
@@ -182,14 +183,21 @@ class Checkpointing(Checkpoint):
     def save_validated(self, trainer: L.Trainer) -> None:
         """Write best.ckpt, if the last validation was the best, and last.ckpt.
 
-        best.ckpt is written first: after a crash, last.ckpt must not name a best value whose file does not exist.
+        best.ckpt is written first: after a crash, last.ckpt must not name a best value whose file does not exist. Then
+        last.ckpt is a copy of it: to gather and encode the state again would take longer.
         """
         self.last, score = float(trainer.callback_metrics[self.monitor]), self._score(trainer)
         # The ranks must agree, or one would wait for the others inside `save`.
-        if trainer.strategy.reduce_boolean_decision(self._is_best(score)):
-            self.best = score
-            self.save(trainer, "best")
-        self.save(trainer, "last")
+        if not trainer.strategy.reduce_boolean_decision(self._is_best(score)):
+            self.save(trainer, "last")
+            return
+        self.best = score
+        self.save(trainer, "best")
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning's, untyped
+            best, last = (checkpoint_in(self.folder, name) for name in ("best", "last"))
+            with best.open("rb") as source, atomic_file(last) as stream:
+                shutil.copyfileobj(source, stream)
+        self._saved = trainer.global_step
 
     def check_end(self, step: int) -> None:
         """Raise FloatingPointError if the last validation gave NaN, or the worst value: the network is lost."""
