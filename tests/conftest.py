@@ -214,6 +214,7 @@ class Command:
     process: subprocess.Popen[str]
     mark: str
     folder: Path
+    stdout: str = ""  # once it has ended
 
     def family(self) -> dict[int, dict[str, str]]:
         """The environments of all its processes that live, by process."""
@@ -245,12 +246,12 @@ class Command:
 
     def outcome(self) -> tuple[int, str, str]:
         """Exit code, standard output and standard error, once it has ended with all its processes."""
-        stdout, stderr = self.process.communicate(timeout=300)
+        self.stdout, stderr = self.process.communicate(timeout=300)
         deadline = time.monotonic() + 60
         while self.family():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        return self.process.returncode, stdout, stderr
+        return self.process.returncode, self.stdout, stderr
 
     def end(self) -> tuple[int, str, float]:
         """Exit code, standard error, and how long it took to end, with all its processes."""

@@ -88,7 +88,7 @@ def test_a_nan_on_one_rank_ends_the_run(start: Start, warm: Warm, tmp_path: Path
 def test_a_run_can_be_stopped(
     start: Start, warm: Warm, number: signal.Signals, code: int, forks: dict[str, str]
 ) -> None:
-    """By its launcher, which passes it on; every rank stops after the same step, and nothing is lost."""
+    """By its launcher, which passes it on; every rank stops after the same step, and nothing is lost. One speaks."""
     command = in_training(start, "strategy=ddp", "trainer.devices=2", under=warm.under, env=forks)
     os.kill(command.process.pid, number)
     exit_code, stderr, seconds = command.end()
@@ -100,6 +100,11 @@ def test_a_run_can_be_stopped(
     assert (command.record()["steps"], command.record()["processes"]) == (step, 2)
     assert "error" not in command.record()
     assert len(command.losses()) == step
+    lines = command.stdout.splitlines()
+    assert [number for number, line in enumerate(lines) if line.startswith("starting a run in ")] == [0]
+    validations = [line.split(" · ")[0] for line in lines if "val PSNR" in line]
+    assert validations == [f"step {2 * number}/1000000" for number in range(1, len(validations) + 1)]
+    assert len(validations) >= step // 2 - 1  # the last may have been stopped
 
 
 def test_what_is_not_there_is_said_before_there_are_ranks(start: Start, warm: Warm, tmp_path: Path) -> None:

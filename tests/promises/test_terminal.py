@@ -6,14 +6,13 @@ A run on a terminal: its bar, Ctrl-C, and how it goes on.
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ..conftest import TINY, Command, offline_runs
+from ..conftest import TINY, offline_runs
 from ..terminal import in_terminal
-from ..warm import FORK_RANKS, Warm
+from ..warm import Warm
 
 NOISY = """
 import sys, warnings
@@ -78,14 +77,3 @@ def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(tmp
     assert (first_run.exit_code, second_run.exit_code) == (255, 0)  # what wandb calls interrupted, and done
     for run in (first_run, second_run):  # W&B gets no word of the terminal
         assert not [record for record in run.records if record["type"] in ("output_raw", "output_logger")]
-
-
-@pytest.mark.slow
-def test_of_several_processes_one_speaks(start: Callable[..., Command], warm: Warm) -> None:
-    options = ["strategy=ddp", "trainer.devices=2", "trainer.val_every_n_steps=4", "data.n_train=6"]
-    code, stdout, stderr = start(*options, under=warm.under, env=FORK_RANKS).outcome()
-    assert (code, stderr) == (0, "")
-    lines = stdout.splitlines()
-    assert lines[0].startswith("starting a run in ")
-    assert sum(line.startswith("starting a run in ") for line in lines) == 1
-    assert [line.split(" · ")[0] for line in lines if line.startswith("step ") and "val PSNR" in line] == ["step 4/4"]
