@@ -168,9 +168,5 @@ def path_of(text: str | Path) -> Path:
 
 def check_there(key: str, path: str, description: str) -> None:
     """Raise DataError if the path of this key does not exist. `description` says what it should be."""
-    try:
-        exists = path != "" and path_of(path).exists()
-    except OSError:  # the name is too long
-        exists = False
-    if not exists:
+    if not os.path.exists(os.path.expanduser(path)):  # also one whose name is empty or too long, unlike pathlib's
         raise DataError(f"{key}={path if len(path) < 200 else f'{path[:60]}…'} does not exist: give {description}")
