@@ -1,10 +1,11 @@
-"""A copy of the repository without `extras/`: it trains, resumes and evaluates, and tests of the core pass."""
+"""A copy of the repository without `extras/`: it trains and resumes, its run is used, and tests of the core pass."""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from .conftest import PHANTOMS, TINY, environment
@@ -37,14 +38,18 @@ WORDS = [*TINY, *PHANTOMS, "test_after_training=true", "hydra.run.dir=run"]
 
 
 @pytest.mark.long
-def test_the_run_is_resumed_and_evaluated(core: Path) -> None:
+def test_the_run_is_resumed_and_evaluated_and_reconstructs(core: Path) -> None:
     run = "hydra.run.dir=resumed"
     for arguments in ([*WORDS, run], ["resume=resumed", "trainer.max_steps=6"]):
         done = python(core, "-m", "qnmixer.train", *arguments)
         assert done.returncode == 0, done.stderr
         assert "QN-Mixer over FBP" in done.stdout
-    done = python(core, "-m", "qnmixer.evaluate", "run=resumed", "accelerator=cpu", "hydra.run.dir=scores")
-    assert done.returncode == 0, done.stderr
+    np.save(core / "slice.npy", np.pad(np.zeros((8, 8)), 4, constant_values=-1000))
+    for name, words in (("evaluate", ["hydra.run.dir=scores"]), ("reconstruct", ["input=slice.npy", "output=images"])):
+        done = python(core, "-m", f"qnmixer.{name}", "run=resumed", "accelerator=cpu", *words)
+        assert done.returncode == 0, done.stderr
+    assert (core / "scores" / "table.md").is_file()
+    assert [*(core / "images").iterdir()]
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """DICOM files that the tests write themselves."""
 
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,6 @@ import numpy as np
 from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.sequence import Sequence
 from pydicom.uid import CTImageStorage, EnhancedCTImageStorage, ExplicitVRLittleEndian, generate_uid
-
-MakeCt = Callable[..., FileDataset]
 
 
 def body_hu(rows: int = 40, columns: int = 40, *, seed: int = 0) -> np.ndarray[Any, Any]:

@@ -20,7 +20,6 @@ from qnmixer.settings.run import section
 
 from .conftest import make_ct
 
-Ct = Callable[..., Any]
 GEOMETRY = FanBeamGeometry(32, 400 / 32, 8, 48, 20.0, 600.0, 400.0)
 PATIENTS = ("JanetDoe", "P1", "P2", "P3")
 

@@ -1,9 +1,7 @@
 """What `logger=wandb` gets of an evaluation, read back from W&B's own file; of one by task: extras/task."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,26 +10,13 @@ from qnmixer.evaluate import check, evaluate
 from ..conftest import offline_runs
 from ..saved import TINY, run, save
 
-Runs = Callable[[Path], list[Any]]
 
-pytestmark = pytest.mark.usefixtures("no_wandb")
-
-
-@pytest.fixture
-def trained(tmp_path: Path) -> Path:
-    return save(tmp_path / "run", *TINY, "data.n_test=2", "data.num_workers=0")
-
-
-def evaluated(trained: Path, *words: str) -> Path:
-    folder = trained.parent / "scores"
-    words = (f"run={trained}", "accelerator=cpu", f"hydra.run.dir={folder}", *words)
+@pytest.mark.usefixtures("no_wandb")
+def test_wandb_gets_the_scores_the_table_the_picture_and_the_page(tmp_path: Path) -> None:
+    trained, folder = save(tmp_path / "run", *TINY, "data.n_test=2", "data.num_workers=0"), tmp_path / "scores"
+    words = (f"run={trained}", "accelerator=cpu", f"hydra.run.dir={folder}", "logger=wandb")
     code, _, stderr = run(evaluate, check, "evaluate", *words)
     assert (code, stderr) == (0, "")
-    return folder
-
-
-def test_wandb_gets_the_scores_the_table_the_picture_and_the_page(trained: Path) -> None:
-    folder = evaluated(trained, "logger=wandb")
     (logged,) = offline_runs(folder)
     record = json.loads((folder / "results.json").read_text())
     assert logged.exit_code == 0
@@ -45,4 +30,4 @@ def test_wandb_gets_the_scores_the_table_the_picture_and_the_page(trained: Path)
         len([*(files / "media" / "table").rglob("*.json")]) == len([*(files / "media" / "images").rglob("*.png")]) == 1
     )
     for path in [*logged.folder.glob("*.wandb"), *files.rglob("*")]:
-        assert not path.is_file() or str(trained.parent).encode() not in path.read_bytes()
+        assert not path.is_file() or str(tmp_path).encode() not in path.read_bytes()

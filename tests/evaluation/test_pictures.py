@@ -82,9 +82,7 @@ def test_the_frame_is_around_what_is_magnified(tmp_path: Path) -> None:
     assert found == pytest.approx([rows.start, rows.stop, columns.start, columns.stop], abs=0.7)
 
 
-def test_the_first_slices_are_drawn_in_order_at_each_validation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_slices_are_drawn_in_order_by_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean PSNR in the titles of the last iterates is val/psnr."""
     drawn: dict[str, Sequence[SliceImages]] = {}
 

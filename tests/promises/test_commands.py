@@ -6,7 +6,6 @@ The three commands from end to end, on a network that learns in a second.
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from .commands import PHANTOMS, STEPS, TINY, Outcome, record, run, slice_hu, tra
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 
-OfflineRuns = Callable[[Path], list[Any]]
 UNTESTED = "test_after_training=false"
 ONE_PICTURE = "evaluation.n_pictures=1"
 
@@ -369,9 +367,7 @@ def test_a_really_full_disk_leaves_nothing_half_written(tmp_path: Path, warm: Wa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU here")
-def test_no_command_silently_leaves_out_a_gpu(
-    noise_free: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_command_skips_a_gpu_silently(noise_free: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvidia_smi(tmp_path, "7.0, 535.104.05")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -17,8 +17,7 @@ from qnmixer import new
 from qnmixer.torch_builds import INDEX, TORCH
 
 from ..conftest import TINY as COMMON
-from ..conftest import environment, metrics
-from ..warm import Warm
+from ..conftest import metrics
 from .commands import Command, record, weights
 
 TINY = [word for word in COMMON if not word.startswith(("model.n_mixer", "trainer.max"))]
@@ -52,20 +51,6 @@ class Slices(L.LightningDataModule):
 
     def test_dataloader(self):
         return self.loader(3, 3)
-"""
-LOADS = """
-import json
-import torch
-from mine.module import MyModule
-from mine.slices import Slices
-
-module = MyModule.load_from_checkpoint("one/checkpoints/best.ckpt").eval()
-(batch,) = Slices(batch_size=3).test_dataloader()
-with torch.no_grad():
-    image = module(module.measurement.projector(batch["image"]))
-    psnr = module.metrics["psnr"](image, batch).mean()
-group = module.optimizer(module.network).param_groups[0]
-print(json.dumps([type(module).__name__, group["momentum"], module.loss(image, batch["image"]).shape, float(psnr)]))
 """
 
 
@@ -193,7 +178,7 @@ def test_its_training_step_is_the_users(tmp_path: Path, command: Command) -> Non
 
 
 @pytest.mark.slow
-def test_its_slices_and_its_module_come_back(tmp_path: Path, command: Command, warm: Warm) -> None:
+def test_its_slices_and_its_module_come_back(tmp_path: Path, command: Command) -> None:
     """What is trained on a LightningDataModule of one's own, by a RunModule of one's own, on one device and on two."""
     folder = tmp_path / "mine"
     new.new(folder)
@@ -217,9 +202,3 @@ def test_its_slices_and_its_module_come_back(tmp_path: Path, command: Command, w
     run_command("evaluate", "run=one", "hydra.run.dir=again")
     evaluation = record(folder / "again")
     assert (evaluation["test"], evaluation["evaluated"]["data"]) == (results["test"], "mine.slices.Slices")
-
-    process = warm.run("-c", LOADS, cwd=folder, env=environment(**path))
-    assert process.returncode == 0, process.stderr
-    *parts, psnr = json.loads(process.stdout)
-    assert parts == ["MyModule", 0.9, [3]]
-    assert psnr == pytest.approx(results["test"]["Mine"]["psnr"], rel=1e-5)

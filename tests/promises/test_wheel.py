@@ -1,6 +1,6 @@
 """Promise 1: Two commands. One-line errors with the way out. Ctrl-C, SIGTERM, SLURM: a checkpoint, and how to go on.
 
-The wheel in an empty folder: commands with their configs, the library, a project of the user; and the core alone.
+The wheel in an empty folder: commands with their configs, the library, a project of the user.
 """
 
 import os
@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import qnmixer
 from qnmixer.settings.options import CONF
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,21 +119,3 @@ def test_ten_lines_of_plain_pytorch(run: Run, tmp_path: Path) -> None:
     assert len([line for line in ten_lines.splitlines() if line]) <= 10  # fewer do as much
     last_line = run("python", "-c", ten_lines + MORE, cwd=tmp_path).splitlines()[-1]
     assert re.fullmatch(r"\S+/site-packages/qnmixer/__init__.py set\(\)", last_line)
-
-
-@pytest.mark.long
-def test_the_core_needs_no_extras(tmp_path: Path) -> None:
-    """It trains, evaluates and reconstructs with `extras/` taken away."""
-    ignore = shutil.ignore_patterns("extras", "__pycache__", "*.egg-info")
-    shutil.copytree(Path(qnmixer.__file__).parents[1], tmp_path / "src", ignore=ignore)
-    assert not (tmp_path / "src" / "qnmixer" / "extras").exists()
-    np.save(tmp_path / "slice.npy", np.pad(np.zeros((8, 8)), 4, constant_values=-1000))
-    for words in (
-        ["train", *TINY, "trainer.max_steps=2", "hydra.run.dir=run"],
-        ["evaluate", "run=run", "hydra.run.dir=scores"],
-        ["reconstruct", "run=run", "input=slice.npy", "output=images"],
-    ):
-        command = [sys.executable, "-m", f"qnmixer.{words[0]}", *words[1:]]
-        subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{tmp_path}/src"}, check=True)
-    assert (tmp_path / "scores" / "table.md").is_file()
-    assert [*(tmp_path / "images").iterdir()]
