@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 LOOKUP, SECRET = "${oc.env:OF_THIS_MACHINE}", "word-that-nobody-knows"
 CPU = ["experiment=demo", "trainer.accelerator=cpu", "trainer.max_steps=1", "logger=csv"]
 COMMANDS = {
-    "evaluate": ["run=a.ckpt", "accelerator=cpu", "data=phantoms", "data.n_test=2"],
-    "evaluate as trained": ["run=a.ckpt", "accelerator=cpu"],
+    "evaluate": ["run=a.ckpt", "accelerator=cpu", "data=phantoms", "data.n_test=2", "evaluation.n_pictures=1"],
+    "evaluate as trained": ["run=a.ckpt", "accelerator=cpu", "evaluation.n_pictures=1"],
     "reconstruct": ["run=a.ckpt", "input=ct", "output=out", "accelerator=cpu"],
     "export": ["run=run", "output=given/a.safetensors"],
     "train": ["finetune=a.ckpt", *CPU],

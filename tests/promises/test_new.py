@@ -170,7 +170,7 @@ def test_its_training_step_is_the_users(tmp_path: Path, command: Command) -> Non
     assert after["train/loss"][0] == pytest.approx(10 * before["train/loss"][0], rel=1e-5)
     assert after["val/loss"] == pytest.approx(before["val/loss"], rel=0.5)  # other weights, but the same measure
 
-    evaluate = ["run=run", "hydra.run.dir=evaluated"]
+    evaluate = ["run=run", "evaluation.n_pictures=1", "hydra.run.dir=evaluated"]
     stranger = command(folder, "evaluate", *evaluate, **path, XDG_CONFIG_HOME=str(tmp_path))
     assert stranger.error.endswith("add trust=mine.network")
     assert command(folder, "evaluate", *evaluate, **path).code == 0
@@ -199,6 +199,6 @@ def test_its_slices_and_its_module_come_back(tmp_path: Path, command: Command) -
         torch.testing.assert_close(ddp_weights[name], tensor, rtol=1e-5, atol=1e-7)
 
     results = record(folder / "one")
-    run_command("evaluate", "run=one", "hydra.run.dir=again")
+    run_command("evaluate", "run=one", "evaluation.n_pictures=1", "hydra.run.dir=again")
     evaluation = record(folder / "again")
     assert (evaluation["test"], evaluation["evaluated"]["data"]) == (results["test"], "mine.slices.Slices")

@@ -128,7 +128,7 @@ def test_it_is_resumed_without_a_word(here: Path, command: Command) -> None:
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("evaluate", ["run=run", "hydra.run.dir=evaluated"]),
+    ("evaluate", ["run=run", "evaluation.n_pictures=1", "hydra.run.dir=evaluated"]),
     pytest.param("export", ["run=run", "output=a.safetensors"], marks=pytest.mark.extras),
 ])  # fmt: skip
 def test_a_file_of_it_is_used_where_its_code_is_trusted(
