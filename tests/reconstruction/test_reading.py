@@ -13,8 +13,7 @@ from qnmixer.data.splits import PARTS
 from qnmixer.errors import CheckpointError
 from qnmixer.measurement.build import build_geometry, build_network
 from qnmixer.module import ReconstructionModule
-from qnmixer.module.build import build_module
-from qnmixer.reconstruction.checkpoints import encode, load_run, load_weights, read_checkpoint, resumable, split_of
+from qnmixer.reconstruction.checkpoints import encode, load_run, read_checkpoint, resumable, split_of
 from qnmixer.reconstruction.pretrained import Outline, load
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, find_checkpoint
 from qnmixer.settings.compose import compose
@@ -113,12 +112,6 @@ def test_a_folder_may_move_before_a_run_is_resumed(tmp_path: Path) -> None:
         now = config.changed(data=config.data.changed(**change))
         with pytest.raises(CheckpointError, match="split=random, not all") if refused else nullcontext():
             resumable(now, tmp_path / "a.ckpt")
-
-
-def test_weights_of_another_class_are_refused_with_what_to_set(tmp_path: Path) -> None:
-    save(tiny_module(), tmp_path)
-    with pytest.raises(CheckpointError, match=r"set model=qn_mixer (model\.[a-z]\w+=\S+ ?)+$"):
-        load_weights(build_module(other_config("model=learn")), tmp_path)
 
 
 def damaged(content: bytes, number: int) -> bytes:
