@@ -57,8 +57,13 @@ socket.send_fds(server, [b" "], [0, 1, 2])
 server.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n")
 answer = server.makefile()
 command = json.loads(answer.readline())
+def pass_on(number, _):
+    try:
+        os.kill(command, number)
+    except ProcessLookupError:  # it has just ended
+        pass
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, _: os.kill(command, number))
+    signal.signal(number, pass_on)
 code = json.loads(answer.readline())
 if code < 0:
     signal.signal(-code, signal.SIG_DFL)

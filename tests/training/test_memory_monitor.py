@@ -60,8 +60,7 @@ def test_after_two_steps_a_line_says_the_plan(tmp_path: Path, overrides: list[st
 
 
 @pytest.mark.parametrize(("overrides", "measured_at", "slices"), [
-    (["data.n_train=6"], 3, None),  # 4, 2, 4
-    (["data.n_train=5"], 3, None),
+    (["data.n_train=5"], 3, None),  # 4, 1, 4
     (["data.n_train=6", "trainer.max_steps=2"], None, 2),
     (["data.n_train=3"], None, 3),  # every epoch is one step of three slices
     (["data.n_train=9", "trainer.accumulate_grad_batches=2"], 2, None),  # filled with slices of no weight

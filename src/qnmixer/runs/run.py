@@ -133,7 +133,6 @@ class Run:
         self.console = Console(quiet=rank() != 0)
         self.record: dict[str, Any] = {}
         self.resumed_at: int | None = None
-        self.code_diff = ""
         self._earlier_record = {} if resume is None else read_results(folder)
         if resume is not None:
             # Its record still says where it began, but not for a stranger's run: the user has not seen that.
@@ -178,11 +177,8 @@ class Run:
         modules: the user's own that the run imports.
         """
         self.code_diff = git_diff()
-        entries = {
-            "status": "running",
-            "git_commit": git_commit(self.code_diff),
-            "versions": versions(),
-        } | signed_modules(modules)
+        commit = git_commit(self.code_diff)
+        entries = {"status": "running", "git_commit": commit, "versions": versions()} | signed_modules(modules)
         # Twice: the first time for the order of the file, the second time because they replace the earlier ones.
         self.record = entries | signed(self.overrides) | {"started": timestamp()} | self._earlier_record | entries
         self.record.pop("error", None)  # of the part before the resume
