@@ -172,9 +172,10 @@ class SliceDataModule(LightningDataModule):
         )
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device, except its sample numbers: the host reads them, and would wait for the device."""
-        entries = {name: value for name, value in batch.items() if name != "sample"}
-        return super().transfer_batch_to_device(entries, device, dataloader_idx) | {"sample": batch["sample"]}
+        """Move a batch to the device, except for numbers that the host reads: it would wait for the device."""
+        on_host = {name: batch[name] for name in ("sample", "scan") if name in batch}
+        entries = {name: value for name, value in batch.items() if name not in on_host}
+        return super().transfer_batch_to_device(entries, device, dataloader_idx) | on_host
 
     def start_at(self, epoch: int, n_batches: int) -> None:
         """Start training in the middle of an epoch, after this number of batches of this process."""

@@ -44,10 +44,12 @@ def scaling_of(config: DataConfig, hu: FloatArray) -> Scaling:
 
 
 class Pick(NamedTuple):
-    """A global sample number n = epoch · length + index, and the weight of the sample in the loss or the metric."""
+    """A global sample number n = epoch · length + index, the weight of the sample in the loss or the metric, and the
+    number of the optimizer step that it is for."""
 
     n: int
     weight: float
+    step: int = 0
 
 
 class EpochSampler(DistributedSampler[Pick]):
@@ -112,7 +114,9 @@ class EpochSampler(DistributedSampler[Pick]):
         # Skipped by number, so a resumed run loads nothing that it will not use.
         for positions in self._batches()[skipped:]:
             for position in positions:
-                yield Pick(start + int(order[min(position, self.length - 1)]), self._weight(position, len(positions)))
+                n = start + int(order[min(position, self.length - 1)])
+                step = 0 if self.fixed else self.epoch * self.steps + position // self.step_size
+                yield Pick(n, self._weight(position, len(positions)), step)
 
     def _batches(self) -> list[range]:
         """Positions of this process's samples in the epoch's order. Positions from `length` on are fillers."""
@@ -141,6 +145,7 @@ class Sample(TypedDict):
     image: Tensor  # [1, S, S] float32 in [0, 1]
     fine: NotRequired[Tensor]  # the same slice in the same scale, [1, f·S, f·S], from which sinograms are simulated
     sinogram: NotRequired[Tensor]  # [1, V, D], value × mm, in place of `fine`: of a scanner, or simulated with noise
+    scan: NotRequired[int]  # the number of the scan of its step, with data.views or data.arcs
     hu_offset: Tensor
     hu_scale: Tensor
     sample: int  # its number n
@@ -219,7 +224,7 @@ class SliceDataset(Dataset[Sample]):
         return len(self.source)
 
     def __getitem__(self, item: Pick | int) -> Sample:
-        n, weight = item if isinstance(item, Pick) else (item, 1.0)
+        n, weight, step = item if isinstance(item, Pick) else Pick(item, 1.0)
         index = n if self.source.endless else n % len(self.source)
         hu = self._turned(self._drawn(self.source.load, index, n), n)
         brightest = float(hu.max())
@@ -237,6 +242,9 @@ class SliceDataset(Dataset[Sample]):
             hu = self._turned(self._drawn(self.part.fine.load, index, n), n)
             hu = paste_disc(hu, brightest) if self.config.disc else hu
             sample["fine"] = _to_tensor(scaling.to_unit(hu))
+        if self.stream == "train" and (n_scans := self.config.n_scans):
+            # By the step: all samples of a step have one scan, on all devices, and again after a resume.
+            sample["scan"] = int(np.random.default_rng([self.config.seed, step, 0x5CA4]).integers(n_scans))
         if self.part.measured:
             sample["sinogram"] = _to_tensor(self._drawn(self.source.sinogram, index, n))
         if self.measure is not None:

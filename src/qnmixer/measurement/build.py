@@ -1,8 +1,10 @@
 """The measurement of a run, and the network that knows it, from its config."""
 
-from collections.abc import Callable
+import copy
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -35,6 +37,31 @@ def build_measurement(config: Config, projector: FanBeamProjector | None = None)
     )
 
 
+def training_scans(config: Config) -> list[Config]:
+    """The config at each scan that a training step may draw: each number of views over each arc; [] without any."""
+    if not config.data.n_scans:
+        return []
+    geometry, one_scan = config.geometry, config.data.changed(views=[], arcs=[])
+    spans = [math.copysign(math.radians(arc), geometry.angle_span) for arc in config.data.arcs]
+    scans = product(config.data.views or [geometry.n_views], spans or [geometry.angle_span])
+    sections = [geometry.changed(n_views=n_views, angle_span=span) for n_views, span in scans]
+    return [config.changed(data=one_scan, geometry=section) for section in sections]
+
+
+def add_training_scans(measurement: Measurement, config: Config) -> None:
+    """Add the scans of training steps to the measurement of a run.
+
+    A† of each is scaled to the largest eigenvalue of A†A that the scan of the run has. A step size λ_t is then as near
+    to its bound in all scans, as `follow_scan` has it for a trained network.
+    """
+    scans = [build_measurement(scan) for scan in training_scans(config)]
+    for scan in scans:
+        scan.projector.scale_filtered_adjoint(measurement.projector.safe_step_size())
+    if scans:
+        of_run = build_measurement(config, copy.copy(measurement.projector))
+        measurement.scans.extend([*scans, of_run])
+
+
 def measure_of(config: Config) -> Callable[[str, Sample], Tensor] | None:
     """`measure` of a run's `SliceDataModule`: the workers of its loaders make noisy sinograms ahead of time.
 
@@ -44,14 +71,19 @@ def measure_of(config: Config) -> Callable[[str, Sample], Tensor] | None:
     noise, data = build_noise(config), config.data
     if isinstance(noise, NoNoise) or (data.measured and not noise.for_measured):
         return None
-    matrix = None if data.measured else system_matrix_at(config, data.image_size * data.simulation_factor)
-    return partial(_sinogram, noise, config.seed, matrix)
+    size, scans = data.image_size * data.simulation_factor, [*training_scans(config), config]
+    matrices = [] if data.measured else [system_matrix_at(scan, size) for scan in scans]
+    return partial(_sinogram, noise, config.seed, matrices)
 
 
 @torch.no_grad()
-def _sinogram(noise: KeyedNoise, seed: int, matrix: ScanMatrix | None, part: str, sample: Sample) -> Tensor:
-    """The sinogram of a sample, [1, V, D]. A measured one gets only noise that is for measured ones."""
-    if matrix is not None and "sinogram" not in sample:
+def _sinogram(noise: KeyedNoise, seed: int, matrices: Sequence[ScanMatrix], part: str, sample: Sample) -> Tensor:
+    """The sinogram of a sample, [1, V, D]. A measured one gets only noise that is for measured ones.
+
+    `matrices`: A of each scan that a training step may draw, and at last that of the run.
+    """
+    if matrices and "sinogram" not in sample:
+        matrix = matrices[sample.get("scan", -1)]
         y = apply_linear(sample.get("fine", sample["image"])[None], matrix, matrix.transpose)
     elif noise.for_measured:
         y = sample["sinogram"][None]

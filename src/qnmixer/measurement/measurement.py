@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ class Measurement(nn.Module):
 
     Attributes:
         fine_matrix: A of the finer grid, from its first use on.
+        scans: the measurements of training steps with other scans, and at last a copy of this one.
     """
 
     def __init__(
@@ -42,8 +44,20 @@ class Measurement(nn.Module):
     ) -> None:
         super().__init__()
         self.projector, self.noise, self.seed, self.overfit = projector, noise or NoNoise(), seed, overfit
-        self._finer = finer or partial(_matrix_at, projector.geometry)
+        self._finer = finer or partial(matrix_at, projector.geometry)
         self.fine_matrix: ScanMatrix | None = None
+        self.scans = nn.ModuleList()
+
+    def at_scan(self, number: int = -1) -> "Measurement":
+        """The measurement of a scan of `scans`, by default that of this one. The projector becomes that of the scan.
+
+        The network has the same projector. So it has this scan until the next call.
+        """
+        if not self.scans:
+            return self
+        measurement = cast(Measurement, self.scans[number])
+        self.projector.become(measurement.projector)
+        return measurement
 
     @torch.no_grad()
     def forward(self, batch: Batch, stream: str) -> Tensor:
@@ -52,9 +66,10 @@ class Measurement(nn.Module):
         A sinogram from the loader or from a scanner already has its noise. With fine images, y is simulated from them.
         Then no sinogram comes from the matrix that the network uses.
         """
+        measurement = self.at_scan(int(batch["scan"][0])) if "scan" in batch else self.at_scan()
         if "sinogram" in batch:
             return batch["sinogram"]
-        return self.with_noise(self.project(batch["image"], batch.get("fine")), batch, stream)
+        return measurement.with_noise(measurement.project(batch["image"], batch.get("fine")), batch, stream)
 
     def with_noise(self, p: Tensor, batch: Batch, stream: str) -> Tensor:
         """Line integrals p [B, 1, V, D] with the noise of the samples of a batch."""
@@ -77,7 +92,7 @@ class Measurement(nn.Module):
         return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
 
 
-def _matrix_at(geometry: FanBeamGeometry, image_size: int) -> ScanMatrix:
+def matrix_at(geometry: FanBeamGeometry, image_size: int) -> ScanMatrix:
     """Build A of a scan for images of another size that cover the same field."""
     pixel_size = geometry.pixel_size * geometry.image_size / image_size
     return system_matrix(replace(geometry, image_size=image_size, pixel_size=pixel_size))

@@ -5,6 +5,7 @@ of a CPU. Of a pipeline each stage runs by itself, times the micro-batches that 
 is out of memory plans too: its last line names changes that would fit.
 """
 
+import copy
 import math
 from contextlib import suppress
 from functools import partial
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 
 from qnmixer.errors import ConfigError, UserError, first_line
-from qnmixer.measurement.build import build_projector, fine_size, system_matrix_at
+from qnmixer.measurement.build import build_measurement, build_projector, fine_size, training_scans
+from qnmixer.measurement.measurement import matrix_at
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.module.base import RunModule
 from qnmixer.module.build import build_module
@@ -40,10 +42,15 @@ class Planner:
     """
 
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
-        self.projector = projector or build_projector(config)
+        scans = [config, *training_scans(config)]
+        largest = max(scans, key=lambda scan: scan.geometry.n_views)
+        self.geometry = largest.geometry
+        """That of the step which needs most, if training steps have several scans."""
+        self._others = [build_measurement(scan) for scan in scans if scan is not largest]
+        self.projector = projector if projector and not self._others else build_projector(largest)
         self.projector.safe_step_size()  # networks ask for these numbers, which tensors without data could not give
         self.projector.operator_norm()
-        self._fine: dict[int, ScanMatrix] = {}  # by the size of the image
+        self._fine: dict[int, list[ScanMatrix]] = {}  # by the size of the image
         self._plans: dict[str, tuple[DevicePlan, ...]] = {}
 
     def estimate(self, config: Config) -> Footprint:
@@ -66,22 +73,27 @@ class Planner:
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
         """The plan of each device that works on one batch, first stage first. Only a pipeline has several."""
         config = with_assumed_devices(config)
+        config = config.changed(geometry=self.geometry, data=config.data.changed(views=[], arcs=[]))
         if (key := repr(config)) not in self._plans:
-            fine_matrix = self._fine_matrix(config)
+            fine_matrices = self._fine_matrices(config)
             try:
-                self._plans[key] = self._planned(config, fine_matrix)
+                self._plans[key] = self._planned(config, fine_matrices)
             except UserError:
                 raise
             except Exception as error:  # a user's code without data can raise anything
                 raise _not_planned(f"without data it raises {type(error).__name__}, {first_line(error)}") from error
         return self._plans[key]
 
-    def _planned(self, config: Config, fine_matrix: ScanMatrix | None) -> tuple[DevicePlan, ...]:
+    def _planned(self, config: Config, fine_matrices: list[ScanMatrix]) -> tuple[DevicePlan, ...]:
         with without_data():
             module = build_module(config, self.projector)
             if not module.automatic_optimization:
                 raise _not_planned(f"{type(module).__name__} optimizes by itself (automatic_optimization=False)")
-            module.measurement.fine_matrix = fine_matrix
+            if self._others:  # the devices have the matrices of all scans
+                of_largest = build_measurement(config, copy.copy(self.projector))
+                module.measurement.scans.extend([*self._others, of_largest])
+            for measurement, matrix in zip([module.measurement, *self._others], fine_matrices, strict=False):
+                measurement.fine_matrix = matrix
             apply_memory_mode(module.network, config.memory, HOST.type)
             for name in ("forward", "start", "step", "image"):  # not all of the training step, which may log values
                 setattr(module.network, name, values_refused()(getattr(module.network, name)))
@@ -89,12 +101,13 @@ class Planner:
             make_state(optimizer)
             return parallelism_of(config).plan(module, optimizer, partial(_measured_batch, module))
 
-    def _fine_matrix(self, config: Config) -> ScanMatrix | None:
-        """A of the finer grid, if the devices simulate on it. It takes as long to build as in the run."""
+    def _fine_matrices(self, config: Config) -> list[ScanMatrix]:
+        """A of the finer grid for each scan, if the devices simulate on it. It takes as long to build as in the run."""
         size = fine_size(config)
         if size and size not in self._fine:
-            self._fine[size] = system_matrix_at(config, size)
-        return self._fine.get(size)
+            projectors = [self.projector, *(measurement.projector for measurement in self._others)]
+            self._fine[size] = [matrix_at(projector.geometry, size) for projector in projectors]
+        return self._fine.get(size, [])
 
 
 def _not_planned(why: str) -> ConfigError:

@@ -137,9 +137,9 @@ class RunModule(L.LightningModule):
 
         stream: train, val or test.
         """
-        if "sinogram" in batch:
-            return batch["sinogram"]
         if not hasattr(self, "measurement"):
+            if "sinogram" in batch:
+                return batch["sinogram"]
             self.measurement = Measurement(self.network.projector)
         return self.measurement(batch, stream)
 
@@ -150,6 +150,11 @@ class RunModule(L.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Tell the network the optimizer step, by which it draws random numbers. It is that of all devices."""
         self.network.step_key = (self.config.seed if self.settings else 0, self.global_step)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Give the network the scan of the run again, after a step at another one."""
+        if hasattr(self, "measurement"):
+            self.measurement.at_scan()
 
     def clip_gradients(
         self,

@@ -5,7 +5,14 @@ from typing import Any
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import ConfigError
-from qnmixer.measurement.build import build_geometry, build_measurement, build_network, measure_of, require_shapes
+from qnmixer.measurement.build import (
+    add_training_scans,
+    build_geometry,
+    build_measurement,
+    build_network,
+    measure_of,
+    require_shapes,
+)
 from qnmixer.measurement.own_data import build_own_data
 from qnmixer.module.base import RunModule
 from qnmixer.module.parts import parts_of
@@ -21,6 +28,7 @@ def build_module(config: Config, projector: FanBeamProjector | None = None) -> R
     """
     parts, measurement = parts_of(config), build_measurement(config, projector)
     network = build_network(config, measurement.projector)
+    add_training_scans(measurement, config)
     module: RunModule = config.module.build(network=network, **parts)
     if not module.automatic_optimization and not config.strategy.takes_manual_optimization:
         raise ConfigError(

@@ -285,7 +285,7 @@ class PipelineStrategy(DDPStrategy):
         super().__init__(timeout=TIMEOUT)
         self.n_devices, self.batch_size, self.accumulate = n_devices, batch_size, accumulate
         self.schedule, self.microbatch_size = schedule, microbatch_size
-        self._pipeline: Pipeline | None = None
+        self._pipelines: dict[torch.Size, Pipeline] = {}  # by the shape of y: scans of training steps may differ
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -313,11 +313,11 @@ class PipelineStrategy(DDPStrategy):
         """Run the forward and backward pass of a batch through all stages. Returns its loss."""
         module: Any = self.lightning_module
         y = module.measure(batch, "train")
-        if self._pipeline is None:
+        if y.shape not in self._pipelines:
             assert self._group is not None
             context = self.precision_plugin.forward_context
-            self._pipeline = Pipeline(module, self.schedule, self.microbatch_size, y, self._group, context)
-        return self._pipeline.step(y, batch, batch_idx, self._loss_factor())
+            self._pipelines[y.shape] = Pipeline(module, self.schedule, self.microbatch_size, y, self._group, context)
+        return self._pipelines[y.shape].step(y, batch, batch_idx, self._loss_factor())
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run no backward pass, because `training_step` has done it. Callbacks still see the loss."""
@@ -353,7 +353,7 @@ class Pipeline:
     """The stage of one device, and the schedule of all stages.
 
     Args as in `PipelineStrategy`, and:
-        y: a batch of sinograms; all later batches have its size.
+        y: a batch of sinograms; all its batches have this shape.
         group: the devices of this pipeline, first stage first.
         context: the autocast context of a forward pass.
     """

@@ -150,6 +150,17 @@ class FanBeamProjector(nn.Module):
         """
         return 1 / self._largest_eigenvalue(f"norm with {self.fbp_filter}", self.filtered_adjoint)
 
+    def scale_filtered_adjoint(self, step: float) -> None:
+        """Multiply A† by a factor, by which `safe_step_size` becomes this number."""
+        name = f"norm with {self.fbp_filter}"
+        self._ramp *= self.safe_step_size() / step
+        self._norms = {**self._norms, name: 1 / step}
+
+    def become(self, other: "FanBeamProjector") -> None:
+        """Be the projector of another scan from now on. Both have the same matrices then."""
+        for name in ("geometry", "fbp_filter", "_lacking", "_norms", "_buffers", "_modules"):
+            vars(self)[name] = vars(other)[name]
+
     def _largest_eigenvalue(self, name: str, back: Callable[[Tensor], Tensor]) -> float:
         """Of `back` after A; kept here, and on the disk with the matrices."""
         if name not in self._norms:

@@ -6,8 +6,8 @@ Keys that only one class has are arguments of that class: its signature has thei
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Discriminator, Tag, model_validator
+from annotated_types import Ge, Gt, Le, Len, Lt
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from qnmixer.errors import ConfigError
 from qnmixer.settings.options import TARGET, options, values_of_option
@@ -54,7 +54,14 @@ class DataConfig(Target):
     simulation_factor: Annotated[int, Ge(1), Le(16)]
     disc: bool
     train_slices: Annotated[int, Ge(1), Le(10**9)] | None
+    views: Annotated[list[Annotated[int, Ge(1), Le(8192)]], Len(0, 64)] = Field(default_factory=list)
+    arcs: Annotated[list[Annotated[float, Gt(0), Le(360)]], Len(0, 64)] = Field(default_factory=list)
     seed: Seed
+
+    @property
+    def n_scans(self) -> int:
+        """Scans of which each training step draws one; 0: all steps have that of `geometry`."""
+        return max(1, len(self.views)) * max(1, len(self.arcs)) if self.views or self.arcs else 0
 
     @property
     def hu_scaling(self) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import math
 
 from qnmixer.errors import ConfigError
 from qnmixer.settings.data import DataConfig, PairData
-from qnmixer.settings.parts import ModelConfig, ModuleConfig, NoiseConfig
+from qnmixer.settings.parts import DataModuleConfig, ModelConfig, ModuleConfig, NoiseConfig
 from qnmixer.settings.sections import (
     DebugConfig,
     FewBatchesConfig,
@@ -31,6 +31,15 @@ def scan_of_set(data: DataConfig, geometry: GeometryConfig) -> None:
     for key, value in {"scaling": "attenuation", "hu_max": getattr(of_set, "hu_max", data.hu_max)}.items():
         if getattr(data, key) != value:
             raise ConfigError(f"data.{key}={getattr(data, key)} is not that of data={data.name}: give {value}")
+
+
+def scans_to_simulate(data: DataConfig, datamodule: DataModuleConfig) -> None:
+    """Only slices of which a run simulates the sinograms can have another scan in each step."""
+    key = "views" if data.views else "arcs"
+    if data.n_scans and not datamodule.is_of_slices:
+        raise ConfigError(f"data.{key} does not reach the batches of {datamodule.as_typed}: leave it out")
+    if data.n_scans and data.measured:
+        raise ConfigError(f"data.{key}: the sinograms of data={data.name} were measured with one scan: leave it out")
 
 
 def one_scale(data: DataConfig, noise: NoiseConfig) -> None:
