@@ -105,7 +105,10 @@ def test_the_plan_is_for_the_largest_scan_with_the_matrices_of_all() -> None:
             ["data=lodopab", "geometry=lodopab", "data.root=.", "data.image_size=362", "model=learn"],
             "data.views: the sinograms of data=lodopab were measured",
         ),
-        (["datamodule._target_=my.Module"], "data.views does not reach the batches of datamodule._target_=my.Module"),
+        (
+            ["datamodule._target_=lightning.LightningDataModule"],
+            "data.views does not reach the batches of datamodule._target_=lightning.LightningDataModule",
+        ),
     ],
 )
 def test_scans_are_of_simulated_slices_only(words: list[str], line: str) -> None:

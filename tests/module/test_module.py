@@ -156,6 +156,30 @@ def test_a_loss_on_all_iterates_is_the_mean_of_their_losses(memory: str) -> None
         torch.testing.assert_close(weight.grad, expected_weight.grad, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("memory", ["keep", "recompute"])
+def test_a_loss_on_passes_starts_each_at_the_image_before(memory: str) -> None:
+    """And its gradient, with that of steps beyond the stable limit."""
+    words = ["module=passes", "module.step_penalty=0.5", "loss=l1", "noise=none"]
+    module, plain = tiny_module(*words, f"memory={memory}").double(), tiny_module(*words).network.double()
+    for network in (module.network, plain):
+        with torch.no_grad():
+            network.step_sizes[1].fill_(3 * module.projector.safe_step_size())
+    batch = next(iter(SliceDataModule(module.config.data).loader("train")))
+    batch["image"] = batch["image"].double()
+    y = module.measure(batch, "train")
+    state = plain.start(y)
+    first = plain(y)
+    second = plain.run(range(2), y, state._replace(x=first))
+    expected = sum(l1(image, batch["image"]).mean() / 2 for image in (first, plain.image(second)))
+    expected = expected + 0.5 * (plain.step_sizes[1] / module.projector.safe_step_size() - 2).square().sum()
+    loss = module.training_step(batch, 0)
+    torch.testing.assert_close(loss, expected)
+    for value in (loss, expected):
+        value.backward()
+    for weight, expected_weight in zip(module.network.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, expected_weight.grad, rtol=1e-9, atol=1e-12)
+
+
 class Manual(ReconstructionModule):
     """Optimizes by itself."""
 

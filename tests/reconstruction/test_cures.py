@@ -15,6 +15,7 @@ from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.reconstruction.cures import (
     CuredLoop,
     Cures,
+    Scans,
     at_image,
     chebyshev_steps,
     outside_of_training,
@@ -108,6 +109,16 @@ def test_the_scan_says_when(scan: str, at_tv: bool, passes: int, projectors: dic
         assert (loop.tv is not None, loop.passes, loop.while_it_falls) == (at_tv, passes, not at_tv)
     # An arc that is as long as that of the training is none of another scan.
     assert not outside_of_training(network.projector.geometry, network.projector.geometry)
+
+
+def test_a_network_of_many_scans_holds_between_them(projectors: dict[str, FanBeamProjector]) -> None:
+    """Nothing is put on it there. Beyond them it is as another network with the nearest scan."""
+    scans = Scans(views=[8, 16], arcs=[150, 360])
+    for scan in ("trained", "8 views", "150°"):
+        network = Descent(projectors[scan], [1.9, 1.9])
+        assert put_on(network, projectors["trained"], scans=scans) == ""
+    assert "passes=auto" in put_on(Descent(projectors["6 views"], [1.0]), projectors["trained"], scans=scans)
+    assert "start=tv" in put_on(Descent(projectors["6 views"], [1.0]), projectors["trained"])
 
 
 @torch.no_grad()

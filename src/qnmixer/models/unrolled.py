@@ -166,6 +166,14 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         return self.trajectory(y)[1]
 
 
+def at_image(state: Any, x: Tensor) -> Any:
+    """The state of a network, with x [B, 1, H, W] in place of its image."""
+    if isinstance(state, Tensor):
+        return x.expand_as(state)
+    x = x.expand_as(state[0])  # Learned Primal-Dual has several
+    return state._replace(**{state._fields[0]: x}) if hasattr(state, "_replace") else (x, *state[1:])
+
+
 def with_random_turns(regularization: Regularization) -> Regularization:
     """A method of a network that gives g⁻¹ G_t(g x) in training, with g one of the eight turns and flips of a square.
 

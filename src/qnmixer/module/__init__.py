@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from qnmixer.data.batch import Batch
 from qnmixer.evaluation.metrics import psnr, ssim_percent
 from qnmixer.losses import mse
-from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.models.data_term import safe_step_size
+from qnmixer.models.unrolled import UnrolledNetwork, at_image
 from qnmixer.module.base import RunModule
 from qnmixer.schedules import constant
 
@@ -126,3 +127,36 @@ class AllIterates(ReconstructionModule):
         _, *iterates = self.network.iterates(self.measure(batch, "train"))
         losses = torch.stack([self.loss(image, batch["image"]) for image in iterates])
         return (batch["weight"] * losses).mean()
+
+
+class Passes(ReconstructionModule):
+    """Trains on x_T and on that of further passes, each of which starts at the image of the one before.
+
+    So a reconstruction with passes=, as on other scans, meets what the network has learned. Validation is of one pass.
+
+    Args:
+        network: with a start, whose image can be another.
+        n_passes: in each step. Memory and time are those of so many networks.
+        step_penalty: times the sum of max(0, λ_t ρ − 2)² over the step sizes, with ρ the largest eigenvalue of A†A. Its
+            eigenvector grows in a step with λ_t ρ above 2, and on another scan nothing may damp it.
+        parts: as of `ReconstructionModule`.
+    """
+
+    def __init__(
+        self, network: UnrolledNetwork[Any], n_passes: int = 2, step_penalty: float = 0.0, **parts: Any
+    ) -> None:
+        super().__init__(network, **parts)
+        self.n_passes, self.step_penalty = n_passes, step_penalty
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The mean of the losses of all passes, over the passes and the images, with the penalty."""
+        y, network = self.measure(batch, "train"), self.network
+        image = network(y)
+        losses = [self.loss(image, batch["image"])]
+        for _ in range(self.n_passes - 1):
+            state = at_image(network.start(y), image)
+            image = network.image(network.loop(network, range(network.n_iterations), y, state))
+            losses.append(self.loss(image, batch["image"]))
+        safe = safe_step_size(network.projector, network.data_term)
+        beyond = [(step / safe - 2).relu().square().sum() for step in network.step_sizes]
+        return (batch["weight"] * torch.stack(losses)).mean() + self.step_penalty * sum(beyond)

@@ -4,9 +4,9 @@ They are put on from outside, in plain torch. At the scan of the training they d
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from qnmixer.errors import ConfigError
 from qnmixer.models.data_term import safe_step_size
 from qnmixer.models.total_variation import TotalVariation
-from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.models.unrolled import UnrolledNetwork, at_image
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 _OUTSIDE = (
@@ -49,20 +49,43 @@ class Cures:
 NO_CHOICE = Cures()
 
 
+class Scans(NamedTuple):
+    """What training steps drew, as data.views and data.arcs: numbers of views, and degrees."""
+
+    views: Sequence[int] = ()
+    arcs: Sequence[float] = ()
+
+    def nearest(self, scan: FanBeamGeometry, trained: FanBeamGeometry) -> FanBeamGeometry:
+        """The scan of training that is nearest to a scan. A network also holds between the scans that it has seen."""
+        if not (self.views or self.arcs):
+            return trained
+        views, arcs = self.views or [trained.n_views], [math.radians(arc) for arc in self.arcs]
+        shortest, longest = (pick(arcs or [abs(trained.angle_span)]) for pick in (min, max))
+        n_views = min(max(scan.n_views, min(views)), max(views))
+        span = min(max(abs(scan.angle_span), shortest), longest)
+        span = math.copysign(span, trained.angle_span)
+        return replace(trained, n_views=n_views, angle_span=span, first_angle=scan.first_angle)
+
+
+ONE_SCAN = Scans()
+
+
 def put_on(
     network: UnrolledNetwork[Any],
     trained: FanBeamProjector,
     cures: Cures = NO_CHOICE,
     variance: Callable[[Tensor], Tensor] = torch.zeros_like,
+    scans: Scans = ONE_SCAN,
 ) -> str:
-    """Put cures on a network, by its scan and that of its training. Returns a line on what they are and cost, or "".
+    """Put cures on a network, by its scan and those of its training. Returns a line on what they are and cost, or "".
 
     `variance`: of the noise, as for `TotalVariation`.
     """
     scan, T = network.projector.geometry, network.n_iterations
-    same = scan == trained.geometry and network.projector.fbp_filter == trained.fbp_filter
-    why = outside_of_training(scan, trained.geometry)
-    fewer = abs(scan.angle_step) > 1.001 * abs(trained.geometry.angle_step)
+    nearest = scans.nearest(scan, trained.geometry)
+    same = scan == nearest and network.projector.fbp_filter == trained.fbp_filter
+    why = outside_of_training(scan, nearest)
+    fewer = abs(scan.angle_step) > 1.001 * abs(nearest.angle_step)
     starts_at_tv = cures.start == "tv" or (cures.start == "auto" and bool(why))
     most = _PASSES_FROM_TV if starts_at_tv else _MOST_PASSES
     passes = cures.passes if cures.passes != "auto" else most if why or fewer else 1
@@ -167,14 +190,6 @@ class CuredLoop:
                 break
             image, misfit = image.index_copy(0, going, x[falls]), misfit.index_copy(0, going, nearer[falls])
         return at_image(state, image)
-
-
-def at_image(state: Any, x: Tensor) -> Any:
-    """The state of a network, with x [B, 1, H, W] in place of its image."""
-    if isinstance(state, Tensor):
-        return x.expand_as(state)
-    x = x.expand_as(state[0])  # Learned Primal-Dual has several
-    return state._replace(**{state._fields[0]: x}) if hasattr(state, "_replace") else (x, *state[1:])
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.bounds import require_bounds
 from qnmixer.physics.fbp import FBP_WINDOWS
-from qnmixer.reconstruction.cures import NO_CHOICE, Cures, put_on
+from qnmixer.reconstruction.cures import NO_CHOICE, Cures, Scans, put_on
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, SUFFIX
 
 _NETWORK = "network."
@@ -76,7 +76,8 @@ def load_network(path: Path, cures: Cures = NO_CHOICE, **changes: Any) -> Unroll
     load_state(network, state, path)
     if changes:
         network = _on_scan(network, build, config, changes)
-    if line := put_on(network, trained, cures):
+    scans = Scans(*(config["data"].get(key, ()) for key in ("views", "arcs")))
+    if line := put_on(network, trained, cures, scans=scans):
         say(line)
     return network
 

@@ -14,7 +14,7 @@ from qnmixer.measurement.build import build_geometry, build_measurement, build_n
 from qnmixer.models.data_term import follow_scan
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector, Symmetry, symmetries
-from qnmixer.reconstruction.cures import NO_CHOICE, Cures, put_on
+from qnmixer.reconstruction.cures import NO_CHOICE, Cures, Scans, put_on
 from qnmixer.reconstruction.pretrained import line_of_scan
 from qnmixer.runs.processes.process import rank
 from qnmixer.settings.run import Config
@@ -63,7 +63,8 @@ def on_scan(trained: Reconstructor, config: Config, cures: Cures | None = None) 
     if not is_same:
         say_scan(trained.config, config, follow_scan(module.network, trained.projector))
     module.cures = cures or trained.cures
-    line = put_on(module.network, trained.projector, module.cures, module.measurement.noise.variance)
+    scans = Scans(trained.config.data.views, trained.config.data.arcs)
+    line = put_on(module.network, trained.projector, module.cures, module.measurement.noise.variance, scans)
     if line and rank() == 0:
         say(line)
     return module
