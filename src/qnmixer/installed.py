@@ -16,6 +16,7 @@ PACKAGES = {
         "lightning", "hydra", "omegaconf", "yaml", "pydantic", "torchmetrics", "wandb", "rich", "matplotlib",
     ),
     "dicom": ("pydicom", "gdcm", "PIL"),
+    "maps": ("highdicom", "pydicom"),
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow",),
     "lodopab": ("h5py",),
@@ -29,6 +30,11 @@ PACKAGES = {
 
 class NotInstalled(ConfigError, ImportError):
     """A package or a part of qnmixer that is not installed. The message has the command that installs it."""
+
+
+def is_installed(extra: str) -> bool:
+    """Whether all packages of an extra are there."""
+    return all(map(find_spec, PACKAGES[extra]))
 
 
 def require(extra: str, user: str) -> None:

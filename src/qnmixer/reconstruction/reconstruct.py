@@ -4,18 +4,21 @@ time."""
 import errno
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
+from pydicom.dataset import Dataset
 from pydicom.uid import generate_uid
 from rich.progress import Progress
 from torch import Tensor
 
 from qnmixer.data.formats import FORMATS
 from qnmixer.errors import ConfigError, DataError, OutOfMemory, first_line
+from qnmixer.installed import is_installed, not_installed
 from qnmixer.models.fbp import FBP
 from qnmixer.parallel.device_memory import is_out_of_memory
 from qnmixer.parallel.devices import choose_device
@@ -29,6 +32,7 @@ from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan, symmetr
 from qnmixer.reconstruction.scan import Scan, misfit, warn
 from qnmixer.reconstruction.sections import scan_for
 from qnmixer.reconstruction.sinograms import holds_sinograms, measured_scans, sinogram_files
+from qnmixer.reconstruction.uncertainty import load_calibration
 from qnmixer.reconstruction.writers import window_of, write_dicom, write_npy, write_png
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.plugins import module_of
@@ -39,10 +43,12 @@ from qnmixer.settings.run import targets_of
 _ON_CPU, _ON_GPU = 4, 16
 _REFILLS = 2
 _ABDOMEN = (-160.0, 240.0)  # HU, of the PNG of slices
-_SPREADS = (0.0, 50.0)  # HU, of the PNG of a spread
+_MAPPED = (0.0, 50.0)  # HU, of the PNG of a map
 _ENDINGS = {"npy": ".npy", "png": ".png", "dicom": ".dcm"}
 _FBP = "_fbp"  # the ending of the file names of FBP images
 _SPREAD = "_spread"  # the ending of the file names of the deviation over the symmetries
+_UNCERTAINTY = "_uncertainty"  # of the calibrated one
+_TITLES = {_SPREAD: "Deviation over symmetries, HU", _UNCERTAINTY: "Half-width covering {:.0%} of errors, HU"}
 _OF_A_NAME = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL, errno.EILSEQ)
 """Errors of one file name. The disk takes others."""
 
@@ -62,6 +68,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     one_scale(given.data, given.noise)
     module = on_scan(trained, given, Cures(config.passes, config.start)).to(choose_device(config.accelerator)).eval()
     turns = symmetries_of(module.projector, config.symmetries)
+    calibration = None if config.uncertainty is None else load_calibration(Path(config.uncertainty), config.level)
     path, geometry, files = Path(config.input), module.projector.geometry, list[Path]()
     if config.input == OF_DATAMODULE:
         from qnmixer.reconstruction.own_data import scans_of_own  # it loads Lightning
@@ -82,7 +89,12 @@ def reconstruct_input(config: ReconstructConfig) -> int:
                 raise ConfigError(
                     f"noise={config.noise.name} has no effect on {scan.name}, which was measured: leave it out"
                 )
-            written = writer.write(scan, scan.hu(x), None if spread is None else scan.hu_of_difference(spread))
+            hu, maps = scan.hu(x), dict[str, FloatArray]()
+            if spread is not None:
+                maps[_SPREAD] = scan.hu_of_difference(spread)
+                if calibration is not None:
+                    maps[_UNCERTAINTY] = calibration.of(config.level, hu, maps[_SPREAD])
+            written = writer.write(scan, hu, maps)
             if written and scan.measured:
                 distance = misfit(module.projector, x, scan)
                 console.print(f"{scan.name}: A x differs from the sinogram by {distance:.1%}", soft_wrap=True)
@@ -100,6 +112,14 @@ def reconstruct_input(config: ReconstructConfig) -> int:
         if writer.measured:
             console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
         if len(turns) > 1:
+            if calibration is not None:
+                doubts = calibration.doubts(module, len(turns), measured=scan.measured)
+                held = f"not known here: it was measured with {', '.join(doubts)}" if doubts else "measured on others"
+                line = f"covers {config.level:.0%} of the errors of {calibration.patients} patients ({held})"
+                console.print(f"NAME{_UNCERTAINTY}, in HU, {line}", soft_wrap=True)
+            if "dicom" in config.formats and not is_installed("maps"):
+                hint = not_installed("highdicom", "maps", f"NAME{_SPREAD} in DICOM")
+                console.print(str(hint), soft_wrap=True)
             line = f"deviation over {len(turns)} turns and flips of each scan, in HU: NAME{_SPREAD}"
             console.print(f"{line}. It is a part of the error only", soft_wrap=True)
     if writer.failed:
@@ -180,10 +200,10 @@ class _Writer:
         self.in_series = Counter[str]()  # scans of each series without DICOM so far
         self._folders = {Path(config.output) / folder for file in inputs for folder in file.parents}
 
-    def write(self, scan: Scan, hu: FloatArray, spread: FloatArray | None = None) -> bool:
+    def write(self, scan: Scan, hu: FloatArray, maps: Mapping[str, FloatArray] = MappingProxyType({})) -> bool:
         """Write an image, HU [S, S], in every format. Returns False for one that cannot be written; others can.
 
-        Its spread, if there is one, goes into a file of its own.
+        Maps of the same pixels in HU go into files of their own, by the ending of their names.
 
         For a measured scan it also writes the FBP in the same window, because there is no truth to compare with.
         An image that fails leaves no file. Raises OSError for what is wrong with the disk, and not with a name.
@@ -191,7 +211,7 @@ class _Writer:
         files: list[Path] = []
         self.count += 1
         try:
-            self._write_images(scan, hu, spread, files)
+            self._write_images(scan, hu, maps, files)
         except (DataError, OSError) as error:
             for path in files:
                 path.unlink()
@@ -209,7 +229,7 @@ class _Writer:
             f"({self.failed[0]}): rename or move such inputs, and reconstruct them alone"
         )
 
-    def _write_images(self, scan: Scan, hu: FloatArray, spread: FloatArray | None, files: list[Path]) -> None:
+    def _write_images(self, scan: Scan, hu: FloatArray, maps: Mapping[str, FloatArray], files: list[Path]) -> None:
         """Append each file to `files` when it is written. Raises DataError for an image with NaN or infinite values."""
         series, frame = _series_and_frame(scan.name)
         scan.place = self.in_series[series] if frame is None else frame
@@ -219,15 +239,14 @@ class _Writer:
         target = self._new_target(scan)
         limits = self.config.window
         window = (limits[0], limits[1]) if limits else window_of(hu) if scan.measured else _ABDOMEN
-        self._write(target, scan, hu, self.module.network.title, window, files)
+        image = self._write(target, scan, hu, self.module.network.title, window, files)
         if scan.measured:
             self.measured = True
             with torch.no_grad():
                 fbp = scan.hu(self.module.projector.fbp(scan.sinogram))
             self._write(_with_end(target, _FBP), scan, fbp, FBP.title, window, files)
-        if spread is not None:
-            method = f"{self.module.network.title}, deviation over symmetries"
-            self._write(_with_end(target, _SPREAD), scan, spread, method, _SPREADS, files)
+        for end, values in maps.items():
+            self._write_map(_with_end(target, end), scan, values, _TITLES[end].format(self.config.level), image, files)
 
     def _new_target(self, scan: Scan) -> Path:
         """A path without a file. If two inputs have one name, such as a.dcm and a.npy, the second gets a number.
@@ -237,7 +256,8 @@ class _Writer:
         target = name = Path(self.config.output) / _file_name(scan.name)
         numbers = count(self.count)
         while True:
-            targets = {target, _with_end(target, _SPREAD), *([_with_end(target, _FBP)] if scan.measured else [])}
+            ends = _SPREAD, _UNCERTAINTY, *([_FBP] if scan.measured else [])
+            targets = {target, *(_with_end(target, end) for end in ends)}
             files = {_with_end(path, ending) for path in targets for ending in _ENDINGS.values()}
             if self._written.isdisjoint(targets) and self._folders.isdisjoint(files):
                 break
@@ -247,7 +267,9 @@ class _Writer:
 
     def _write(
         self, target: Path, scan: Scan, hu: FloatArray, method: str, window: tuple[float, float], files: list[Path]
-    ) -> None:
+    ) -> Dataset | None:
+        """Write an image in every format. Returns the DICOM one."""
+        image = None
         for form in (form for form in _ENDINGS if form in self.config.formats):
             path = _with_end(target, _ENDINGS[form])
             if form == "npy":
@@ -255,13 +277,33 @@ class _Writer:
             elif form == "png":
                 write_png(path, hu, window=window)
             else:
-                self._write_dicom(path, scan, hu, method)
+                image = self._write_dicom(path, scan, hu, method)
+            files.append(path)
+        return image
+
+    def _write_map(
+        self, target: Path, scan: Scan, values: FloatArray, title: str, image: Dataset | None, files: list[Path]
+    ) -> None:
+        """Write a map in every format. In DICOM it is no CT image, but a parametric map of `image`."""
+        for form in (form for form in _ENDINGS if form in self.config.formats):
+            path = _with_end(target, _ENDINGS[form])
+            if form == "npy":
+                write_npy(path, values)
+            elif form == "png":
+                write_png(path, values, window=_MAPPED)
+            elif image is not None and is_installed("maps"):
+                from qnmixer.reconstruction.parametric_map import write_parametric_map  # of an extra
+
+                series_uid = _series_uid(self._call_uid, scan, title)
+                write_parametric_map(path, values, image, series_uid=series_uid, label=title)
+            else:
+                continue
             files.append(path)
 
-    def _write_dicom(self, path: Path, scan: Scan, hu: FloatArray, method: str) -> None:
+    def _write_dicom(self, path: Path, scan: Scan, hu: FloatArray, method: str) -> Dataset:
         geometry = self.module.projector.geometry
         views = f"{geometry.n_views} {'measured' if scan.measured else 'simulated'} views"
-        write_dicom(
+        return write_dicom(
             path,
             hu,
             series_uid=_series_uid(self._call_uid, scan, method),

@@ -1,7 +1,8 @@
 """The config of `qnmixer.reconstruct`."""
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
+from annotated_types import Gt, Lt
 from pydantic import model_validator
 
 from qnmixer.reconstruction.sections import CheckpointName, Passes, ScanOrAsTrained, Start, Symmetries, WithNoise
@@ -32,6 +33,8 @@ class ReconstructConfig(WithNoise):
     batch_size: Count | None  # None: chosen by the device
     geometry: ScanOrAsTrained
     symmetries: Symmetries
+    uncertainty: File | None
+    level: Annotated[float, Gt(0), Lt(1)]
     passes: Passes
     start: Start
     trust: Texts
@@ -40,6 +43,8 @@ class ReconstructConfig(WithNoise):
     def _useful(self) -> Self:
         if not self.formats:
             raise ValueError("formats=[] would write nothing: give some of dicom, npy, png")
+        if self.uncertainty and self.symmetries == 1:
+            raise ValueError("uncertainty= scales the deviation over symmetries: give symmetries=8")
         if self.window is not None:
             check_window(self.window)
         return self

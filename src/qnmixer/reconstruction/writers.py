@@ -69,7 +69,7 @@ def write_npy(path: Path, hu: FloatArray) -> None:
     """HU [H, W] as a float32 `.npy`."""
     encoded = io.BytesIO()
     np.save(encoded, np.asarray(hu, np.float32))
-    _save(path, encoded)
+    save(path, encoded)
 
 
 def write_png(path: Path, hu: FloatArray, *, window: tuple[float, float]) -> None:
@@ -79,7 +79,7 @@ def write_png(path: Path, hu: FloatArray, *, window: tuple[float, float]) -> Non
     metadata, encoded = PngInfo(), io.BytesIO()
     metadata.add_text("Description", f"{low:g} HU is black, {high:g} HU is white")
     Image.fromarray(pixels).save(encoded, format="PNG", pnginfo=metadata)
-    _save(path, encoded)
+    save(path, encoded)
 
 
 def window_of(hu: FloatArray) -> tuple[float, float]:
@@ -88,7 +88,7 @@ def window_of(hu: FloatArray) -> tuple[float, float]:
     return low, max(high, low + 1)
 
 
-def _save(path: Path, encoded: io.BytesIO) -> None:
+def save(path: Path, encoded: io.BytesIO) -> None:
     """Write an encoded file in one piece. A full disk then raises the plain OSError with its errno."""
     if path.exists():  # for example, written by another process
         raise DataError(f"{path} exists already and is not overwritten: give another output=")
@@ -108,7 +108,7 @@ def write_dicom(
     field_of_view: float | None = None,  # mm of a square in the middle of the template, which the image covers
     place: int = 0,  # of the slice in its series, from 0, used only without a template
     slice_spacing: float = 1.0,  # mm from one place to the next
-) -> None:
+) -> Dataset:
     """Write HU [S, S] as a CT image with the tags of the patient and the study. The image is marked as derived.
 
     Spacing and position follow from the part of the source slice that the image covers: a square in its middle
@@ -126,7 +126,8 @@ def write_dicom(
         _mark_as_derived(dataset, series_uid, description)
         _set_pixels(dataset, hu)
         dcmwrite(encoded, dataset, enforce_file_format=True)
-    _save(path, encoded)
+    save(path, encoded)
+    return dataset
 
 
 def _anonymous(shape: tuple[int, ...], pixel_spacing: float, place: int, slice_spacing: float) -> Dataset:

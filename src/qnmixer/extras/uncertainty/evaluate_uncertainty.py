@@ -3,7 +3,6 @@
 from pathlib import Path
 from statistics import mean
 
-import numpy as np
 import torch
 
 from qnmixer.data.batch import to_hu
@@ -13,7 +12,7 @@ from qnmixer.evaluation.evaluate import evaluated_source
 from qnmixer.evaluation.evaluate_run import on_test
 from qnmixer.evaluation.logs import name_in_logs
 from qnmixer.evaluation.statistics import half_width
-from qnmixer.extras.uncertainty.coverage import GROUPS, by_patient, coverages, covered_by, factor_for
+from qnmixer.extras.uncertainty.coverage import Pixels, by_patient, coverage, factors_for, half_widths_of_factors
 from qnmixer.extras.uncertainty.uncertainty_config import EvaluateUncertaintyConfig
 from qnmixer.files import write_text
 from qnmixer.parallel.devices import choose_device
@@ -21,6 +20,7 @@ from qnmixer.physics import Symmetry, images_by_symmetry
 from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor, symmetries_of
+from qnmixer.reconstruction.uncertainty import Calibration, groups_of, smooth_deviation
 from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.tables import Table, in_digits
 from qnmixer.runs.terminal import Console, progress
@@ -29,7 +29,7 @@ _SPLITS = "val", "test"
 
 
 def evaluate_uncertainty(config: EvaluateUncertaintyConfig, folder: Path, overrides: list[str]) -> None:
-    """Run `qnmixer.evaluate evaluation=uncertainty`. Writes table.md, table.csv and results.json into the folder.
+    """Run `qnmixer.evaluate evaluation=uncertainty`. Writes a table, results.json, and the calibration for reconstruct.
 
     Raises CheckpointError, ConfigError for a scan without symmetries, or DataError for slices without a split.
     """
@@ -44,26 +44,18 @@ def evaluate_uncertainty(config: EvaluateUncertaintyConfig, folder: Path, overri
     device = choose_device(config.accelerator)
     with recording_scores(module.config, config.logger, device.type, folder, overrides) as (record, loggers):
         module = module.to(device).eval()
-        curves = [_curves(module, slices, split, turns, settings.least_hu, console) for split in _SPLITS]
-        rows = [_row(level, *curves) for level in settings.levels]
-        headings = ["share to cover, %", "factor", "validation patients, %"]
-        headings += [f"test patients, {group}, %" for group in GROUPS]
-        name, geometry = evaluated_source(slices.config).name, module.projector.geometry
-        title = f"deviation over {len(turns)} turns and flips, {geometry.n_views} views, {name}"
-        caption = (
-            f"Coverage: share of the pixels above {settings.least_hu:g} HU whose error is at most factor × deviation. "
-            f"The factor is chosen on {len(curves[0])} validation patients, and the last three columns are the means "
-            f"over {len(curves[1])} test patients, ± half of the 95 % interval over patients."
-        )
-        table = Table(headings, [[in_digits(*cell) for cell in row] for row in rows], title, caption)
+        chosen_on, tested_on = (_pixels(module, slices, part, turns, settings.least_hu, console) for part in _SPLITS)
+        factors = {f"{100 * level:g}": factors_for(level, chosen_on) for level in settings.levels}
+        digest, name = digest_of_weights(module.state_dict()), evaluated_source(slices.config).name
+        scan, noise = module.config.geometry.plain(), module.config.noise.plain()
+        calibration = Calibration(factors, settings.least_hu, len(turns), len(chosen_on), digest, scan, noise)
+        calibration.save(folder / "uncertainty.json")
+        table, values = _table(factors, chosen_on, tested_on)
+        turned = f"deviation over {len(turns)} turns and flips"
+        table.title = f"{turned}, {scan['n_views']} views, noise {module.config.noise.name}, {name}"
         write_text(folder / "table.md", table.markdown() + "\n")
         write_text(folder / "table.csv", table.csv())
-        values = {
-            f"uncertainty/{row[0][0]:g}/{name_in_logs(heading)}": value
-            for row in rows
-            for heading, (value, _) in zip(headings[1:], row[1:], strict=True)
-        }
-        record["evaluated"] = {"weights": digest_of_weights(module.state_dict()), "data": name}
+        record["evaluated"] = {"weights": digest, "data": name}
         record["uncertainty"] = values
         for logger in loggers:
             logger.log_metrics(values)
@@ -72,29 +64,49 @@ def evaluate_uncertainty(config: EvaluateUncertaintyConfig, folder: Path, overri
 
 
 @torch.no_grad()
-def _curves(
-    module: Reconstructor, slices: SliceDataModule, split: str, turns: list[Symmetry], least_hu: float, console: Console
-) -> np.ndarray:
-    """The coverage of each patient of a split, [patients, groups, factors]."""
-    n_images = len(slices.dataset(split))
-    found: dict[int, np.ndarray] = {}
-    loader = slices.loader(split)
-    for host_batch in progress(loader, len(loader), f"evaluating {split}", "batch", console):
+def _pixels(
+    module: Reconstructor, slices: SliceDataModule, part: str, turns: list[Symmetry], least_hu: float, console: Console
+) -> list[Pixels]:
+    """The pixels of each patient of a part that are not air in the reconstruction."""
+    n_images = len(slices.dataset(part))
+    pixels: dict[int, Pixels] = {}
+    loader = slices.loader(part)
+    for host_batch in progress(loader, len(loader), f"evaluating {part}", "batch", console):
         batch = slices.transfer_batch_to_device(host_batch, module.device, 0)
         images = images_by_symmetry(module, module.measure(batch, "test"), turns)
-        truth, image = to_hu(batch, batch["image"]), to_hu(batch, images.mean(0))
-        deviations = images.std(0) * batch["hu_scale"][:, None, None, None]
-        for n, x, error, deviation in zip(batch["sample"].tolist(), truth, image - truth, deviations, strict=True):
-            body = x > least_hu
-            found[n] = coverages(error[body], deviation[body])
-    patients = slices.parts[split].patients or range(n_images)
-    return by_patient([found[n] for n in range(n_images)], patients)
+        truth, image = (to_hu(batch, x).cpu() for x in (batch["image"], images.mean(0)))
+        smooth = smooth_deviation(images.std(0) * batch["hu_scale"][:, None, None, None]).cpu()
+        for n, x, hu, deviation in zip(batch["sample"].tolist(), truth[:, 0], image[:, 0], smooth[:, 0], strict=True):
+            body = hu > least_hu
+            groups = groups_of(deviation, body)
+            ratio = (hu - x).abs() / deviation
+            pixels[n] = Pixels(*(values[body].numpy() for values in (ratio, groups, x)))
+    return by_patient([pixels[n] for n in range(n_images)], slices.parts[part].patients or [None] * n_images)
 
 
-def _row(level: float, chosen_on: np.ndarray, tested_on: np.ndarray) -> list[tuple[float, float | None]]:
-    """A row of the table, in percent: numbers, and half of the 95 % interval of those that are tested."""
-    factor = factor_for(level, chosen_on)
-    tested = 100 * covered_by(factor, tested_on)
-    within = float(100 * covered_by(factor, chosen_on)[:, 0].mean())
-    groups = [(mean(group), half_width(group)) for group in tested.T.tolist()]
-    return [(100 * level, None), (factor, None), (within, None), *groups]
+def _table(
+    factors: dict[str, list[float]], chosen_on: list[Pixels], tested_on: list[Pixels]
+) -> tuple[Table, dict[str, float]]:
+    """The coverage in each tenth and tissue: a table, and its numbers for loggers."""
+    headings, values = ["pixels"], dict[str, float]()
+    rows: dict[str, list[str]] = {}
+    for share, of_groups in factors.items():
+        headings += [f"{share} %: factor", f"validation, {share} %", f"test, {share} %"]
+        intervals = half_widths_of_factors(float(share) / 100, chosen_on)
+        chosen, tested = coverage(of_groups, chosen_on), coverage(of_groups, tested_on)
+        for heading, shares in tested.items():
+            group = int(heading.removeprefix("tenth ")) - 1 if heading.startswith("tenth") else None
+            factor = "" if group is None else in_digits(of_groups[group], intervals[group])
+            of_chosen, of_tested = ([100 * value for value in part] for part in (chosen[heading], shares))
+            cell = in_digits(mean(of_chosen)) if of_chosen else "–"
+            rows.setdefault(heading, [heading]).extend([factor, cell])
+            rows[heading].append(in_digits(mean(of_tested), half_width(of_tested)) if of_tested else "–")
+            if of_tested:
+                values[f"uncertainty/{share}/{name_in_logs(heading)}"] = mean(of_tested)
+    note = (
+        "Covered: pixels whose error is at most factor × smooth deviation, √(blur(deviation², 4 pixels) + (2 HU)²). "
+        "Tenth 1 has the smallest deviations of a slice. Each tenth has its factor, chosen on validation patients: "
+        f"{len(chosen_on)}, ± half of its 95 % jackknife interval over them. Test: the mean over {len(tested_on)} "
+        "patients, ± half of the 95 % interval for other patients. Air, by the reconstruction, is left out."
+    )
+    return Table(headings, [*rows.values()], note=note), values
