@@ -16,7 +16,7 @@ PACKAGES = {
         "lightning", "hydra", "omegaconf", "yaml", "pydantic", "torchmetrics", "wandb", "rich", "matplotlib",
     ),
     "dicom": ("pydicom", "gdcm", "PIL"),
-    "maps": ("highdicom", "pydicom"),
+    "maps": ("highdicom",),
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow",),
     "lodopab": ("h5py",),
