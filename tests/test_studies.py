@@ -2,6 +2,7 @@
 
 import math
 import runpy
+import sys
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -13,6 +14,7 @@ from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 from .pages import STUDIES
 
+sys.path.append(str(STUDIES))  # where Python looks for what a script imports from beside it
 SCRIPTS = {path.stem: runpy.run_path(str(path)) for path in STUDIES.glob("*.py")}
 SLICES = [("TV", [30.0, 32.0, 36.0, 40.0]), ("QN-Mixer", [33.0, 34.0, 38.0, 43.0])]
 PATIENTS = ["1", "1", "2", ""]  # of the last slice nobody knows

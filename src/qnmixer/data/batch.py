@@ -10,7 +10,6 @@ SHAPES = {
     "sinogram": "[B, 1, V, D]",
     "hu_offset": "[B]",
     "hu_scale": "[B]",
-    "scan": "[B]",
     "sample": "[B]",
     "weight": "[B]",
     "name": "[B]",
@@ -24,9 +23,7 @@ class Batch(TypedDict):
     image: Tensor
     fine: NotRequired[Tensor]  # to simulate from; with data.simulation_factor = f above 1
     sinogram: NotRequired[Tensor]  # value × mm; where a scanner or the loader has measured
-    scan: NotRequired[
-        Tensor
-    ]  # int64 on the host, one number for all: the scan of the step, with data.views or data.arcs
+    scan: NotRequired[Tensor]  # [B] int64 on the host, all equal: the scan of the step, with data.views or data.arcs
     hu_offset: Tensor
     hu_scale: Tensor
     sample: Tensor  # int64: epoch · length + index; on the host in training and evaluation

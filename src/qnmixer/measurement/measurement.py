@@ -66,7 +66,7 @@ class Measurement(nn.Module):
         A sinogram from the loader or from a scanner already has its noise. With fine images, y is simulated from them.
         Then no sinogram comes from the matrix that the network uses.
         """
-        measurement = self.at_scan(int(batch["scan"][0])) if "scan" in batch else self.at_scan()
+        measurement = self.at_scan(int(batch["scan"][0]) if self.scans and "scan" in batch else -1)
         if "sinogram" in batch:
             return batch["sinogram"]
         return measurement.with_noise(measurement.project(batch["image"], batch.get("fine")), batch, stream)
