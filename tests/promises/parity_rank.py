@@ -26,6 +26,11 @@ from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.checkpointing import Checkpointing
 from qnmixer.training.steps import build_trainer
 
+FACTORS = (2.0**13, 2.0**-13)
+"""Of a scaler's growth and backoff: gradients overflow at 2^23, and at 2^18 they do not, so from 2^10 on every other
+step is skipped.
+"""
+
 
 class Record(Callback):
     """The gradient of the first step, before clipping; the loss and the scale of every step; the weights at the end.
@@ -45,7 +50,7 @@ class Record(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
         if self.scale:
-            _precision(trainer).scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, growth_interval=2)
+            _precision(trainer).scaler = torch.amp.GradScaler("cpu", self.scale, *FACTORS, growth_interval=1)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         if self._records_gradients and not self.gradients:
@@ -102,7 +107,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a config in this process, as one rank of its strategy; what was recorded.
 
-    `measure`: with the checkpoints of a run, then validate and test. `save`: write last.ckpt. `exact`: in float64.
+    `measure`: with the checkpoints of a run, whose validation and test are recorded. `save`: write last.ckpt. `exact`: in float64.
     """
     L.seed_everything(1, verbose=False)
     module = build_module(config)
@@ -126,9 +131,9 @@ def train(
     results = {key: getattr(record, key) for key in ("gradients", "losses", "scales", "weights", "local")}
     results["magnitudes"] = terms
     if measure:
-        results["validation"] = trainer.validate(module, datamodule=data, verbose=False)[0]
+        results["validation"] = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
         trained_module = build_module(config)
-        load_weights(trained_module, folder / "last.ckpt")
+        load_weights(trained_module, folder / "checkpoints" / "last.ckpt")
         evaluation = evaluate(trained_module, data, "test", config.evaluation, trainer.strategy.root_device)
         results["test"] = [list(vars(score).values()) for score in evaluation.scores]
         results["rows"] = [evaluation.slices[number].name for number in evaluation.pictured]

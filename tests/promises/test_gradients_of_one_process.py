@@ -6,7 +6,7 @@ All in two groups of processes, since starting one takes longer than its trainin
 """
 
 import json
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,9 +44,9 @@ COMPETITORS = {
     "regformer": "model=regformer model.n_iterations=4 model.channels=6 model.window_size=4",
 }
 OTHERS = COMPETITORS | {"muon": f"{MODEL} optimizer=muon", "symmetric": f"{MODEL} model.symmetric=true"}
-# 28 slices: with 16 a step, the second step of every epoch is a smaller one, of 12 slices, in 3 windows of 4.
+# 20 slices: with 12 a step, the second step of every epoch is a smaller one, of 8 slices, in 2 windows of 4.
 # The third is the first of another epoch.
-WINDOWS = {1: "data.n_train=7 data.batch_size=4", 4: "data.n_train=28 data.batch_size=4"}
+WINDOWS = {1: "data.n_train=7 data.batch_size=4", 3: "data.n_train=20 data.batch_size=4"}
 BATCH = "data.n_train=11 data.batch_size=4"
 DEVICES = "trainer.devices=4 data.batch_size=1"
 STRATEGIES = {
@@ -54,7 +54,6 @@ STRATEGIES = {
     "fsdp": f"strategy=fsdp {DEVICES}",
     "pipeline": f"strategy=pipeline {DEVICES}",
 }
-TOO_LARGE = 2.0**23  # scale of the loss at which gradients overflow; at 2^18 they do not
 SHORT = "trainer.max_steps=2"
 VARIANTS = {
     "sequential": f"strategy=pipeline strategy.schedule=sequential trainer.deterministic=true {DEVICES}",
@@ -76,7 +75,7 @@ WRITERS = {f"from {name}" for name in ("one", *STRATEGIES)}
 # along. test_gradients_in_float64 has each strategy with a memory mode too.
 LONG = {
     *(name for name in VARIANTS if name not in ("sequential", "two pipelines")),
-    *(f"{name} {ending}" for name in STRATEGIES for ending in ("1 keep", "1 recompute", "4 keep")),
+    *(f"{name} {ending}" for name in STRATEGIES for ending in ("1 keep", "1 recompute", "3 keep")),
     *(f"{model} by {name}" for model in OTHERS for name in STRATEGIES if (model, name) not in SHORT_ONES),
     *(
         f"from {writer}{end}"
@@ -112,7 +111,7 @@ def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[s
                 "resume": resume,
                 "scale": task.scale,
                 "measure": task.measure,
-                "save": task.measure or task.name in WRITERS,
+                "save": task.name in WRITERS,
                 "exact": False,
             }
         )
@@ -199,10 +198,10 @@ def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
     resumptions = [Task(f"{writer} to one", batch, resume=writer) for writer in writers]
 
     half = f"{BATCH} trainer.precision=16-mixed"
-    one_process.append(Task("one half", f"{half} trainer.max_steps=2", scale=1024.0))
-    for name, strategy in STRATEGIES.items():
-        four_processes.append(Task(f"{name} half", f"{half} {strategy} trainer.max_steps=2", scale=1024.0))
-        four_processes.append(Task(f"{name} skipping", f"{half} {strategy} trainer.max_steps=4", scale=TOO_LARGE))
+    one_process.append(Task("one half", half, scale=1024.0))
+    four_processes += [
+        Task(f"{name} half", f"{half} {strategy}", scale=1024.0) for name, strategy in STRATEGIES.items()
+    ]
     return one_process, four_processes, resumptions, references
 
 
@@ -270,7 +269,9 @@ def test_who_was_trained_on_is_in_every_checkpoint(
     folder: Path, recorded: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
     assert len(recorded[f"{name} measured"]) == 4
-    expected, split = (split_of(folder / f"{writer} measured" / "last.ckpt") for writer in ("one", name))
+    expected, split = (
+        split_of(folder / f"{writer} measured" / "checkpoints" / "last.ckpt") for writer in ("one", name)
+    )
     assert expected is not None
     assert split is not None
     assert [len(expected[part]["patients"]) for part in PARTS] == [6, 1, 1]
@@ -290,13 +291,8 @@ def test_half_precision(recorded: dict[str, list[dict[str, Any]]], name: str) ->
         # AdamW makes a step of lr of every gradient, also of one that rounding has decided: few weights differ by that.
         movements = torch.cat([(record["weights"][n] - w).flatten() for n, w in expected["weights"].items()]).abs()
         assert float((movements > 0.3 * LR).float().mean()) < 2e-3
-        assert record["scales"] == expected["scales"]
-    reference, *others = recorded[f"{name} skipping"]
-    assert reference["scales"][0] < TOO_LARGE  # the first step was skipped
-    assert any(before == after for before, after in pairwise(reference["scales"]))  # and another was not
-    for record in others:
-        assert record["scales"] == reference["scales"]
-        assert difference(record["weights"], reference["weights"]) == 0
+        assert record["scales"] == expected["scales"] == [2.0**23, 1024, 2.0**23]  # the second of three was skipped
+        assert difference(record["weights"], recorded[f"{name} half"][0]["weights"]) == 0
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -318,7 +314,7 @@ def test_what_is_measured_is_what_one_process_measures(recorded: dict[str, list[
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_gradients_stay_where_they_are_while_accumulating(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
     """After the first batch of a window each rank has its own; fsdp has them beside the shards."""
-    local_norms = [tuple(record["local"]) for record in recorded[f"{name} 4 recompute"]]
+    local_norms = [tuple(record["local"]) for record in recorded[f"{name} 3 recompute"]]
     assert len(local_norms[0]) > 10
     if name == "fsdp":
         assert {norm for norms in local_norms for norm in norms} == {None}
