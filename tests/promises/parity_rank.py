@@ -107,7 +107,8 @@ def train(
 ) -> dict[str, Any]:
     """Train a config in this process, as one rank of its strategy; what was recorded.
 
-    `measure`: with the checkpoints of a run, whose validation and test are recorded. `save`: write last.ckpt. `exact`: in float64.
+    `measure`: with the checkpoints of a run, whose validation and test are recorded. `save`: write last.ckpt.
+    `exact`: in float64.
     """
     L.seed_everything(1, verbose=False)
     module = build_module(config)

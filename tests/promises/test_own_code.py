@@ -6,8 +6,6 @@ commands; what others' files name is imported with a word of trust only.
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from qnmixer.parallel.pipeline import loss_of_part
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.run import parse_file
 
-from ..conftest import PHANTOMS, config_of, csv_rows, environment, last_checkpoint, metrics
+from ..conftest import PHANTOMS, config_of, csv_rows, last_checkpoint, metrics
 from ..conftest import TINY as COMMON
 from .commands import Command
 
@@ -59,18 +57,17 @@ LOGGED = ("train/loss", "train/roughness", "train/range", "train/one", "train/gr
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with code and configs, and a run of two steps by a Python that knows nothing before."""
+def here(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Path:
+    """A folder with code and configs, and a run of two steps; test_terminal.py begins one by a new Python."""
     folder = tmp_path_factory.mktemp("own")
     shutil.copy(Path(__file__).parents[1] / "own.py", folder)
     for name, text in FILES.items():
         path = folder / "my_conf" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
-    words = [sys.executable, "-m", "qnmixer.train", *MINE, "hydra.run.dir=run"]
-    process = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment(), timeout=300)
-    assert process.returncode == 0, process.stderr
-    assert "mine: data=" in process.stdout
+    outcome = command(folder, "train", *MINE, "hydra.run.dir=run")
+    assert outcome.code == 0, outcome.stderr
+    assert "mine: data=" in outcome.stdout
     return folder
 
 
