@@ -181,11 +181,7 @@ def test_every_kind_of_data_and_optimizer_is_the_same_after_a_kill(
     warm: Warm, tmp_path: Path, mix: list[str], kind: str
 ) -> None:
     """The last losses of the mix are of a later epoch than the first."""
-    overrides = [
-        f"trainer.max_steps={20 if kind == 'mix' else 40}",  # of which each of the mix takes longer
-        "trainer.save_every_n_steps=3",
-        *(["optimizer=muon"] if kind == "muon" else []),
-    ]
+    overrides = ["trainer.max_steps=20", "trainer.save_every_n_steps=3", *["optimizer=muon"] * (kind == "muon")]
     slices = mix if kind == "mix" else SLICES
     kill_and_go_on(Runs(tmp_path, warm, drawing=False), [("training", 0.1)], *overrides, slices=slices)
 
@@ -208,8 +204,8 @@ def moments(seed: int, start: int, training: int, writing: int, pace: float = 1)
 
 
 def test_a_run_that_is_killed_again_and_again_comes_to_the_same(warm: Warm, tmp_path: Path) -> None:
-    overrides = ["trainer.max_steps=100", "trainer.save_every_n_steps=1", "data.num_workers=1"]
-    kill_and_go_on(Runs(tmp_path, warm, drawing=True), moments(0, 1, 2, 2, pace=0.25), *overrides)
+    overrides = ["trainer.max_steps=50", "trainer.save_every_n_steps=1", "data.num_workers=1"]
+    kill_and_go_on(Runs(tmp_path, warm, drawing=True), moments(0, 1, 2, 2, pace=0.15), *overrides)
 
 
 @pytest.mark.long  # the same, with twenty kills of Pythons that load their libraries
@@ -219,7 +215,7 @@ def test_a_run_that_is_killed_twenty_times_comes_to_the_same(warm: Warm, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("steps", "training", "writing"), [(40, 1, 0), pytest.param(200, 3, 2, marks=pytest.mark.long)]
+    ("steps", "training", "writing"), [(24, 1, 0), pytest.param(200, 3, 2, marks=pytest.mark.long)]
 )
 def test_two_processes_that_are_killed_come_to_the_same(
     warm: Warm, tmp_path: Path, steps: int, training: int, writing: int
