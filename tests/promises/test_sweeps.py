@@ -106,7 +106,7 @@ def test_a_bad_and_a_crashing_job_leave_the_others_alone(start: Start, warm: War
     assert f"- job 1: {crashed_job['error']}" in markdown
 
 
-UNSAVED = ["trainer.max_steps=100", "trainer.val_every_n_steps=1000", "trainer.save_every_n_steps=null"]
+UNSAVED = ["trainer.max_steps=50", "trainer.val_every_n_steps=1000", "trainer.save_every_n_steps=null"]
 SAVED = ["trainer.max_steps=300", "trainer.val_every_n_steps=50"]
 
 

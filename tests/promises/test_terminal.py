@@ -28,6 +28,8 @@ class Noisy(Callback):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("wandb")
+@pytest.mark.usefixtures("left_alone")  # which test_wandb.py waits for
 def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(tmp_path: Path, warm: Warm) -> None:
     """The real command, stopped by Ctrl-C."""
     (tmp_path / "noisy.py").write_text(NOISY)

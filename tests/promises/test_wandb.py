@@ -9,12 +9,8 @@ import json
 import os
 import re
 import subprocess
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
@@ -23,12 +19,12 @@ from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.settings.options import CONF
 
 from ..conftest import PHANTOMS, environment, offline_runs
-from ..conftest import TINY as COMMON
-from ..wandb_server import WandbServer
 from ..warm import Warm
 from .commands import STEPS, TINY, Command
+from .conftest import SMALLEST, LeftAlone
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wandb")]  # else each worker would train the three methods
+# In one group: else each worker would train the three methods.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wandb"), pytest.mark.usefixtures("left_alone")]
 
 MANUAL = CONF.parent / "docs" / "wandb.md"
 SWEEP = yaml.safe_load((CONF / "wandb_sweep.yaml").read_text())
@@ -42,45 +38,6 @@ METHODS = {
     "FBPConvNet": ["model=fbpconvnet", "model.channels=4", "model.depth=2"],
     "TV": ["model=tv", "model.n_iterations=5"],
 }
-SMALLEST = [word for word in COMMON if not word.startswith(("logger", "callbacks", "trainer.max", "trainer.val"))]
-
-
-class LeftAlone(NamedTuple):
-    """A real run, whose server goes after the first validation."""
-
-    folder: Path
-    process: subprocess.Popen[str]
-    server: WandbServer
-    waited: SimpleQueue[float]
-    """Gets the seconds from there to its end."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def left_alone(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[LeftAlone]:
-    """It begins with the first test, since in the end it waits 20 s for its server."""
-    folder, server = tmp_path_factory.mktemp("left_alone"), WandbServer()
-    words = [*SMALLEST, *PHANTOMS, "trainer.max_steps=100", "trainer.val_every_n_steps=20", "logger.wandb.mode=online"]
-    variables = environment(WANDB_BASE_URL=server.url, WANDB_API_KEY="k" * 40, HOME=str(folder / "home"))
-    process = subprocess.Popen(
-        [*warm.under, "-m", "qnmixer.train", *words, f"hydra.run.dir={folder / 'run'}"], cwd=folder, env=variables,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-    waited: SimpleQueue[float] = SimpleQueue()
-
-    def leave_after_the_first_validation() -> None:
-        while process.poll() is None and not list(folder.glob("run/pictures/*.png")):
-            time.sleep(0.02)
-        server.leave()
-        start = time.monotonic()
-        process.wait()
-        waited.put(time.monotonic() - start)
-
-    threading.Thread(target=leave_after_the_first_validation, daemon=True).start()
-    yield LeftAlone(folder / "run", process, server, waited)
-    process.kill()
-    process.communicate()
-    server.leave()
 
 
 @pytest.fixture(scope="module")
@@ -214,11 +171,11 @@ def test_training_continues_without_the_network(left_alone: LeftAlone) -> None:
     assert left_alone.process.returncode == 0, stderr
     assert left_alone.server.gone
     assert left_alone.waited.get(timeout=20) < 120  # and not longer for a server that is gone
-    assert "step 100/100" in stdout
+    assert "step 60/60" in stdout
     assert f"W&B: {left_alone.server.url}" in stdout
     assert [line for line in stderr.splitlines() if "W&B" in line and "wandb sync" in line] == [
         line for line in stderr.splitlines() if not line.startswith(" ")
     ]
     rows = read_metrics(left_alone.folder / "metrics.csv")
-    assert sorted({int(row["step"]) for row in rows}) == list(range(1, 101))
+    assert sorted({int(row["step"]) for row in rows}) == list(range(1, 61))
     assert list(left_alone.folder.glob("wandb/run-*/*.wandb"))
