@@ -125,6 +125,7 @@ symmetric: install ## the mean over turns and flips of run=pretrained and its sp
 	$(BIN)/python -m qnmixer.evaluate run=pretrained $(OF_PATIENTS) evaluation=uncertainty symmetries=8 hydra.run.dir=runs/uncertainty
 	$(call into_page,$(CARD),symmetric,runs/symmetric_mean/table.md)
 	$(call into_page,$(CARD),uncertainty,runs/uncertainty/table.md)
+	cp runs/uncertainty/uncertainty.json src/qnmixer/weights/qn_mixer_256_64views.uncertainty.json
 
 # On phantoms. A quarter of an hour of one CPU core. CARD shows the table and the picture.
 task: install ## what can be found in the images of run=pretrained, for its card

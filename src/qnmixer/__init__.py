@@ -20,6 +20,7 @@ def load_pretrained(
     *,
     passes: int | Literal["auto"] = "auto",
     start: Literal["auto", "fbp", "tv"] = "auto",
+    mix: float | Literal["auto"] = "auto",
     **geometry: Any,
 ) -> "UnrolledNetwork[Any]":
     """Load a trained network as a plain `torch.nn.Module`, on the CPU and in eval mode.
@@ -42,6 +43,7 @@ def load_pretrained(
         passes: how often the network runs, each time from its own last image. auto: with fewer views or a shorter arc
             than in training, while ‖A x − y‖ falls.
         start: of the first pass. auto: total variation on short arcs and with few views, else FBP.
+        mix: share of total variation in the image. auto: some with more views than in training and on short arcs.
         geometry: keys of the scan that differ from the training, as in conf/geometry: mm and radians.
 
     Raises:
@@ -56,7 +58,7 @@ def load_pretrained(
     from qnmixer.reconstruction.weights import find_checkpoint
 
     path = find_checkpoint(run)
-    if (network := load_network(path, cures := Cures(passes, start), **geometry)) is None:
+    if (network := load_network(path, cures := Cures(passes, start, mix), **geometry)) is None:
         require("train", f"the network of {path}")
         from qnmixer.reconstruction.checkpoints import load_run
         from qnmixer.reconstruction.reconstructor import on_scan

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
 from qnmixer.models.data_term import safe_step_size
+from qnmixer.models.total_variation import TotalVariation
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.reconstruction.cures import (
@@ -94,19 +95,23 @@ def test_no_eigenvector_grows_on_a_scan(projectors: dict[str, FanBeamProjector])
         assert all(map(torch.equal, before, stable.step_sizes))
 
 
-@pytest.mark.parametrize(("scan", "at_tv", "passes"), [
-    ("trained", False, 1), ("8 views", False, 4), ("6 views", True, 2), ("32 views", False, 1), ("150°", True, 2),
+@pytest.mark.parametrize(("scan", "at_tv", "passes", "share"), [
+    ("trained", False, 1, 0), ("8 views", False, 4, 0), ("6 views", True, 2, 0), ("32 views", False, 1, 0.5),
+    ("150°", True, 2, 0.4),
 ])  # fmt: skip
-def test_the_scan_says_when(scan: str, at_tv: bool, passes: int, projectors: dict[str, FanBeamProjector]) -> None:
+def test_the_scan_says_when(
+    scan: str, at_tv: bool, passes: int, share: float, projectors: dict[str, FanBeamProjector]
+) -> None:
     network = Descent(projectors[scan], [1.0])
     line, loop = put_on(network, projectors["trained"]), network.loop
     assert bool(outside_of_training(network.projector.geometry, TRAINED)) == at_tv
     assert ("start=tv" in line, "passes=auto" in line) == (at_tv, passes > 1)
-    if passes == 1:
+    assert ("mix=auto" in line) == (share > 0)
+    if scan == "trained":
         assert (line, loop) == ("", UnrolledNetwork.run)
     else:
         assert isinstance(loop, CuredLoop)
-        assert (loop.tv is not None, loop.passes, loop.while_it_falls) == (at_tv, passes, not at_tv)
+        assert (loop.starts_at_tv, loop.passes, loop.while_it_falls, loop.share) == (at_tv, passes, not at_tv, share)
     # An arc that is as long as that of the training is none of another scan.
     assert not outside_of_training(network.projector.geometry, network.projector.geometry)
 
@@ -131,7 +136,8 @@ def test_each_image_has_passes_while_its_residual_falls(projectors: dict[str, Fa
         images.append(slow.run(range(2), y, images[-1]))
     first = diverging(y)
     put_on(slow, projectors["trained"])
-    diverging.loop = CuredLoop(diverging.loop, 4, True, None)
+    tv = TotalVariation(projectors["8 views"], 10, 1e-3, gap=0)
+    diverging.loop = CuredLoop(diverging.loop, 4, True, tv, starts_at_tv=False)
     cured = slow(y)
     assert torch.equal(cured[0], images[0][0])
     torch.testing.assert_close(cured[1], images[3][1])
@@ -152,15 +158,16 @@ SCAN = ["experiment=demo", "data.image_size=16", "geometry.n_views=16", "geometr
 @torch.no_grad()
 def test_every_unrolled_network_starts_at_an_image(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     trained = Reconstructor(parse(compose("train", [*SCAN, *words, "model.n_iterations=2"])))
-    network = on_scan(trained, trained.config, Cures(passes=2, start="tv")).network
+    network = on_scan(trained, trained.config, Cures(passes=2, start="tv", mix=0.25)).network
     said = capsys.readouterr().out
-    assert "start=tv: 400 iterations of TV come first; passes=2: 2 times 2 iterations" in said
+    assert "start=tv: 400 iterations of TV come first; passes=2: 2 times 2 iterations; mix=0.25: 25%" in said
     y = trained.projector(torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0)))
     loop: Any = network.loop
     loop.tv.n_iterations = 5
-    image = loop.tv(y)
+    tv_image = image = loop.tv(y)
     for _ in range(2):
         image = network.image(network.run(range(2), y, at_image(network.start(y), image)))
+    image = 0.75 * image + 0.25 * tv_image
     torch.testing.assert_close(network(y), image)
     torch.testing.assert_close(network.iterates(y)[-1], image)  # one iteration at a time
     assert torch.equal(on_scan(trained, trained.config).network(y), trained(y))  # bit for bit
@@ -169,10 +176,12 @@ def test_every_unrolled_network_starts_at_an_image(words: list[str], capsys: pyt
 def test_a_u_net_has_no_start(capsys: pytest.CaptureFixture[str]) -> None:
     trained = Reconstructor(parse(compose("train", [*SCAN, "model=fbpconvnet", "model.channels=4"])))
     on_scan(trained, trained.config, Cures(passes=3))
-    assert capsys.readouterr().out == "FBPConvNet has no start: passes and start change nothing\n"
+    assert capsys.readouterr().out == "FBPConvNet has no start: passes, start and mix change nothing\n"
 
 
-@pytest.mark.parametrize(("choice", "word"), [({"passes": 0}, "passes=0"), ({"start": "cg"}, "start=cg")])
+@pytest.mark.parametrize(
+    ("choice", "word"), [({"passes": 0}, "passes=0"), ({"start": "cg"}, "start=cg"), ({"mix": 2}, "mix=2")]
+)
 def test_a_choice_that_there_is_not(choice: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         Cures(**choice)

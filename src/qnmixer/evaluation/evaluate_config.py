@@ -10,11 +10,10 @@ from qnmixer.files import check_there
 from qnmixer.reconstruction.sections import (
     AsTrained,
     CheckpointName,
-    Passes,
     ScanOrAsTrained,
     SourceOrAsTrained,
-    Start,
     Symmetries,
+    WithCures,
     WithNoise,
 )
 from qnmixer.settings.data import DataConfig
@@ -40,7 +39,7 @@ class ScoringConfig(WithNoise):
         return config
 
 
-class RunEvaluationConfig(ScoringConfig):
+class RunEvaluationConfig(ScoringConfig, WithCures):
     """What every kind of evaluation of `qnmixer.evaluate` has. Each adds its own section `evaluation`."""
 
     command: ClassVar[str] = "evaluate"
@@ -49,8 +48,6 @@ class RunEvaluationConfig(ScoringConfig):
     run: str
     geometry: ScanOrAsTrained
     symmetries: Symmetries
-    passes: Passes
-    start: Start
     logger: Loggers = Field(default_factory=dict)
 
 

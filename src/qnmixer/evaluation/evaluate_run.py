@@ -40,7 +40,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     Raises CheckpointError, ConfigError or DataError.
     """
     console = Console()
-    cures = Cures(config.passes, config.start)
+    cures = Cures(config.passes, config.start, config.mix)
     module, slices, split_record = on_test(config, config.run, overrides, scan=config.geometry, cures=cures)
     if config.evaluation.first_order and module.network.first_order() is None:
         raise ConfigError(f"evaluation.first_order=true is for a network of second order: {config.run} has H = I")

@@ -66,9 +66,13 @@ def reconstruct_input(config: ReconstructConfig) -> int:
         geometry=scan_for(config.geometry, trained.config.geometry), noise=config.noise or trained.config.noise
     )
     one_scale(given.data, given.noise)
-    module = on_scan(trained, given, Cures(config.passes, config.start)).to(choose_device(config.accelerator)).eval()
+    module = (
+        on_scan(trained, given, Cures(config.passes, config.start, config.mix))
+        .to(choose_device(config.accelerator))
+        .eval()
+    )
     turns = symmetries_of(module.projector, config.symmetries)
-    calibration = None if config.uncertainty is None else load_calibration(Path(config.uncertainty), config.level)
+    calibration = None if config.uncertainty is None else load_calibration(config.uncertainty, config.level)
     path, geometry, files = Path(config.input), module.projector.geometry, list[Path]()
     if config.input == OF_DATAMODULE:
         from qnmixer.reconstruction.own_data import scans_of_own  # it loads Lightning

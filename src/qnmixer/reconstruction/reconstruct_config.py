@@ -5,14 +5,14 @@ from typing import Annotated, ClassVar, Literal, Self
 from annotated_types import Gt, Lt
 from pydantic import model_validator
 
-from qnmixer.reconstruction.sections import CheckpointName, Passes, ScanOrAsTrained, Start, Symmetries, WithNoise
+from qnmixer.reconstruction.sections import CheckpointName, ScanOrAsTrained, Symmetries, WithCures, WithNoise
 from qnmixer.settings.sections import Accelerator, Count, File, Length, Texts, check_window
 
 OF_DATAMODULE = "predict_dataloader"
 """The input that means the slices of the run's own LightningDataModule. A file of this name needs a path: ./…"""
 
 
-class ReconstructConfig(WithNoise):
+class ReconstructConfig(WithNoise, WithCures):
     """The config of `qnmixer.reconstruct`."""
 
     command: ClassVar[str] = "reconstruct"
@@ -35,8 +35,6 @@ class ReconstructConfig(WithNoise):
     symmetries: Symmetries
     uncertainty: File | None
     level: Annotated[float, Gt(0), Lt(1)]
-    passes: Passes
-    start: Start
     trust: Texts
 
     @model_validator(mode="after")

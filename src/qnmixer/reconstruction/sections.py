@@ -16,8 +16,14 @@ from qnmixer.settings.validation import Section
 
 CheckpointName = Literal["best", "last"]
 Symmetries = Literal[1, 2, 4, 8]
-Passes = Literal["auto"] | Annotated[int, Ge(1), Le(100)]
-Start = Literal["auto", "fbp", "tv"]
+
+
+class WithCures(Section):
+    """What a trained network gets on another scan than its own: see `qnmixer.reconstruction.cures`."""
+
+    passes: Literal["auto"] | Annotated[int, Ge(1), Le(100)]
+    start: Literal["auto", "fbp", "tv"]
+    mix: Literal["auto"] | Annotated[float, Ge(0), Le(1)]
 
 
 class AsTrained(Section):

@@ -22,6 +22,7 @@ from qnmixer.files import write_text
 from qnmixer.physics.units import FloatArray
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor
+from qnmixer.reconstruction.weights import PRETRAINED, located
 
 N_GROUPS = 10
 _BLUR = 4.0
@@ -82,8 +83,12 @@ class Calibration:
         write_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
-def load_calibration(path: Path, level: float) -> Calibration:
-    """Read what `save` wrote. Raises CheckpointError for another file, and for a share that was not calibrated."""
+def load_calibration(name: str, level: float) -> Calibration:
+    """Read what `save` wrote, or that of the shipped weights for "pretrained".
+
+    Raises CheckpointError for another file, and for a share that was not calibrated.
+    """
+    path = located(PRETRAINED).with_suffix(".uncertainty.json") if name == PRETRAINED else Path(name)
     try:
         calibration = Calibration(**json.loads(path.read_text(encoding="utf-8")))
         shares = [float(share) / 100 for share in calibration.factors]

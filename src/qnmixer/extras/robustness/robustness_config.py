@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from qnmixer.errors import ConfigError
 from qnmixer.evaluation.evaluate_config import ScoringConfig
-from qnmixer.reconstruction.sections import Passes, Start, Symmetries
+from qnmixer.reconstruction.sections import Symmetries, WithCures
 from qnmixer.settings.options import options
 from qnmixer.settings.parts import Loggers
 from qnmixer.settings.sections import Count, EvaluationConfig, Length
@@ -15,7 +15,7 @@ from qnmixer.settings.sections import Count, EvaluationConfig, Length
 Fraction = Annotated[float, Gt(0), Le(1)]
 
 
-class RobustnessConfig(ScoringConfig):
+class RobustnessConfig(ScoringConfig, WithCures):
     """The checked config of one table of robustness."""
 
     command: ClassVar[str] = "robustness"
@@ -24,8 +24,6 @@ class RobustnessConfig(ScoringConfig):
     run: str
     n_slices: Count | None  # None: all of the split
     symmetries: Symmetries
-    passes: Passes
-    start: Start
     photons: list[Length]
     noises: list[str]
     views: tuple[Fraction, Annotated[float, Ge(1), Le(64)]] | None  # times those of training

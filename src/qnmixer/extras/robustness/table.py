@@ -87,7 +87,7 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
     Raises CheckpointError, ConfigError or DataError.
     """
     console = Console()
-    module, slices, _ = on_test(config, config.run, overrides, cures=Cures(config.passes, config.start))
+    module, slices, _ = on_test(config, config.run, overrides, cures=Cures(config.passes, config.start, config.mix))
     if slices.measured:
         name = evaluated_name(module.config)
         raise ConfigError(f"{name} has measured sinograms: give slices, as data=phantoms or data=dicom")

@@ -49,7 +49,7 @@ class EvaluateTaskConfig(RunEvaluationConfig):
             value is not None for value in config.geometry.plain().values()
         )
         chosen_keys = {"symmetries": config.symmetries > 1, "geometry": not same_scan}
-        chosen_keys |= {key: getattr(config, key) != "auto" for key in ("passes", "start")}
+        chosen_keys |= {key: getattr(config, key) != "auto" for key in ("passes", "start", "mix")}
         if key := next((key for key, is_chosen in chosen_keys.items() if is_chosen), None):
             raise ConfigError(f"evaluation=task is of the network itself, on its own scan: leave out {key}=…")
         chosen = isinstance(config.data, DataConfig) or any(value is not None for value in config.data.plain().values())

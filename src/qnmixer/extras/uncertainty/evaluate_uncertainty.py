@@ -34,7 +34,7 @@ def evaluate_uncertainty(config: EvaluateUncertaintyConfig, folder: Path, overri
     Raises CheckpointError, ConfigError for a scan without symmetries, or DataError for slices without a split.
     """
     settings, console = config.evaluation, Console()
-    cures = Cures(config.passes, config.start)
+    cures = Cures(config.passes, config.start, config.mix)
     module, slices, _ = on_test(config, config.run, overrides, scan=config.geometry, cures=cures)
     if not isinstance(slices, SliceDataModule):
         raise ConfigError("evaluation=uncertainty needs patients of two splits: give data=…, not a datamodule of yours")
