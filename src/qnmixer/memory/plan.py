@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from qnmixer.errors import ConfigError, UserError, first_line
-from qnmixer.measurement.build import build_measurement, build_projector, fine_size, training_scans
+from qnmixer.measurement.build import build_geometry, build_measurement, build_projector, fine_size, training_scans
 from qnmixer.measurement.measurement import matrix_at
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.module.base import RunModule
@@ -47,7 +47,8 @@ class Planner:
         self.geometry = largest.geometry
         """That of the step which needs most, if training steps have several scans."""
         self._others = [build_measurement(scan) for scan in scans if scan is not largest]
-        self.projector = projector if projector and not self._others else build_projector(largest)
+        is_of_largest = projector is not None and projector.geometry == build_geometry(largest)
+        self.projector = projector if projector and is_of_largest else build_projector(largest)
         self.projector.safe_step_size()  # networks ask for these numbers, which tensors without data could not give
         self.projector.operator_norm()
         self._fine: dict[int, list[ScanMatrix]] = {}  # by the size of the image
@@ -86,7 +87,7 @@ class Planner:
 
     def _planned(self, config: Config, fine_matrices: list[ScanMatrix]) -> tuple[DevicePlan, ...]:
         with without_data():
-            module = build_module(config, self.projector)
+            module = build_module(config, copy.copy(self.projector))  # a step may leave it at a part of the scan
             if not module.automatic_optimization:
                 raise _not_planned(f"{type(module).__name__} optimizes by itself (automatic_optimization=False)")
             if self._others:  # the devices have the matrices of all scans

@@ -4,23 +4,32 @@ The run around it adds the rest, and needs no change: memory modes, several devi
 checkpoints, and the metrics in tables.
 """
 
+import copy
+import math
+import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import qnmixer.needs_train  # noqa: F401
 
 import torch
-from torch import Tensor
+from annotated_types import Ge, Gt, Le
+from torch import Tensor, nn
+from torch.nn.functional import grid_sample
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from qnmixer.data.batch import Batch
+from qnmixer.errors import ConfigError
 from qnmixer.evaluation.metrics import psnr, ssim_percent
 from qnmixer.losses import mse
 from qnmixer.models.data_term import safe_step_size
 from qnmixer.models.unrolled import UnrolledNetwork, at_image
 from qnmixer.module.base import RunModule
+from qnmixer.parallel.torch_private import no_dispatch
+from qnmixer.physics import FanBeamProjector, NoNoise
 from qnmixer.schedules import constant
 
 OfEach = Callable[[Tensor, Tensor], Tensor]
@@ -160,3 +169,128 @@ class Passes(ReconstructionModule):
         safe = safe_step_size(network.projector, network.data_term)
         beyond = [(step / safe - 2).relu().square().sum() for step in network.step_sizes]
         return (batch["weight"] * torch.stack(losses)).mean() + self.step_penalty * sum(beyond)
+
+
+class Split(ReconstructionModule):
+    """Trains without truth: the network sees a part of the views, and the loss is on the others.
+
+    Noise of the others is independent of that of the part. So the expected gradient is that of the loss with their
+    noiseless rays, as in Noise2Inverse (Hendriksen, Pelt, Batenburg, IEEE Trans. Comput. Imaging 6 (2020) 1320–1335),
+    which splits views too. The loss is in units of the noise: the squared error of each ray over its variance, as
+    `noise` has it for y. That depends on the noise of y a little, so there this holds to first order. Without a known
+    noise all rays count alike. No step reads `batch["image"]`. Validation is with all views.
+
+    Part k has the views k, k + n, k + 2n, … of n parts. In a step k is drawn by seed and optimizer step alone: it is
+    the same on all devices, in each batch of an accumulated step, and after a resume. A† of a part is scaled so that
+    λ_t stays as near to its bound as with all views.
+
+    Args:
+        network: its projector has the scan of the part in a step, up to the end of the backward pass.
+        parts: number of parts, which divides the number of views. The network sees one, all others are the target.
+        others: as of `ReconstructionModule`; `loss` is of validation alone.
+
+    Raises ConfigError if the parts do not divide the views.
+    """
+
+    has_one_scan: ClassVar[bool] = True
+
+    def __init__(self, network: UnrolledNetwork[Any], parts: Annotated[int, Ge(2)] = 2, **others: Any) -> None:
+        super().__init__(network, **others)
+        self.whole = copy.copy(network.projector)
+        self.parts = nn.ModuleList(projectors_of_parts(self.whole, parts) if parts > 1 else [self.whole])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The mean over the images of the loss on the rays that the network did not see."""
+        _, losses = self.prediction(self.measure(batch, "train"))
+        return (batch["weight"] * losses).mean()
+
+    def prediction(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The images [B, 1, H, W] from a part of y [B, 1, V, D], and their loss [B] on the rays of the other parts."""
+        n, noise = len(self.parts), self.measurement.noise if hasattr(self, "measurement") else NoNoise()
+        k = random.Random(f"part {self.network.step_key}").randrange(n)
+        self.network.projector.become(self.parts[k])  # type: ignore[arg-type]  # a ModuleList has no type of its own
+        image = self.network(y[:, :, k::n])
+        variance = noise.variance(y)
+        squares = (self.whole(image) - y).square() / torch.where(variance > 0, variance, 1)
+        of_parts = squares.unflatten(2, (-1, n)).mean((1, 2, 4))  # [B, n]
+        return image, torch.stack([of_parts[:, j] for j in range(n) if j != k or n == 1]).mean(0)
+
+    def measure(self, batch: Batch, stream: str) -> Tensor:
+        """As of a `RunModule`. The network has all views again."""
+        self.network.projector.become(self.whole)
+        return super().measure(batch, stream)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Give the network all views again. Up to here the backward pass may have needed those of the part."""
+        self.network.projector.become(self.whole)
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+def projectors_of_parts(projector: FanBeamProjector, n: int) -> list[FanBeamProjector]:
+    """The projectors of each n-th view of a scan, from view 0, 1, … n − 1 on; see `Split`."""
+    scan = projector.geometry
+    if scan.n_views % n:
+        raise ConfigError(f"module.parts={n} does not divide geometry.n_views={scan.n_views}")
+    with no_dispatch():  # a plan has tensors without data, but needs real matrices
+        first = [math.fmod(scan.first_angle + k * scan.angle_step, 2 * math.pi) for k in range(n)]
+        scans = [replace(scan, n_views=scan.n_views // n, first_angle=angle) for angle in first]
+        parts = [FanBeamProjector(scan, projector.fbp_filter) for scan in scans]
+        for part in parts:
+            part.scale_filtered_adjoint(projector.safe_step_size())
+            part.operator_norm()  # computed here, because a plan could not
+    return parts
+
+
+class Equivariant(Split):
+    """Trains without truth: A x̂ fits y, and the network finds a moved image again: ‖T x̂ − f(A T x̂)‖² is small.
+
+    T turns x̂ by any angle and shifts it, by Chen, Tachella and Davies, "Equivariant Imaging: Learning Beyond the Range
+    Space", ICCV 2021. So the scan at A T sees what A does not, if T is no symmetry of the scan: for the quarter turns
+    and flips that map the rays onto each other, A T is A with its rays in another order. Then A T and A have the same
+    null space, and nothing is learned there.
+
+    With noise, ‖A x̂ − y‖² on the rays that the network has seen fits the noise too (Chen, Tachella, Davies, "Robust
+    Equivariant Imaging", CVPR 2022). The variance only weights the rays. With `parts` above 1, the fit is on rays that
+    the network has not seen, as in `Split`, and A T x̂ is of the views of the part. A T x̂ has no noise.
+
+    T is drawn by seed and optimizer step, for all images of a batch. A step takes memory and time of two networks.
+    `trainer.deterministic=true` is refused by torch on a GPU: the derivative of its interpolation adds in any order.
+
+    Args:
+        network: it is called twice in a step.
+        parts: as of `Split`; 1: the network sees all views, and the fit is on all.
+        alpha: times ‖T x̂ − f(A T x̂)‖², a mean over pixels, beside the mean over rays in units of the noise.
+        shift: the largest shift of T along each axis, as a share of the width of the image.
+        others: as of `ReconstructionModule`; `loss` is of validation alone.
+    """
+
+    def __init__(
+        self,
+        network: UnrolledNetwork[Any],
+        parts: Annotated[int, Ge(1)] = 1,
+        alpha: Annotated[float, Gt(0)] = 1000.0,
+        shift: Annotated[float, Ge(0), Le(0.5)] = 0.05,
+        **others: Any,
+    ) -> None:
+        super().__init__(network, parts, **others)
+        self.alpha, self.shift = alpha, shift
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The mean over the images of both losses."""
+        image, losses = self.prediction(self.measure(batch, "train"))
+        moved = self.moved(image)
+        again = self.network(self.network.projector(moved))
+        losses = losses + self.alpha * (again - moved).square().mean((1, 2, 3))
+        return (batch["weight"] * losses).mean()
+
+    def moved(self, image: Tensor) -> Tensor:
+        """T x̂ of images [B, 1, S, S], with 0 outside of them; in float32 at least, also under autocast."""
+        rng = random.Random(f"motion {self.network.step_key}")
+        angle = rng.uniform(0, 2 * math.pi)
+        right, down = (2 * self.shift * rng.uniform(-1, 1) for _ in range(2))  # the image is from −1 to 1
+        image = image.to(torch.promote_types(image.dtype, torch.float32))
+        axis = (torch.arange(image.shape[-1]).to(image) + 0.5) * (2 / image.shape[-1]) - 1
+        y, x = torch.meshgrid(axis, axis, indexing="ij")
+        cos, sin = math.cos(angle), math.sin(angle)
+        grid = torch.stack([cos * x - sin * y + right, sin * x + cos * y + down], dim=-1)
+        return grid_sample(image, grid.expand(len(image), -1, -1, -1), align_corners=False)

@@ -32,6 +32,8 @@ _LOCAL = 5
 """Neighbouring bins whose mean counts stand for the expected ones: a single starved bin says little."""
 _NODES = torch.linspace(-5, 5, 33).tolist()
 """Standard deviations from the mean at which the logarithm of counts is taken, to find its variance."""
+_WEIGHTS = torch.tensor(_NODES).square().div(-2).softmax(0).tolist()
+"""Of the nodes: those of a normal distribution."""
 
 
 class KeyedNoise(ABC):
@@ -192,9 +194,8 @@ class PhysicalNoise(KeyedNoise):
         counts = avg_pool2d(counts, (1, _LOCAL), 1, (0, _LOCAL // 2), count_include_pad=False)
         kept = (1 - 2 * self.crosstalk) ** 2 + 2 * self.crosstalk**2  # of the variance: crosstalk smooths
         deviation = (kept * counts + self.electronic_sigma**2).sqrt()
-        weights = torch.exp(-torch.tensor(_NODES).square() / 2)
         mean, square = torch.zeros_like(y), torch.zeros_like(y)
-        for node, weight in zip(_NODES, (weights / weights.sum()).tolist(), strict=True):
+        for node, weight in zip(_NODES, _WEIGHTS, strict=True):
             # About the logarithm of the mean, so that the difference below keeps its digits.
             logarithm = ((counts + node * deviation).clamp_min(self.fewest_counts) / counts).log()
             mean += weight * logarithm
