@@ -14,7 +14,7 @@ from qnmixer.evaluation.metrics import psnr, rmse, ssim, ssim_percent
 from qnmixer.measurement.measurement import Measurement
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import UnrolledNetwork
-from qnmixer.module import ReconstructionModule
+from qnmixer.module import Equivariant, ReconstructionModule, Split
 from qnmixer.module.base import RunModule
 from qnmixer.parallel.ddp import DDPStrategy
 from qnmixer.parallel.fsdp import FSDPStrategy
@@ -31,6 +31,7 @@ __all__ = [
     "Batch",
     "Checkpointing",
     "DDPStrategy",
+    "Equivariant",
     "FSDPStrategy",
     "IteratePictures",
     "Measurement",
@@ -40,6 +41,7 @@ __all__ = [
     "ReconstructionModule",
     "RunModule",
     "SliceDataModule",
+    "Split",
     "WandbRun",
     "memory_mode",
     "psnr",

@@ -16,7 +16,7 @@ from qnmixer.module import Equivariant, Split
 from qnmixer.module.build import build_module
 from qnmixer.physics import KeyedNoise
 
-from ..conftest import config_of, tiny_config, tiny_module
+from ..conftest import tiny_config, tiny_module
 
 SPLIT, BOTH = ["module=split"], ["module=equivariant", "module.parts=2"]
 
@@ -145,8 +145,33 @@ def test_a_pipeline_refuses_them(words: list[str]) -> None:
         Planner(config).estimate(config)
 
 
+class Smooth(Split):
+    """As a project would have it."""
+
+    def __init__(self, weight: float, **others: Any) -> None:
+        super().__init__(**others)
+        self.weight = weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        image, losses = self.prediction(self.measure(batch, "train"))
+        return (batch["weight"] * (losses + self.weight * image.diff(dim=-1).abs().mean((1, 2, 3)))).mean()
+
+
+def test_a_subclass_adds_to_the_loss() -> None:
+    plain, module = (
+        tiny_module(*SPLIT, *words) for words in ([], [f"module._target_={__name__}.Smooth", "+module.weight=2"])
+    )
+    loss, more = (part.training_step(batch_of(plain), 0) for part in (plain, module))
+    assert 0 < float((more - loss).detach()) < 2
+    assert module.hparams == {"parts": 2, "weight": 2}
+
+
 def test_parts_that_do_not_fit_are_told() -> None:
     with pytest.raises(ConfigError, match=r"^module.parts=3 does not divide geometry.n_views=8$"):
         tiny_module(*SPLIT, "module.parts=3")
-    with pytest.raises(ConfigError, match=r"^data.views does not go with module.*Split, whose parts are of one scan"):
-        config_of(*SPLIT, "data.views=[6,8]")
+    config = tiny_config(*SPLIT, "data.views=[6,8]")
+    line = r"^data.views, data.arcs: Split trains with the views of one scan: leave them out$"
+    with pytest.raises(ConfigError, match=line):
+        build_module(config).training_step(batch_of(tiny_module()), 0)
+    with pytest.raises(ConfigError, match=line):
+        Planner(config).estimate(config)

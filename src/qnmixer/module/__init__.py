@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import qnmixer.needs_train  # noqa: F401
 
@@ -29,7 +29,7 @@ from qnmixer.models.data_term import safe_step_size
 from qnmixer.models.unrolled import UnrolledNetwork, at_image
 from qnmixer.module.base import RunModule
 from qnmixer.parallel.torch_private import no_dispatch
-from qnmixer.physics import FanBeamProjector, NoNoise
+from qnmixer.physics import FanBeamProjector
 from qnmixer.schedules import constant
 
 OfEach = Callable[[Tensor, Tensor], Tensor]
@@ -172,27 +172,26 @@ class Passes(ReconstructionModule):
 
 
 class Split(ReconstructionModule):
-    """Trains without truth: the network sees a part of the views, and the loss is on the others.
+    """Trains without truth: the network sees a part of the views, and the loss is on the rays of the others.
 
-    Noise of the others is independent of that of the part. So the expected gradient is that of the loss with their
-    noiseless rays, as in Noise2Inverse (Hendriksen, Pelt, Batenburg, IEEE Trans. Comput. Imaging 6 (2020) 1320–1335),
-    which splits views too. The loss is in units of the noise: the squared error of each ray over its variance, as
-    `noise` has it for y. That depends on the noise of y a little, so there this holds to first order. Without a known
-    noise all rays count alike. No step reads `batch["image"]`. Validation is with all views.
+    As Yaman et al., Magn. Reson. Med. 84 (2020) 3172–3191, do with k-space. The noise of these rays is independent of
+    what the network sees. So the expected gradient is that of the loss with their noiseless values, for a network
+    whose derivative does not depend on the loss. (At black pixels that of `nonnegative` does.) The squared error of
+    each ray is divided by its variance, by `noise` and y: 1 is then what the best image would have. Where this variance
+    follows the noise of y itself, as with photon counts, the above holds to first order. Without a known noise all
+    rays count alike. No step reads `batch["image"]`. Validation is with all views.
 
-    Part k has the views k, k + n, k + 2n, … of n parts. In a step k is drawn by seed and optimizer step alone: it is
-    the same on all devices, in each batch of an accumulated step, and after a resume. A† of a part is scaled so that
-    λ_t stays as near to its bound as with all views.
+    Part k of n has the views k, k + n, k + 2n, … In a step k is drawn by seed and optimizer step alone. So it is the
+    same on all devices, in each batch of an accumulated step, and after a resume. A† of a part is scaled so that λ_t
+    stays as near to its bound as with all views.
 
     Args:
-        network: its projector has the scan of the part in a step, up to the end of the backward pass.
-        parts: number of parts, which divides the number of views. The network sees one, all others are the target.
+        network: its projector is that of a part from the forward pass to the end of the backward pass.
+        parts: n, which divides the number of views. The network sees one part, all others are the target.
         others: as of `ReconstructionModule`; `loss` is of validation alone.
 
-    Raises ConfigError if the parts do not divide the views.
+    Raises ConfigError if n does not divide the views, and in a step if training has several scans.
     """
-
-    has_one_scan: ClassVar[bool] = True
 
     def __init__(self, network: UnrolledNetwork[Any], parts: Annotated[int, Ge(2)] = 2, **others: Any) -> None:
         super().__init__(network, **others)
@@ -206,11 +205,14 @@ class Split(ReconstructionModule):
 
     def prediction(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """The images [B, 1, H, W] from a part of y [B, 1, V, D], and their loss [B] on the rays of the other parts."""
-        n, noise = len(self.parts), self.measurement.noise if hasattr(self, "measurement") else NoNoise()
+        n, measurement = len(self.parts), getattr(self, "measurement", None)  # a script with sinograms may have none
+        if measurement and measurement.scans:
+            name = type(self).__name__
+            raise ConfigError(f"data.views, data.arcs: {name} trains with the views of one scan: leave them out")
         k = random.Random(f"part {self.network.step_key}").randrange(n)
         self.network.projector.become(self.parts[k])  # type: ignore[arg-type]  # a ModuleList has no type of its own
         image = self.network(y[:, :, k::n])
-        variance = noise.variance(y)
+        variance = measurement.noise.variance(y) if measurement else torch.zeros_like(y)
         squares = (self.whole(image) - y).square() / torch.where(variance > 0, variance, 1)
         of_parts = squares.unflatten(2, (-1, n)).mean((1, 2, 4))  # [B, n]
         return image, torch.stack([of_parts[:, j] for j in range(n) if j != k or n == 1]).mean(0)
@@ -249,9 +251,10 @@ class Equivariant(Split):
     and flips that map the rays onto each other, A T is A with its rays in another order. Then A T and A have the same
     null space, and nothing is learned there.
 
-    With noise, ‖A x̂ − y‖² on the rays that the network has seen fits the noise too (Chen, Tachella, Davies, "Robust
-    Equivariant Imaging", CVPR 2022). The variance only weights the rays. With `parts` above 1, the fit is on rays that
-    the network has not seen, as in `Split`, and A T x̂ is of the views of the part. A T x̂ has no noise.
+    With noise, ‖A x̂ − y‖² on rays that the network sees fits their noise too (the same authors, "Robust Equivariant
+    Imaging", CVPR 2022, who take SURE). The variance weights the rays, and does not cure this. `parts` above 1 does:
+    then the fit is on rays that the network does not see, as in `Split`, and A T x̂ has the views of the part. No noise
+    is added to it.
 
     T is drawn by seed and optimizer step, for all images of a batch. A step takes memory and time of two networks.
     `trainer.deterministic=true` is refused by torch on a GPU: the derivative of its interpolation adds in any order.

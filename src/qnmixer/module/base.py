@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import lightning as L
 import torch
@@ -40,14 +40,12 @@ class RunModule(L.LightningModule):
     In a script without a run, `measurement` may be set; else it is the scan of the network, without noise.
 
     Attributes:
-        has_one_scan: whether its step needs the scan of the run, so that `data.views` may not draw others.
         network: it alone is evaluated. Other networks of the module, such as a discriminator, are trained and saved.
         config: of the run; a script has none.
         measurement: the scan and its noise.
         settings: the config as plain data, for checkpoints; empty in a script.
     """
 
-    has_one_scan: ClassVar[bool] = False
     network: UnrolledNetwork[Any]
     config: Config
     measurement: Measurement

@@ -33,15 +33,13 @@ def scan_of_set(data: DataConfig, geometry: GeometryConfig) -> None:
             raise ConfigError(f"data.{key}={getattr(data, key)} is not that of data={data.name}: give {value}")
 
 
-def scans_to_simulate(data: DataConfig, datamodule: DataModuleConfig, module: ModuleConfig) -> None:
+def scans_to_simulate(data: DataConfig, datamodule: DataModuleConfig) -> None:
     """Only slices of which a run simulates the sinograms can have another scan in each step."""
     key = "views" if data.views else "arcs"
     if data.n_scans and not datamodule.is_of_slices:
         raise ConfigError(f"data.{key} does not reach the batches of {datamodule.as_typed}: leave it out")
     if data.n_scans and data.measured:
         raise ConfigError(f"data.{key}: the sinograms of data={data.name} were measured with one scan: leave it out")
-    if data.n_scans and module.load().has_one_scan:
-        raise ConfigError(f"data.{key} does not go with {module.as_typed}, whose parts are of one scan: leave it out")
 
 
 def one_scale(data: DataConfig, noise: NoiseConfig) -> None:

@@ -140,7 +140,7 @@ def checked(config: Config, *groups: str) -> Config:
 def validate(config: Config) -> None:
     """Check the rules between sections. Raises ConfigError for the first that is broken."""
     rules.scan_of_set(config.data, config.geometry)
-    rules.scans_to_simulate(config.data, config.datamodule, config.module)
+    rules.scans_to_simulate(config.data, config.datamodule)
     rules.one_scale(config.data, config.noise)
     rules.profile_of_scan(config.noise, config.geometry)
     rules.divided_image(config.data, config.model)
