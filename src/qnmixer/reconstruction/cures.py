@@ -25,11 +25,12 @@ _MOST_PASSES, _PASSES_FROM_TV = 4, 2
 """TV is nearer to y than the network's images are. From there the residual rises, while the images still gain."""
 _CHANGE = 0.01
 """Of ‖x‖: a pass that changes an image by less may lose a tenth of a dB though its residual falls (32 and 48 views)."""
-_SHARE_WITH_MORE_VIEWS, _SHARE_ON_SHORT_ARCS = 0.5, 0.4
+_SHARE = 0.4
+"""Of total variation in the image: measured, as the best of a few for the validation patients of the shipped weights."""
 _FEWEST_VIEWS = 0.45
 """Views as a share of those in training, below which total variation is better, and the better start."""
 _TV_ITERATIONS = 400
-_TV_WEIGHT = 7.2e-4
+_TV_WEIGHT, _TV_WEIGHT_WITH_MORE_VIEWS = 7.2e-4, 3.3e-4
 """Times 1/√V: errors of y differ from view to view, so Aᵀ/‖A‖² makes them smaller by √V. With 64 views it is 9e-5."""
 
 
@@ -94,14 +95,16 @@ def put_on(
     most = _PASSES_FROM_TV if starts_at_tv else _MOST_PASSES
     passes = cures.passes if cures.passes != "auto" else most if why or fewer else 1
     while_it_falls = cures.passes == "auto" and not starts_at_tv
-    share = cures.mix if cures.mix != "auto" else _share_of_tv(scan, nearest)
+    # There the errors of the network and of total variation differ, and their mean is better than each.
+    has_more, is_short = scan.n_views > 1.001 * nearest.n_views, _is_short(scan, nearest)
+    share = cures.mix if cures.mix != "auto" else _SHARE * (has_more or is_short)
     growth = 1.0 if same else spread_steps(network)
     words = [f"data steps spread: an eigenvector grew {growth:.2g} times in an iteration"] * (growth > 1)
     if not network.has_weights or T < 2 or ((starts_at_tv or passes > 1 or share) and not _has_start(network)):
         words += [f"{network.title} has no start: passes, start and mix change nothing"] * (cures != NO_CHOICE)
         starts_at_tv = False
     elif starts_at_tv or passes > 1 or share:
-        weight = _TV_WEIGHT / math.sqrt(scan.n_views)
+        weight = (_TV_WEIGHT_WITH_MORE_VIEWS if has_more else _TV_WEIGHT) / math.sqrt(scan.n_views)
         tv = TotalVariation(network.projector, _TV_ITERATIONS, weight, gap=0, variance=variance)
         reason = f" ({why})" if cures.start == "auto" else ""
         words += [f"start=tv{reason}: {_TV_ITERATIONS} iterations of TV come first"] * starts_at_tv
@@ -129,16 +132,6 @@ def outside_of_training(scan: FanBeamGeometry, trained: FanBeamGeometry) -> str:
     if scan.n_views < _FEWEST_VIEWS * trained.n_views:
         return f"its {scan.n_views} views are fewer than {_FEWEST_VIEWS:g} times the {trained.n_views} of the training"
     return ""
-
-
-def _share_of_tv(scan: FanBeamGeometry, trained: FanBeamGeometry) -> float:
-    """The share of total variation in the image: its errors and those of a network outside of its training differ.
-
-    The shares are measured: the best of a few for the validation patients of the shipped weights.
-    """
-    if _is_short(scan, trained):
-        return _SHARE_ON_SHORT_ARCS
-    return _SHARE_WITH_MORE_VIEWS if scan.n_views > 1.001 * trained.n_views else 0.0
 
 
 def _is_short(scan: FanBeamGeometry, trained: FanBeamGeometry) -> bool:
