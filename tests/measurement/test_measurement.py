@@ -2,14 +2,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from qnmixer.data.batch import Batch
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.measurement.build import measure_of
+from qnmixer.measurement.build import build_measurement, measure_of
 from qnmixer.module import ReconstructionModule
+from qnmixer.physics import NoNoise
+from qnmixer.settings.run import section
 
-from ..conftest import tiny_module
+from ..conftest import tiny_config, tiny_module
 
 
 def batches(module: ReconstructionModule, part: str = "test", epoch: int = 0) -> list[Batch]:
@@ -55,3 +58,44 @@ def test_a_script_measures_by_a_function() -> None:
         measured, plain = next(iter(data.loader(part))), batches(module, part)[0]
         assert "fine" not in measured
         assert torch.equal(measured["sinogram"], plain["fine"] + (part == "val"))
+
+
+@pytest.mark.parametrize("n_views", [12, 13])
+@pytest.mark.parametrize("known", [True, False])
+def test_the_residual_is_that_of_views_that_were_held_out(n_views: int, known: bool) -> None:
+    """The truth leaves the noise alone, which is 1, whether its variance is known or estimated from the sinogram."""
+    config = tiny_config("data=phantoms", f"geometry.n_views={n_views}", "geometry.n_detectors=128", "noise=field")
+    measurement = build_measurement(config.changed(noise=section("noise", "field", sigma=9.0)))
+    size = config.data.image_size
+    axis = torch.linspace(-1.5, 1.5, size)
+    image = torch.exp(-(axis**2 + axis[:, None] ** 2) * 2)[None, None].repeat(3, 1, 1, 1)
+    y = measurement.noise(measurement.projector(image), [(0, 0, k) for k in range(3)])
+    whole, inputs = measurement.projector.geometry, list[Tensor]()
+    if not known:
+        measurement.noise = NoNoise()
+
+    def truth(half: Tensor) -> Tensor:
+        inputs.append(half)
+        assert measurement.projector.geometry.n_views == n_views // 2
+        assert measurement.projector.safe_step_size() == pytest.approx(step)
+        assert measurement.projector(image).sub(half).std() < 11  # its views are those of the input
+        return image
+
+    step, before = measurement.projector.safe_step_size(), measurement.projector(image)
+    residual = measurement.residual(truth, y)
+    assert residual.shape == (3,)
+    assert residual.sub(1).abs().max() < 0.1
+    assert torch.equal(inputs[0], y[:, :, : 2 * (n_views // 2) : 2])
+    assert measurement.projector.geometry == whole
+    assert torch.equal(measurement.projector(image), before)
+    assert measurement.residual(measurement.projector.fbp, y).min() > 1.1
+
+
+def test_held_out_views_do_not_reach_the_image() -> None:
+    module = tiny_module("noise=field", "geometry.n_views=8")
+    seen: list[Tensor] = []
+    y = module.measure(batches(module)[0], "val")
+    for change in (0.0, 100.0):
+        y[:, :, 1::2] += change
+        module.measurement.residual(lambda half: seen.append(module.network(half)) or seen[-1], y)  # type: ignore[func-returns-value]
+    assert torch.equal(*seen)

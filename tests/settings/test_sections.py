@@ -43,7 +43,9 @@ def test_arguments_stand_beside_our_keys() -> None:
     assert config.metrics["mine"] == MetricConfig(_target_=counter, mode="min", in_hu=True, width=5).at("metrics.mine")
     assert config.callbacks["mine"] == CallbackConfig(_target_=counter, every=5).at("callbacks.mine")
     assert config.logger == {"custom": LoggerConfig(_target_=counter, key=3).at("logger")}
-    assert modes_of(config.metrics) == {"val/psnr": "max", "val/ssim": "max", "val/mine": "min", "val/loss": "min"}
+    assert modes_of(config.metrics) == {"val/psnr": "max", "val/ssim": "max", "val/mine": "min", "val/loss": "min"} | {
+        "val/residual": "min"
+    }
     shared = parse_file(without_places(config).plain())  # needs nothing of the user's own
     assert ([*shared.metrics], shared.callbacks, shared.logger) == (["psnr", "ssim"], {}, {})
 

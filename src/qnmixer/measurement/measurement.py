@@ -1,5 +1,6 @@
 """The measurement: x → A x + noise → y. Plain torch."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qnmixer.data.batch import Batch
+from qnmixer.errors import GeometryError
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
 from qnmixer.physics.projector import system_matrix
 from qnmixer.physics.scan import ScanMatrix
@@ -47,6 +49,7 @@ class Measurement(nn.Module):
         self._finer = finer or partial(matrix_at, projector.geometry)
         self.fine_matrix: ScanMatrix | None = None
         self.scans = nn.ModuleList()
+        self._half: FanBeamProjector | None = None  # of every second view, from its first use on
 
     def at_scan(self, number: int = -1) -> "Measurement":
         """The measurement of a scan of `scans`, by default that of this one. The projector becomes that of the scan.
@@ -77,6 +80,38 @@ class Measurement(nn.Module):
             stream = "train"
         return self.noise(p, [(self.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()])
 
+    @torch.no_grad()
+    def residual(self, reconstruct: Callable[[Tensor], Tensor], y: Tensor) -> Tensor:
+        """How well an image from every second view predicts the other views, [B], in units of their noise.
+
+        sqrt(mean((A x − y)² / variance)) over the held-out rays of y [B, 1, V, D]: 1 is as good as their noise allows.
+        So no truth is needed. The variance is that of `noise`; if it says none, it is the mean square of second
+        differences along the bins. These have 6 times the variance of white noise, and hardly any of a smooth object.
+        Only rays with a variance count.
+
+        Args:
+            reconstruct: y → x, by the projector of this measurement, such as a network. Meanwhile this projector is
+                that of every second view, with a step size λ_t as near to its bound as in the whole scan.
+
+        Raises GeometryError for a scan of one view.
+        """
+        self.at_scan()
+        whole = copy.copy(self.projector)
+        if self._half is None:
+            self._half = half_of(whole)
+        self.projector.become(self._half.to(y.device))
+        try:
+            image = reconstruct(y[:, :, : 2 * self.projector.geometry.n_views : 2].contiguous())
+        finally:
+            self.projector.become(whole)
+        variance = self.noise.variance(y)
+        if not variance.any():
+            variance = y.diff(n=2, dim=-1).square().mean((1, 2, 3), keepdim=True).div(6).expand_as(y)
+        squares, variance = ((z[:, :, 1::2]) for z in ((self.projector(image) - y).square(), variance))
+        counts = variance > 0
+        shares = torch.where(counts, squares / variance.where(counts, 1), 0.0)
+        return (shares.sum((1, 2, 3)) / counts.sum((1, 2, 3))).sqrt()
+
     def project(self, image: Tensor, fine: Tensor | None = None) -> Tensor:
         """A x [B, 1, V, D] of images [B, 1, S, S], or of the same images on the finer grid [B, 1, f·S, f·S] if given.
 
@@ -90,6 +125,19 @@ class Measurement(nn.Module):
             self.fine_matrix = self._finer(fine.shape[-1])
         matrix = self.fine_matrix.to(fine.device)
         return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
+
+
+def half_of(projector: FanBeamProjector) -> FanBeamProjector:
+    """The projector of views 0, 2, 4, … of a scan, with A† scaled to its step sizes. A last view 2k is left out."""
+    geometry = projector.geometry
+    if geometry.n_views < 2:
+        raise GeometryError("n_views=1: a scan of one view has none to hold out")
+    n_views = geometry.n_views // 2
+    half = FanBeamProjector(
+        replace(geometry, n_views=n_views, angle_span=2 * n_views * geometry.angle_step), projector.fbp_filter
+    )
+    half.scale_filtered_adjoint(projector.safe_step_size())
+    return half
 
 
 def matrix_at(geometry: FanBeamGeometry, image_size: int) -> ScanMatrix:

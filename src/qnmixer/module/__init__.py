@@ -31,6 +31,7 @@ from qnmixer.module.base import RunModule
 from qnmixer.parallel.torch_private import no_dispatch
 from qnmixer.physics import FanBeamProjector
 from qnmixer.schedules import constant
+from qnmixer.settings.logged_names import RESIDUAL
 
 OfEach = Callable[[Tensor, Tensor], Tensor]
 """A loss: [B], a number for each image, from images and truths [B, 1, H, W]."""
@@ -101,7 +102,10 @@ class ReconstructionModule(RunModule):
         return (batch["weight"] * self.loss(image, batch["image"])).mean()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss and metrics of each image, whose means are logged as val/NAME."""
+        """Loss and metrics of each image, whose means are logged as val/NAME.
+
+        With monitor=val/residual, and where there is no truth, also `Measurement.residual`.
+        """
         self._score(batch, "val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
@@ -113,10 +117,13 @@ class ReconstructionModule(RunModule):
         return self.network(self.measure(batch, "test"))
 
     def _score(self, batch: Batch, stream: str) -> None:
-        y = self.measure(batch, stream)
-        image = self.network(y)
-        values = {"loss": self.loss(image, batch["image"])}
-        values |= {name: metric(image, batch) for name, metric in self.metrics.items()}
+        y, values = self.measure(batch, stream), dict[str, Tensor]()
+        if "image" in batch:
+            image = self.network(y)
+            values["loss"] = self.loss(image, batch["image"])
+            values |= {name: metric(image, batch) for name, metric in self.metrics.items()}
+        if "image" not in batch or (self.settings and self.config.monitor == f"val/{RESIDUAL}"):
+            values[RESIDUAL] = self.measurement.residual(self.network, y)
         self.log_means(stream, values, counted=batch["weight"] > 0)
 
     def configure_optimizers(self) -> Any:

@@ -77,7 +77,7 @@ def loss_of_part(module: Any, batch: Any, batch_idx: int, image: Tensor, start: 
     Raises ConfigError if `training_step` needs more of the network than x_T, or logs a torchmetrics Metric.
     """
     part = {key: value[start : start + len(image)] for key, value in batch.items()}
-    share = len(image) / len(batch["image"])
+    share = len(image) / len(batch["weight"])
     with _giving(module, part["sinogram"], image, partial(_add_logged, logged, share)):
         return module.training_step(part, batch_idx) * share
 

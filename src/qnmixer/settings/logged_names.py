@@ -5,8 +5,8 @@ Callbacks, loggers and tables take them from here. A metric with such a name wou
 
 from collections.abc import Collection
 
-LOSS, ITERATES = "loss", "iterates"
-"""Of each validation, as val/NAME, beside the metrics and what follows."""
+LOSS, ITERATES, RESIDUAL = "loss", "iterates", "residual"
+"""Of each validation, as val/NAME, beside the metrics and what follows. The residual needs no truth."""
 OF_NETWORKS = ("cosine_zs", "skipped_pairs")
 """What the networks of this package tell of their state in a validation."""
 PICTURE, TABLE = "picture", "table"
@@ -30,7 +30,8 @@ def deviation_name(metric: str) -> str:
 
 def taken_names(metrics: Collection[str]) -> set[str]:
     """All names that a run with these metrics uses beside theirs."""
-    names = {LOSS, ITERATES, *OF_NETWORKS, PICTURE, TABLE, *IN_WINDOW, *COLUMNS_OF_IMAGES, *COLUMNS_OF_COMPARISON}
-    for metric in (*metrics, *_USUAL, LOSS):
+    names = {LOSS, ITERATES, RESIDUAL, *OF_NETWORKS, PICTURE, TABLE}
+    names |= {*IN_WINDOW, *COLUMNS_OF_IMAGES, *COLUMNS_OF_COMPARISON}
+    for metric in (*metrics, *_USUAL, LOSS, RESIDUAL):
         names |= {best_name(metric), deviation_name(metric)}
     return names

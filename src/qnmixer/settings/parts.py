@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, model_validator
 
 from qnmixer.errors import ConfigError, first_line
-from qnmixer.settings.logged_names import LOSS, taken_names
+from qnmixer.settings.logged_names import LOSS, RESIDUAL, taken_names
 from qnmixer.settings.options import TARGET, options
 from qnmixer.settings.plugins import Kind, defaults_of, is_trusted, load_plugin, parameters_of, subclass_of
 from qnmixer.settings.sections import WandbConfig
@@ -300,8 +300,9 @@ def averages_weights(callbacks: Mapping[str, CallbackConfig]) -> bool:
 
 
 def modes_of(metrics: Mapping[str, MetricConfig]) -> dict[str, str]:
-    """The better value, max or min, of all that `monitor` can name: val/NAME of each metric, and val/loss."""
-    return {f"val/{name}": str(metric.mode) for name, metric in metrics.items()} | {f"val/{LOSS}": "min"}
+    """The better value, max or min, of all that `monitor` can name: val/NAME of each metric, of loss and residual."""
+    of_metrics = {f"val/{name}": str(metric.mode) for name, metric in metrics.items()}
+    return of_metrics | {f"val/{LOSS}": "min", f"val/{RESIDUAL}": "min"}
 
 
 def check_monitor(monitor: str, metrics: Mapping[str, MetricConfig]) -> None:

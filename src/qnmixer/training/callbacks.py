@@ -297,7 +297,7 @@ class MemoryMonitor(Callback):
     ) -> None:
         """Reset the peak at the start of an optimizer step, which may take several batches."""
         assert isinstance(pl_module, RunModule)
-        n_slices = len(batch["image"])
+        n_slices = len(batch["weight"])
         if batch_idx % trainer.accumulate_grad_batches:
             self._slices = min(self._slices, n_slices)
             return
