@@ -15,11 +15,11 @@ from torch import Tensor
 
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.metrics import psnr
+from qnmixer.measurement.scans import misfit
 from qnmixer.models import TotalVariation
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.reconstructor import Reconstructor
-from qnmixer.reconstruction.scan import misfit
 from qnmixer.reconstruction.sinograms import measured_scans, sinogram_files
 from qnmixer.runs.tables import Table, in_digits
 from qnmixer.settings.compose import compose
@@ -57,7 +57,7 @@ def main(run: str, folder: Path) -> None:
     rows = [["validation slices, PSNR in dB", *(in_digits(scores[name]) for name in methods)]]
     for scan in measured_scans(folder, sinogram_files(folder), module, config):
         images = [method(scan.sinogram) for method in methods.values()]
-        rows.append([scan.name, *(f"{misfit(module.projector, x, scan):.1%}" for x in images)])
+        rows.append([scan.name, *(f"{misfit(module.projector, x, scan.sinogram, scan.missing):.1%}" for x in images)])
     geometry = module.projector.geometry
     span = abs(geometry.angle_span) * 180 / torch.pi
     title = f"Measured scans: {geometry.n_views} views over {span:.0f}°"

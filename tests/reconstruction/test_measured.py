@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from qnmixer.data.phantoms.phantoms import phantom
+from qnmixer.data.regrid import regrid_scan
+from qnmixer.data.sinograms import read_mat
 from qnmixer.errors import DataError
 from qnmixer.measurement.build import build_geometry
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.projector import system_matrix
 from qnmixer.reconstruction.reconstruct import reconstruct_input
 from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
-from qnmixer.reconstruction.regrid import regrid_scan
-from qnmixer.reconstruction.sinograms import read_mat
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from qnmixer.data.formats import FORMATS
 from qnmixer.errors import ConfigError, DataError, OutOfMemory, first_line
 from qnmixer.installed import is_installed, not_installed
+from qnmixer.measurement.scans import misfit
 from qnmixer.models.fbp import FBP
 from qnmixer.parallel.device_memory import is_out_of_memory
 from qnmixer.parallel.devices import choose_device
@@ -29,7 +30,7 @@ from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.input_slices import simulated_scans, slice_files
 from qnmixer.reconstruction.reconstruct_config import OF_DATAMODULE, ReconstructConfig
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan, symmetries_of
-from qnmixer.reconstruction.scan import Scan, misfit, warn
+from qnmixer.reconstruction.scan import Scan, warn
 from qnmixer.reconstruction.sections import scan_for
 from qnmixer.reconstruction.sinograms import holds_sinograms, measured_scans, sinogram_files
 from qnmixer.reconstruction.uncertainty import load_calibration
@@ -100,7 +101,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
                     maps[_UNCERTAINTY] = calibration.of(config.level, hu, maps[_SPREAD])
             written = writer.write(scan, hu, maps)
             if written and scan.measured:
-                distance = misfit(module.projector, x, scan)
+                distance = misfit(module.projector, x, scan.sinogram, scan.missing)
                 console.print(f"{scan.name}: A x differs from the sinogram by {distance:.1%}", soft_wrap=True)
             progress.advance(task)
     if not writer.count and not writer.failed:

@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 from pydicom.dataset import FileDataset
 from torch import Tensor
-from torch.nn.functional import avg_pool2d
 
-from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.units import FloatArray
 from qnmixer.runs.terminal import Console
 
@@ -42,14 +40,6 @@ class Scan:
 def by_numbers(path: Path | str) -> list[str | int]:
     """The key that sorts paths with the numbers in them as numbers: a slice 10 comes after 9, as in its series."""
     return [int(part) if k % 2 else part for k, part in enumerate(re.split(r"(\d+)", str(path)))]
-
-
-def misfit(projector: FanBeamProjector, x: Tensor, scan: Scan, bins: int = 1) -> float:
-    """‖A x − y‖ / ‖y‖ of an image [1, 1, S, S] over the views that were measured, with means of `bins` neighbours."""
-    views = slice(None) if scan.missing is None else ~scan.missing
-    residual = projector(x) - scan.sinogram
-    residual, y = (avg_pool2d(sinogram[:, :, views], (1, bins)) for sinogram in (residual, scan.sinogram))
-    return float(residual.norm() / y.norm())
 
 
 def warn(line: str) -> None:
