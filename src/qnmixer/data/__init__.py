@@ -14,9 +14,18 @@ if TYPE_CHECKING:
     from qnmixer.data.dicom import DicomReader
     from qnmixer.data.numpy_files import NumpyReader
     from qnmixer.data.phantoms.phantoms import PhantomSource
+    from qnmixer.data.sinograms import SinogramReader
     from qnmixer.data.sources import MixedSource
 
-__all__ = ["DeepLesionReader", "DicomReader", "MixedSource", "NumpyReader", "PhantomSource", "SliceDataModule"]
+__all__ = [
+    "DeepLesionReader",
+    "DicomReader",
+    "MixedSource",
+    "NumpyReader",
+    "PhantomSource",
+    "SinogramReader",
+    "SliceDataModule",
+]
 
 _MODULES = {
     "DeepLesionReader": "qnmixer.data.deeplesion",
@@ -24,6 +33,7 @@ _MODULES = {
     "MixedSource": "qnmixer.data.sources",
     "NumpyReader": "qnmixer.data.numpy_files",
     "PhantomSource": "qnmixer.data.phantoms.phantoms",
+    "SinogramReader": "qnmixer.data.sinograms",
     "SliceDataModule": "qnmixer.data.datamodule",
 }
 _OF_THE_BASE = "NumpyReader", "PhantomSource"

@@ -20,7 +20,7 @@ SHAPES = {
 class Batch(TypedDict):
     """Collated samples of `SliceDataset`, of the shapes in `SHAPES`; HU = hu_offset + hu_scale · image."""
 
-    image: Tensor
+    image: NotRequired[Tensor]  # the truth; not where a scanner has measured sinograms alone
     fine: NotRequired[Tensor]  # to simulate from; with data.simulation_factor = f above 1
     sinogram: NotRequired[Tensor]  # value × mm; where a scanner or the loader has measured
     scan: NotRequired[Tensor]  # [B] int64 on the host, all equal: the scan of the step, with data.views or data.arcs

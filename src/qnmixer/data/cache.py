@@ -10,6 +10,7 @@ The index has a digest of itself and a digest of each slice. The latter is check
 
 import inspect
 import json
+import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,7 @@ from qnmixer.files import (
     path_of,
     write_text,
 )
+from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.units import AIR, FloatArray
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.data import FolderData
@@ -155,8 +157,8 @@ class SliceCache:
 
     endless = False
 
-    def __init__(self, pixels: Path, size: int, index: dict[str, Any]) -> None:
-        self._file, self._size, self._rows = pixels, size, index["rows"]
+    def __init__(self, pixels: Path, shape: tuple[int, int], index: dict[str, Any]) -> None:
+        self._file, self._shape, self._rows = pixels, shape, index["rows"]
         # Open as long as the cache is in use: the file may be removed meanwhile, when the folder has changed.
         self._stream = _Stream(pixels)
         self.infos = [SliceInfo(**info) for info in index["infos"]]
@@ -172,14 +174,17 @@ class SliceCache:
         return len(self.infos)
 
     def load(self, index: int) -> FloatArray:
-        """Slice [S, S] in HU, float32, as a copy that the caller may change. Raises DataError if it is damaged."""
+        """Slice [S, S] in HU, or sinogram [V, D], float32, as a copy that the caller may change.
+
+        Raises DataError if it is damaged.
+        """
         # Read, not mapped: with a map, a file that gets shorter would end the process with SIGBUS.
-        length = self._size**2 * _PIXEL.itemsize
+        length = math.prod(self._shape) * _PIXEL.itemsize
         pixels = self._stream.read(length, self._rows[index] * length)
         if digest_of_bytes(memoryview(pixels)) != self.digests[index]:
             self._file.with_suffix(".json").unlink(missing_ok=True)
             raise DataError(f"{self._file} has changed on the disk at {self.name(index)}: start again to rebuild it")
-        return np.frombuffer(pixels, _PIXEL).reshape(self._size, self._size).copy()
+        return np.frombuffer(pixels, _PIXEL).reshape(self._shape).copy()
 
     def name(self, index: int) -> str:
         """The file (and frame) of the slice."""
@@ -208,16 +213,20 @@ def list_files(root: Path, *, leave_out: Path | None = None, key: str = "data.ro
     return relative_paths
 
 
-def open_cache(config: FolderData, image_size: int, field_of_view: float | None = None) -> SliceCache:
+def open_cache(
+    config: FolderData, image_size: int, field_of_view: float | None = None, scan: FanBeamGeometry | None = None
+) -> SliceCache:
     """The decoded slices of a folder: from the cache if it is complete and up to date, else decoded now.
 
-    `field_of_view`: mm that an image covers, each slice at its true size; None: a slice fills the whole image.
+    `field_of_view`: mm that an image covers, each slice at its true size; None: a slice fills the whole image. `scan`:
+    of a folder of sinograms [V, D].
 
     Raises:
         DataError: the folder is missing, empty, or contains no usable slice; or other users may have written the cache.
         OSError: the disk is full. No half-written file stays.
     """
-    reader: Reader = config.build()
+    reader: Reader = config.build(supplied={} if scan is None else {"geometry": scan, "hu_max": config.hu_max})
+    shape = (image_size, image_size) if scan is None else (scan.n_views, scan.n_detectors)
     root, cache_dir = path_of(str(config.root)), default_cache_dir()
     if config.cache_dir:
         cache_dir = path_of(config.cache_dir)
@@ -226,7 +235,8 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     if not matches:
         raise DataError(f"data.include={config.include} matches none of {len(files)} files below {root}: {files[0]}, …")
     reader_identity = [config.target, sorted(config.arguments.items())]
-    identity = [*reader_identity, str(root.resolve()), config.include, image_size, field_of_view]
+    of_scan = [] if scan is None else [asdict(scan), config.hu_max]
+    identity = [*reader_identity, str(root.resolve()), config.include, image_size, field_of_view, *of_scan]
     folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{digest(identity)}"
     # A program can set the time of the last change, as `cp -p` does, but not ctime, which every change updates.
     states = ((path, os.stat(root / path)) for path in matches)
@@ -241,14 +251,14 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
             f"{error.filename} cannot keep slices ({error.strerror}): give a folder of your own, data.cache_dir=…"
         ) from error
     with FileLock(folder / "lock"):
-        index = _read_index(pixels, image_size)
+        index = _read_index(pixels, shape)
         if index is None:
-            decoding = _Decoding(reader, root, image_size, field_of_view, config.section)
+            decoding = _Decoding(reader, root, image_size, field_of_view, config.section, of_sinograms=scan is not None)
             index = _build_cache(decoding, matches, pixels)
-        return SliceCache(pixels, image_size, index)
+        return SliceCache(pixels, shape, index)
 
 
-def _read_index(pixels: Path, size: int) -> dict[str, Any] | None:
+def _read_index(pixels: Path, shape: tuple[int, int]) -> dict[str, Any] | None:
     """The index of a complete cache, or None."""
     file = pixels.with_suffix(".json")
     if not (file.is_file() and pixels.is_file()):  # opening a pipe may never end
@@ -258,7 +268,7 @@ def _read_index(pixels: Path, size: int) -> dict[str, Any] | None:
         is_whole = index.pop("digest") == digest(index)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    is_whole = is_whole and pixels.stat().st_size == len(index["infos"]) * size**2 * _PIXEL.itemsize
+    is_whole = is_whole and pixels.stat().st_size == len(index["infos"]) * math.prod(shape) * _PIXEL.itemsize
     return index if is_whole else None
 
 
@@ -284,8 +294,17 @@ def _build_cache(decoding: "_Decoding", files: Sequence[str], pixels: Path) -> d
 class _Decoding:
     """The slices of a folder while its files are decoded one by one, for `open_cache`. `section`: for messages."""
 
-    def __init__(self, reader: Reader, root: Path, size: int, field_of_view: float | None, section: str) -> None:
-        self.reader, self.root, self.size = reader, root, size
+    def __init__(
+        self,
+        reader: Reader,
+        root: Path,
+        size: int,
+        field_of_view: float | None,
+        section: str,
+        *,
+        of_sinograms: bool = False,  # which are stored as the reader gives them
+    ) -> None:
+        self.reader, self.root, self.size, self.of_sinograms = reader, root, size, of_sinograms
         self.field_of_view, self.section = field_of_view, section
         self._rows: list[dict[str, Any]] = []  # what the index says of each slice, in the order of decoding
         self._order: list[tuple[Any, ...]] = []
@@ -308,6 +327,8 @@ class _Decoding:
 
     def _checked(self, piece: Slice) -> FloatArray:
         """HU of a slice as its file has it. Raises SkipFile for one that the cache does not take, or that it has."""
+        if self.of_sinograms:
+            return piece.hu
         # Before it is resampled, so that every size has the same slices.
         hu = clean_hu(piece.hu)
         require_content(hu)
@@ -325,7 +346,8 @@ class _Decoding:
 
     def _add(self, piece: Slice, hu: FloatArray, stream: IO[bytes]) -> None:
         """Write a slice on the grid of the network, and note what the index says of it."""
-        pixels = to_grid(hu, piece.spacing, self.size, self.field_of_view).astype(_PIXEL, copy=False).tobytes()
+        of_grid = hu if self.of_sinograms else to_grid(hu, piece.spacing, self.size, self.field_of_view)
+        pixels = of_grid.astype(_PIXEL, copy=False).tobytes()
         stream.write(pixels)
         self._order.append(piece.info.order)
         self._rows.append(

@@ -30,9 +30,9 @@ class SliceDataModule(LightningDataModule):
     """Slices of a source or a mix, split into train, val and test. `qnmixer.settings.data` has the settings.
 
     Batches are dicts: image [B, 1, S, S] float32, hu_offset [B], hu_scale [B], sample [B] int64, weight [B] and name
-    (list of B). With simulation_factor = f above 1 they also have fine [B, 1, f·S, f·S], or sinogram [B, 1, V, D] in
-    its place. Training order and new phantoms depend on the epoch. Validation and test are always the same, and
-    complete.
+    (list of B), without image from a source of sinograms alone. With simulation_factor = f above 1 they also have fine
+    [B, 1, f·S, f·S], or sinogram [B, 1, V, D] in its place. Training order and new phantoms depend on the epoch.
+    Validation and test are always the same, and complete.
 
     Args:
         config: of the source.
@@ -101,6 +101,12 @@ class SliceDataModule(LightningDataModule):
         """Whether the sinograms were measured, also those of a class of the user's own."""
         self.setup()
         return any(part.measured for part in self.parts.values())
+
+    @property
+    def has_truth(self) -> bool:
+        """Whether each slice has a true image."""
+        self.setup()
+        return all(part.has_truth for part in self.parts.values())
 
     def trained(self, part: str, record: SplitRecord) -> Overlap:
         """How many slices of train, val or test a network was trained on, by the record of its split."""

@@ -142,7 +142,7 @@ class EpochSampler(DistributedSampler[Pick]):
 class Sample(TypedDict):
     """One slice. HU = hu_offset + hu_scale · image."""
 
-    image: Tensor  # [1, S, S] float32 in [0, 1]
+    image: NotRequired[Tensor]  # [1, S, S] float32 in [0, 1]; not where sinograms alone were measured
     fine: NotRequired[Tensor]  # the same slice in the same scale, [1, f·S, f·S], from which sinograms are simulated
     sinogram: NotRequired[Tensor]  # [1, V, D], value × mm, in place of `fine`: of a scanner, or simulated with noise
     scan: NotRequired[int]  # the number of the scan of its step, with data.views or data.arcs
@@ -178,6 +178,14 @@ class SliceView:
         return self.source.name(self.indices[index])
 
 
+class SinogramView(SliceView):
+    """A part of a cache of measured sinograms, which has no slices."""
+
+    def sinogram(self, index: int) -> FloatArray:
+        """Measured sinogram [V, D], value × mm."""
+        return self.source.load(self.indices[index])
+
+
 @dataclass(frozen=True)
 class Part:
     """Slices [S, S] in HU of train, val or test."""
@@ -188,6 +196,7 @@ class Part:
     # Whether the source has `sinogram(index)`, [V, D], value × mm; otherwise sinograms are simulated
     measured: bool = False
     scaling: Scaling | None = None  # that of slices with a unit of their own, whose x may be below 0 or above 1
+    has_truth: bool = True  # whether it has slices; otherwise measured sinograms alone
 
     def __str__(self) -> str:
         n = len({*self.patients})
@@ -226,18 +235,21 @@ class SliceDataset(Dataset[Sample]):
     def __getitem__(self, item: Pick | int) -> Sample:
         n, weight, step = item if isinstance(item, Pick) else Pick(item, 1.0)
         index = n if self.source.endless else n % len(self.source)
-        hu = self._turned(self._drawn(self.source.load, index, n), n)
-        brightest = float(hu.max())
-        hu = paste_disc(hu, brightest) if self.config.disc else hu
-        scaling = self.part.scaling or scaling_of(self.config, hu)
+        scaling, hu = self.part.scaling or Scaling(*self.config.hu_scaling), None
+        if self.part.has_truth:
+            hu = self._turned(self._drawn(self.source.load, index, n), n)
+            brightest = float(hu.max())
+            hu = paste_disc(hu, brightest) if self.config.disc else hu
+            scaling = self.part.scaling or scaling_of(self.config, hu)
         sample: Sample = {
-            "image": _to_tensor(scaling.to_unit(hu, clip=self.part.scaling is None)),
             "hu_offset": torch.tensor(scaling.offset, dtype=torch.float32),
             "hu_scale": torch.tensor(scaling.scale, dtype=torch.float32),
             "sample": n,
             "weight": torch.tensor(weight, dtype=torch.float32),
             "name": self.source.name(index),
         }
+        if hu is not None:
+            sample["image"] = _to_tensor(scaling.to_unit(hu, clip=self.part.scaling is None))
         if self.part.fine is not None:
             hu = self._turned(self._drawn(self.part.fine.load, index, n), n)
             hu = paste_disc(hu, brightest) if self.config.disc else hu

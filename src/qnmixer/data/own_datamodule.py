@@ -135,6 +135,8 @@ class OwnDataModule(LightningDataModule):
 
     # What an evaluation needs, as of a `SliceDataModule`
 
+    has_truth = True  # a batch without image is refused
+
     @property
     def measured(self) -> bool:
         """Whether its batches have sinograms. It looks at the first one of the part."""

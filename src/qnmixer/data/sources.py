@@ -6,9 +6,9 @@ with an argument `image_size` draws its slices in that size. If it also has an a
 the same slices on a finer grid.
 
 With a method `sinogram(index)` → [V, D], value × mm, the sinograms are measured: nothing is simulated, and no noise but
-noise=insert is added. An argument `geometry` gets the scan, `hu_max` gets that key. The class may have `scaling`, see
-`qnmixer.data.dataset`, and `warnings`, lines that are printed once. Its methods may raise `SkipFile` for a slice
-that cannot be used.
+noise=insert is added. Without `load` there is no truth, and batches have no image. An argument `geometry` gets the
+scan, `hu_max` gets that key. The class may have `scaling`, see `qnmixer.data.dataset`, and `warnings`, lines that are
+printed once. Its methods may raise `SkipFile` for a slice that cannot be used.
 
 A reader decodes the files of a folder, see `qnmixer.data.cache.Reader`.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from qnmixer.data.cache import SliceCache, open_cache, to_square
-from qnmixer.data.dataset import Part, SliceView
+from qnmixer.data.dataset import Part, SinogramView, SliceView
 from qnmixer.data.slices import (
     SkipFile,
     SliceSource,
@@ -35,7 +35,7 @@ from qnmixer.data.splits import PARTS, RunSplit, files_as_patients, patients_of,
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.units import FloatArray
-from qnmixer.settings.data import DataConfig, FolderData, MixedData, PairData, check_untouched
+from qnmixer.settings.data import DataConfig, FolderData, MixedData, PairData, SinogramData, check_untouched
 from qnmixer.settings.plugins import taken
 
 
@@ -97,7 +97,8 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
             check_untouched(config)
         fine = build_slices(part, config.simulation_factor) if config.simulation_factor > 1 else None
         patients = _numbered(getattr(slices, "patients", ())) if isinstance(config, PairData) else ()
-        parts[part] = Part(source, patients, fine, measured, getattr(slices, "scaling", None))
+        has_truth = hasattr(slices, "load")
+        parts[part] = Part(source, patients, fine, measured, getattr(slices, "scaling", None), has_truth)
     return parts
 
 
@@ -150,11 +151,15 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
         if geometry is None:
             raise ConfigError(f"{section}.pixel_size=header needs the scan: give the DataModule its geometry")
         field_of_view = geometry.field_of_view
-    cache = open_cache(config, config.image_size, field_of_view)
+    scan = geometry if isinstance(config, SinogramData) else None
+    if isinstance(config, SinogramData) and scan is None:
+        raise ConfigError(f"data={config.name} needs the scan: give the DataModule its geometry")
+    cache = open_cache(config, config.image_size, field_of_view, scan)
     patients = patients_of(cache.infos, config)
     for line in _doubts(config, cache, patients):
         warn_once(line)
-    traces = traces_of(cache.infos, cache.originals, cache.looks, config)
+    # Sinograms look alike, whatever they are of.
+    traces = traces_of(cache.infos, cache.originals, cache.looks, config) if scan is None else ()
     split, new_patients = run.settle(section, patients, cache.digests, config, traces)
     if new_patients:
         warn_once(
@@ -166,7 +171,11 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
         fine = open_cache(config, config.image_size * config.simulation_factor, field_of_view)
     return {
         part: Part(
-            SliceView(cache, indices), _numbered(patients[i] for i in indices), fine and SliceView(fine, indices)
+            SliceView(cache, indices) if scan is None else SinogramView(cache, indices),
+            _numbered(patients[i] for i in indices),
+            fine and SliceView(fine, indices),
+            measured=scan is not None,
+            has_truth=scan is None,
         )
         for part, indices in split.items()
     }
@@ -177,7 +186,8 @@ def _doubts(config: FolderData, cache: SliceCache, patients: list[str]) -> Itera
     root = str(config.root)
     if cache.skipped:
         yield summarise_skipped(root, cache.skipped, config.section)
-    yield from unit_warnings(root, patients, "patients", [info.path for info in cache.infos], cache.signs)
+    if not isinstance(config, SinogramData):
+        yield from unit_warnings(root, patients, "patients", [info.path for info in cache.infos], cache.signs)
     if cache.clashes:
         yield (
             f"{root}: {len(cache.clashes)} slices have the SOPInstanceUID of another slice, but other pixels: each "

@@ -16,7 +16,7 @@ from qnmixer.data.fingerprints import WORDS_OF_LOOK, alike
 from qnmixer.data.slices import SliceInfo, shortlist
 from qnmixer.errors import DataError, suggest
 from qnmixer.files import digest_of_bytes
-from qnmixer.settings.data import FolderData
+from qnmixer.settings.data import FolderData, SinogramData
 
 PARTS = ("train", "val", "test")
 _KEYS = "patients", "slices"
@@ -188,8 +188,8 @@ def seen_by(record: SplitRecord) -> dict[str, Tensor]:
 def patients_of(infos: Sequence[SliceInfo], config: FolderData) -> list[str]:
     """The patient of each slice: the patient that the file names, or else a folder.
 
-    That is the first folder below the common part of all paths. Without such a folder each `.npy` file is a patient of
-    its own, and other files belong to the folder that contains them.
+    That is the first folder below the common part of all paths. Without such a folder each `.npy` file, or file of
+    sinograms, is a patient of its own, and other files belong to the folder that contains them.
     """
     folders = [PurePosixPath(info.path).parent.parts for info in infos]
     common = 0
@@ -202,18 +202,19 @@ def patients_of(infos: Sequence[SliceInfo], config: FolderData) -> list[str]:
         if len(parts) > common:
             return parts[common]
         path = PurePosixPath(info.path)
-        return path.stem if path.suffix.lower() == ".npy" else [Path(str(config.root)).resolve().name, *parts][-1]
+        is_one = path.suffix.lower() == ".npy" or isinstance(config, SinogramData)
+        return path.stem if is_one else [Path(str(config.root)).resolve().name, *parts][-1]
 
     return [patient_of(info, parts) for info, parts in zip(infos, folders, strict=True)]
 
 
 def files_as_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> list[str]:
-    """The `.npy` files with one slice that `patients_of` takes for a patient each: no tag and no folder names one."""
+    """The files with one slice that `patients_of` takes for a patient each: no tag and no folder names one."""
     return [
         info.path
         for info, patient in zip(infos, patients, strict=True)
         if info.n_frames == 1
-        and info.path.lower().endswith(".npy")
+        and patient == PurePosixPath(info.path).stem
         and patient not in (info.patient, *PurePosixPath(info.path).parent.parts)
     ]
 

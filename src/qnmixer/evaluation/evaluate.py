@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from qnmixer.data.batch import Batch, to_hu
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.own_datamodule import Numbered, OwnDataModule
-from qnmixer.errors import DataError
+from qnmixer.errors import ConfigError, DataError
 from qnmixer.evaluation.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.evaluation.page import write_page_of
 from qnmixer.evaluation.pictures import MethodImages, SliceImages, draw_slices
@@ -28,7 +28,7 @@ from qnmixer.reconstruction.reconstructor import Reconstructor, second_order, sy
 from qnmixer.runs.processes.process import rank
 from qnmixer.runs.terminal import Console, progress
 from qnmixer.settings.data import DataConfig, FolderData, MixedData
-from qnmixer.settings.logged_names import IN_WINDOW
+from qnmixer.settings.logged_names import IN_WINDOW, RESIDUAL
 from qnmixer.settings.run import Config
 from qnmixer.settings.sections import EvaluationConfig
 
@@ -79,11 +79,9 @@ def conditions_of(module: Reconstructor, data: RunData, contents: Sequence[int])
 
 
 def _content(batch: Mapping[str, Any], b: int, measured: bool) -> int:
-    """A digest of the b-th truth of a batch, with its scale, and of its sinogram, if that was measured."""
-    names = ["image", "hu_offset", "hu_scale"]
-    if measured:
-        names.append("sinogram")
-    parts = [batch[name][b] for name in names]
+    """A digest of the b-th truth of a batch, if any, with its scale, and of its sinogram, if that was measured."""
+    names = ["image", "hu_offset", "hu_scale", *["sinogram"] * measured]
+    parts = [batch[name][b] for name in names if name in batch]
     return digest_of_bytes(b"".join(part.numpy().tobytes() for part in parts))
 
 
@@ -111,8 +109,11 @@ def evaluate(
     """Reconstruct every slice of a split by FBP and by the network (which may be FBP), from the same noisy sinogram.
 
     With several symmetries another row has the mean over those that the scan has, at most so many. With several
-    processes each evaluates its share, and all get the full result.
+    processes each evaluates its share, and all get the full result. Without truths, the score is the residual of views
+    that are held out of the input.
     """
+    if most_symmetries > 1 and not data.has_truth:
+        raise ConfigError(f"symmetries={most_symmetries} turns views that are held out too: leave it out without truth")
     module = module.to(device).eval()
     methods = _Methods(module, config, most_symmetries)
     results = _Results(module, data, split, config)
@@ -121,7 +122,8 @@ def evaluate(
         batch: Batch = data.on_after_batch_transfer(data.transfer_batch_to_device(host_batch, device, 0), 0)
         if data.measured and not results.scores:  # before the first is scored
             check_pairs(module.config, module.projector, batch, split)
-        results.add(host_batch, batch, methods(module.measure(batch, "test")))
+        y = module.measure(batch, "test")
+        results.add(host_batch, batch, methods(y), {} if data.has_truth else methods.residuals(y))
     results.gather()
     scores = [results.scores[n] for n in sorted(results.scores)]
     if not scores:
@@ -136,7 +138,7 @@ def evaluate(
         pictured=sorted(results.picture_numbers & results.scores.keys()),
         baselines=[*methods.baselines],
         own_range=data.config.own_range,
-        titles=titles_of(module.config.metrics),
+        titles=titles_of(module.config.metrics) if data.has_truth else {RESIDUAL: "residual of held-out views"},
         note="".join(f". {name}: {scalar}" for name, scalar in scalars.items()),
         test=conditions_of(module, data, [of_slice[0].content for of_slice in scores]),
     )
@@ -157,6 +159,15 @@ class _Methods:
             )
         self.turns = symmetries_of(module.projector, most_symmetries)
         self.first_order = self.network.first_order() if config.first_order else None
+        self.measurement = module.measurement
+
+    def residuals(self, y: Tensor) -> dict[str, Tensor]:
+        """`Measurement.residual` [B] of each method, where no truth is known."""
+        title, methods = self.network.title, dict(self.baselines)
+        if self.first_order is not None:
+            methods[f"{title}, H = I"] = self.first_order
+        methods[title] = self.network
+        return {name: self.measurement.residual(method, y) for name, method in methods.items()}
 
     @torch.no_grad()
     def __call__(self, y: Tensor) -> dict[str, list[Tensor]]:
@@ -185,9 +196,23 @@ class _Results:
         self.scores: dict[int, list[ImageScore]] = {}
         self.slices: dict[int, SliceImages] = {}
 
-    def add(self, host_batch: Mapping[str, Any], batch: Batch, images: dict[str, list[Tensor]]) -> None:
-        """Score the images of a batch. `host_batch`: the batch as its loader gave it."""
-        values = {name: _values_of(batch, xs[-1], self.window, self.metrics) for name, xs in images.items()}
+    def add(
+        self,
+        host_batch: Mapping[str, Any],
+        batch: Batch,
+        images: dict[str, list[Tensor]],
+        residuals: Mapping[str, Tensor],
+    ) -> None:
+        """Score the images of a batch; without a truth, `residuals` are their scores.
+
+        `host_batch`: the batch as its loader gave it.
+        """
+        values: dict[str, list[dict[str, float | None]]] = {}
+        for name, xs in images.items():
+            if "image" in batch:
+                values[name] = _values_of(batch, xs[-1], self.window, self.metrics)
+            else:
+                values[name] = [{RESIDUAL: value} for value in residuals[name].tolist()]
         numbers = host_batch.get("number", host_batch["sample"]).tolist()
         for b, (n, weight) in enumerate(zip(numbers, host_batch["weight"].tolist(), strict=True)):
             if weight:  # else it only fills the batch
@@ -229,9 +254,13 @@ def pictured(n_images: int | None, n_pictures: int) -> set[int]:
 def worst_of(
     slices: Mapping[int, SliceImages], scores: Mapping[int, list[ImageScore]], picture_numbers: Collection[int]
 ) -> dict[int, SliceImages]:
-    """Those of the picture, and of the others the worst by PSNR of the last method. The worst come first."""
-    psnrs = {n: scores[n][-1].values["psnr"] for n in slices}
-    numbers = sorted(slices, key=lambda n: (-inf if isnan(psnrs[n]) else psnrs[n], n))
+    """Those of the picture, and of the others the worst by PSNR, or by residual, of the last method.
+
+    The worst come first.
+    """
+    values = {n: scores[n][-1].values for n in slices}
+    goods = {n: value["psnr"] if "psnr" in value else -value[RESIDUAL] for n, value in values.items()}
+    numbers = sorted(slices, key=lambda n: (-inf if isnan(goods[n]) else goods[n], n))
     worst = [n for n in numbers if n not in picture_numbers][:_N_WORST]
     return {n: slices[n] for n in numbers if n in picture_numbers or n in worst}
 
@@ -246,9 +275,9 @@ def _slice(
 
     methods = []
     for (name, iterates), score in zip(images.items(), scores, strict=True):
-        caption = "{psnr:.2f} dB, SSIM {ssim:.2f}".format(**score.values)
+        caption = "{psnr:.2f} dB, SSIM {ssim:.2f}".format(**score.values) if "image" in batch else ""
         methods.append(MethodImages(name, [hu(x) for x in iterates], caption))
-    return SliceImages(f"slice {n}", hu(batch["image"]), methods, window)
+    return SliceImages(f"slice {n}", hu(batch["image"]) if "image" in batch else None, methods, window)
 
 
 def _values_of(

@@ -41,7 +41,9 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     """
     console = Console()
     cures = Cures(config.passes, config.start, config.mix)
-    module, slices, split_record = on_test(config, config.run, overrides, scan=config.geometry, cures=cures)
+    module, slices, split_record = on_test(
+        config, config.run, overrides, scan=config.geometry, cures=cures, needs_truth=False
+    )
     if config.evaluation.first_order and module.network.first_order() is None:
         raise ConfigError(f"evaluation.first_order=true is for a network of second order: {config.run} has H = I")
     device = choose_device(config.accelerator)
@@ -64,6 +66,8 @@ def on_test(
     seed: int | None = None,
     scan: ScanOrAsTrained | None = None,
     cures: Cures = NO_CHOICE,
+    *,
+    needs_truth: bool = True,
 ) -> tuple[Reconstructor, RunData, SplitRecord | None]:
     """The trained network of a run with the noise of an evaluation, its slices, and the record of the run's split.
 
@@ -105,8 +109,10 @@ def on_test(
         slices = test.datamodule.build(data, split=split, geometry=build_geometry(test), measure=measure)
     else:
         slices = build_own_data(test, config.split)
+    source = f"data={data.name}" if test.datamodule.is_of_slices else test.datamodule.as_typed
+    if needs_truth and not slices.has_truth:
+        raise ConfigError(f"{source} has no truth to compare with: give slices, as data=dicom, or use plain evaluate")
     if config.noise is not None and slices.measured and not for_measured:
-        source = f"data={data.name}" if test.datamodule.is_of_slices else test.datamodule.as_typed
         raise ConfigError(
             f"noise={config.noise.name} has no effect on the sinograms of {source}, which were measured: leave it out"
         )

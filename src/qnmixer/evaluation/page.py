@@ -65,12 +65,15 @@ def write_page(path: Path, title: str, tables: list[Table], slices: list[SliceIm
 
 def write_page_of(path: Path, evaluation: Evaluation) -> None:
     """Write the page of an evaluation: its table, and the slices that were kept, the worst first."""
-    method, n_images, n_kept = evaluation.methods[-1], evaluation.n_images, len(evaluation.slices)
+    method, n_images = evaluation.methods[-1], evaluation.n_images
     lines = [*(f"Warning: {line}" for line in evaluation.warnings()), evaluation.gain()]
-    lines.append(f"Below are {n_kept} slices, the worst first by PSNR of {method}; images.csv has the scores of all")
+    slices = [slice_ for slice_ in evaluation.slices.values() if slice_.truth is not None]  # a viewer shows errors
+    if slices:
+        line = f"Below are {len(slices)} slices, the worst first by PSNR of {method}; images.csv has the scores of all"
+        lines.append(line)
     title = f"Mean ± standard deviation over {n_images} slices"
     table = replace(evaluation.table(), title=title, note=". ".join(lines))
-    write_page(path, f"{method}: {evaluation.title}", [table], [*evaluation.slices.values()])
+    write_page(path, f"{method}: {evaluation.title}", [table], slices)
 
 
 def _part(name: str) -> str:
@@ -92,8 +95,8 @@ def _pack(slice_: SliceImages) -> tuple[dict[str, Any], str]:
 
     Each image except the first is stored as the difference from the one before, which compresses best.
     """
-    height, width = slice_.truth.shape
-    images = [slice_.truth, *(x for method in slice_.methods for x in method.iterates)]
+    height, width = slice_.reference.shape
+    images = [slice_.reference, *(x for method in slice_.methods for x in method.iterates)]
     description = {
         "name": without_folders(slice_.name),
         "height": height,

@@ -33,12 +33,17 @@ class MethodImages:
 
 @dataclass
 class SliceImages:
-    """One slice, [H, W] in HU, by several methods in display order. All images have the truth's shape."""
+    """One slice, [H, W] in HU, by several methods in display order. All images have one shape."""
 
     name: str
-    truth: Tensor
+    truth: Tensor | None  # None if nobody knows it: the last image then chooses the part to magnify
     methods: list[MethodImages]
     window: Sequence[float]  # [low, high] in HU, of soft tissue; a picture shows a part of the slice in it
+
+    @property
+    def reference(self) -> Tensor:
+        """The truth, or else the last image."""
+        return self.methods[-1].iterates[-1] if self.truth is None else self.truth
 
     def region(self) -> tuple[slice, slice]:
         """Rows and columns of the part to magnify: where the truth has most detail inside the window.
@@ -49,13 +54,13 @@ class SliceImages:
         chooses, so that no method is shown at its best or at its worst. Without detail it is the middle of the slice.
         """
         low, high = self.window
-        height, width = (max(1, n // _MAGNIFICATION) for n in self.truth.shape)
-        outside = (self.truth <= low) | (self.truth >= high)
+        height, width = (max(1, n // _MAGNIFICATION) for n in self.reference.shape)
+        outside = (self.reference <= low) | (self.reference >= high)
         inside = max_pool2d(outside[None].float(), 3, stride=1, padding=1)[0] == 0
-        detail = torch.zeros_like(self.truth)
-        for axis, size in enumerate(self.truth.shape):
+        detail = torch.zeros_like(self.reference)
+        for axis, size in enumerate(self.reference.shape):
             both = inside.narrow(axis, 1, size - 1) & inside.narrow(axis, 0, size - 1)
-            detail.narrow(axis, 0, size - 1).add_(self.truth.diff(dim=axis).abs().where(both, 0))
+            detail.narrow(axis, 0, size - 1).add_(self.reference.diff(dim=axis).abs().where(both, 0))
         sums = avg_pool2d(detail[None], (height, width), stride=1)[0]
         if sums.any():
             row, column = divmod(int(sums.argmax()), sums.shape[1])
@@ -67,13 +72,16 @@ class SliceImages:
 def draw_slices(path: Path, slices: Sequence[SliceImages]) -> None:
     """Draw each slice as three strips: the truth and each method, a magnified part, the absolute errors. Writes a PNG.
 
+    Slices without a truth have two strips: the methods, and a magnified part of each.
+
     A frame in each image marks the part. `SliceImages.region` chooses it.
     """
-    n_columns = 1 + max(len(slice_.methods) for slice_ in slices)
+    has_truth = all(slice_.truth is not None for slice_ in slices)
+    n_columns = has_truth + max(len(slice_.methods) for slice_ in slices)
     headings, space, bar, right = 0.5, 0.06, 0.1, 0.65
     # Inches, of an image. A page shows a picture in about 850 pixels: with four columns that is 97 pixels an inch.
     size = min(2.0, max(1.3, 15 / n_columns))
-    strip, block = n_columns * size, headings + 3 * (size + space)
+    strip, block = n_columns * size, headings + (2 + has_truth) * (size + space)
     width, height = strip + space + bar + right, block * len(slices)
     figure = Figure(figsize=(width, height))
 
@@ -92,20 +100,26 @@ def draw_slices(path: Path, slices: Sequence[SliceImages]) -> None:
 
     for k, slice_ in enumerate(slices):
         rows, columns = slice_.region()
-        gap, y = max(1, slice_.truth.shape[1] // 32), height - k * block - headings - size
-        images = [slice_.truth, *(method.iterates[-1] for method in slice_.methods)]
+        side = slice_.reference.shape[1]
+        gap, y = max(1, side // 32), height - k * block - headings - size
+        truths = [] if slice_.truth is None else [slice_.truth]
+        images = [*truths, *(method.iterates[-1] for method in slice_.methods)]
         axes = draw(images, y, DISPLAY_WINDOW, "gray", "HU", -500, 0, 500)
         (low, high), below = slice_.window, y - space - size
         draw([_magnified(image, rows, columns) for image in images], below, (low, high), "gray", "HU", low, high)
-        errors = [slice_.truth * nan, *((image - slice_.truth).abs() for image in images[1:])]
-        lowest = below - space - size
-        draw(errors, lowest, (0.0, ERROR_LIMIT), "inferno", "|error|, HU", *range(0, int(ERROR_LIMIT), 50))
-        note = f"Middle row: the framed part, {low:g} to {high:g} HU, where the truth has most detail in this window."
-        note = fill(note.replace("-", "−"), int(13 * size))
-        figure.text(0.1 / width, (lowest + size - 0.1) / height, note, fontsize=8, va="top")
-        titles = [f"truth\n{slice_.name}", *(f"{fill(of.name, 26)}\n{of.caption}" for of in slice_.methods)]
+        for truth in truths:
+            errors = [truth * nan, *((image - truth).abs() for image in images[1:])]
+            lowest = below - space - size
+            draw(errors, lowest, (0.0, ERROR_LIMIT), "inferno", "|error|, HU", *range(0, int(ERROR_LIMIT), 50))
+            part = f"the framed part, {low:g} to {high:g} HU, where the truth has most detail in this window"
+            note = fill(f"Middle row: {part}.".replace("-", "−"), int(13 * size))
+            figure.text(0.1 / width, (lowest + size - 0.1) / height, note, fontsize=8, va="top")
+        titles = [
+            *[f"truth\n{slice_.name}"] * len(truths),
+            *(f"{fill(of.name, 26)}\n{of.caption}" for of in slice_.methods),
+        ]
         for n, title in enumerate(titles):
-            left, middle = n * (slice_.truth.shape[1] + gap), slice_.truth.shape[1] / 2
+            left, middle = n * (side + gap), side / 2
             axes.annotate(title, (left + middle, -0.5), (0, 3), textcoords="offset points", ha="center", fontsize=9)
             corner = left + columns.start - 0.5, rows.start - 0.5
             sides = columns.stop - columns.start, rows.stop - rows.start

@@ -10,7 +10,7 @@ from qnmixer.data.splits import Overlap
 from qnmixer.evaluation.pictures import SliceImages
 from qnmixer.files import digest
 from qnmixer.runs.tables import NOTHING, Table, in_digits
-from qnmixer.settings.logged_names import COLUMNS_OF_IMAGES, IN_WINDOW, deviation_name
+from qnmixer.settings.logged_names import COLUMNS_OF_IMAGES, IN_WINDOW, RESIDUAL, deviation_name
 from qnmixer.settings.parts import MetricConfig
 from qnmixer.settings.run import section
 
@@ -112,6 +112,19 @@ class Evaluation:
         return [value for value in values if value is not None] or [nan]
 
     @property
+    def has_truth(self) -> bool:
+        """Whether images were compared with a truth. Else the residual is their only score."""
+        return "psnr" in self.titles
+
+    @property
+    def _unit(self) -> str:
+        return " dB" if self.has_truth else " of the residual"
+
+    def goods(self, method: str) -> list[float]:
+        """The score of one method that is the larger, the better: PSNR, or minus the residual."""
+        return self.values(method, "psnr") if self.has_truth else [-value for value in self.values(method, RESIDUAL)]
+
+    @property
     def empty(self) -> list[str]:
         """Metrics that no image has, such as those inside a window that holds no pixel."""
         return [metric for metric in self.titles if all(score.values[metric] is None for score in self.scores)]
@@ -157,8 +170,9 @@ class Evaluation:
     def gain(self) -> str:
         """The caption of the table: the gain of the network over every other method."""
         *rivals, network = self.methods
-        gains = ", ".join(f"over {rival}: {self._mean_gain(rival):+.2f} dB" for rival in rivals)
+        gains = ", ".join(f"over {rival}: {self._mean_gain(rival):+.2f}{self._unit}" for rival in rivals)
         scale = "data range of each reference, SSIM as skimage's" if self.own_range else "data range 1"
+        scale = scale if self.has_truth else "in units of the noise: lower is better, 1 is as good as it allows"
         line = f"mean over {self.n_images} images, ± their standard deviation ({scale}){self.note}"
         return f"{network} {gains}, {line}" if rivals else line
 
@@ -172,9 +186,9 @@ class Evaluation:
         for rival in self.baselines:
             if (gain := self._mean_gain(rival)) < 0:
                 why = "it has not learned enough, or was trained for other data"
-                lines.append(f"{network} is BELOW {rival} by {-gain:.2f} dB: {why}")
+                lines.append(f"{network} is BELOW {rival} by {-gain:.2f}{self._unit}: {why}")
         for method in self.methods:
-            if n_bad := sum(isnan(value) or value == -inf for value in self.values(method, "psnr")):
+            if n_bad := sum(isnan(value) or value == -inf for value in self.goods(method)):
                 share = f"{n_bad} of {self.n_images} slices"
                 lines.append(f"{method} gives NaN or infinite pixels for {share}, which images.csv names")
         if empty := [self.titles[metric] for metric in self.empty]:
@@ -182,8 +196,8 @@ class Evaluation:
         return lines
 
     def _mean_gain(self, rival: str) -> float:
-        """Mean PSNR difference of the last method and another one."""
-        pairs = zip(self.values(self.methods[-1], "psnr"), self.values(rival, "psnr"), strict=True)
+        """Mean PSNR difference, or that of the residual, of the last method and another one."""
+        pairs = zip(self.goods(self.methods[-1]), self.goods(rival), strict=True)
         return mean(a - b for a, b in pairs)
 
 

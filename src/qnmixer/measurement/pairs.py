@@ -2,12 +2,14 @@
 
 import math
 import warnings
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from qnmixer.data.batch import Batch
 from qnmixer.errors import DataError
+from qnmixer.measurement.scans import doubts_of_scan, noise_of
 from qnmixer.physics import FanBeamProjector
 from qnmixer.runs.processes.process import rank
 from qnmixer.settings.run import Config
@@ -20,17 +22,23 @@ _FAR, _OF_NOISE = 0.06, 0.35
 
 
 def check_pairs(config: Config, projector: FanBeamProjector, batch: Batch, part: str) -> None:
-    """Warn if measured sinograms of a batch differ from A x of their images.
+    """Warn if measured sinograms of a batch differ from A x of their images, or fit no image if there are none.
 
     Rays whose value is exactly 0 count as not measured. Slices of weight 0 are not looked at.
 
     Raises:
-        DataError: all its sinograms are 0, and their images are not.
+        DataError: all its sinograms are 0, and their images are not; or one that has no image fits none.
     """
     counts = batch["weight"] > 0
     if not counts.any():
         return
     y = batch["sinogram"][counts]
+    if "image" not in batch:
+        names = [batch["name"][k] for k in counts.nonzero()[:, 0].tolist()]
+        lines = [*_doubts(config, projector, y, names)]
+        for line in lines[: 1 if rank() == 0 else 0]:
+            warnings.warn(line, stacklevel=2)
+        return
     with torch.no_grad():
         p = projector(batch["image"][counts])
     source = f"data={config.data.name}" if config.datamodule.is_of_slices else config.datamodule.as_typed
@@ -58,6 +66,14 @@ def check_pairs(config: Config, projector: FanBeamProjector, batch: Batch, part:
         "sinograms line integrals in value × mm, with the bins and angles of geometry, not mirrored, of these images?",
         stacklevel=2,
     )
+
+
+def _doubts(config: Config, projector: FanBeamProjector, y: Tensor, names: Sequence[str]) -> Iterator[str]:
+    """Lines of what may be wrong with sinograms [B, 1, V, D] of these names that have no images."""
+    unit = f"data.unit={config.data.arguments['unit']}" if "unit" in config.data.arguments else "value × mm"
+    for name, sinogram in zip(names, y.split(1), strict=True):
+        scaling = config.data.hu_scaling
+        yield from doubts_of_scan(name, projector, sinogram, scaling, unit, noise=noise_of(sinogram))
 
 
 def _distance(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

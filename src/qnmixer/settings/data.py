@@ -33,8 +33,12 @@ class DataConfig(Target):
 
     group: ClassVar[str] = "data"
     kind: ClassVar[Kind] = Kind(
-        "a class with __len__ and load",
-        lambda loaded: isinstance(loaded, type) and hasattr(loaded, "__len__") and hasattr(loaded, "load"),
+        "a class with __len__ and load, or sinogram",
+        lambda loaded: (
+            isinstance(loaded, type)
+            and hasattr(loaded, "__len__")
+            and (hasattr(loaded, "load") or hasattr(loaded, "sinogram"))
+        ),
     )
     n_positional: ClassVar[int] = 1
     supplied: ClassVar[tuple[str, ...]] = ("image_size", "fine", "geometry", "hu_max", "seed")
@@ -132,6 +136,23 @@ class FolderData(DataConfig):
         if self.val_fraction + self.test_fraction >= 1:
             raise ValueError("val_fraction + test_fraction leave nothing to train on: lower them")
         return self
+
+
+class SinogramData(FolderData):
+    """A folder of measured sinograms without images. `SinogramReader` has their keys."""
+
+    TARGET: ClassVar[str] = "qnmixer.data.SinogramReader"
+    supplied: ClassVar[tuple[str, ...]] = ("geometry", "hu_max")
+    measured: ClassVar[bool] = True
+    read_at_once: ClassVar[bool] = True
+
+    def checked(self) -> Self:
+        """Also the keys that change images."""
+        section = super().checked()
+        check_untouched(section)
+        if section.pixel_size != "field_of_view":
+            raise ConfigError(f"data.pixel_size={section.pixel_size} is of images, which data={section.name} lacks")
+        return section
 
 
 class MixedData(DataConfig):
@@ -260,8 +281,9 @@ class PairData(DataConfig):
 def _kind_of_source(values: Any) -> str:
     """Which of the classes above a section belongs to. A user's own class with keys of _folder.yaml reads files."""
     values = values if isinstance(values, Mapping) else {}
-    if (target := str(values.get(TARGET))) in (PhantomData.TARGET, MixedData.TARGET):
-        return "phantoms" if target == PhantomData.TARGET else "mixed"
+    of_targets = {PhantomData.TARGET: "phantoms", MixedData.TARGET: "mixed", SinogramData.TARGET: "sinograms"}
+    if (target := str(values.get(TARGET))) in of_targets:
+        return of_targets[target]
     if {"patient_from", "val_fraction"} & values.keys():
         return "folder"
     return "pairs" if "root" in values and is_trusted(target, ()) else "other"
@@ -270,6 +292,7 @@ def _kind_of_source(values: Any) -> str:
 Source = Annotated[
     Annotated[PhantomData, Tag("phantoms")]
     | Annotated[MixedData, Tag("mixed")]
+    | Annotated[SinogramData, Tag("sinograms")]
     | Annotated[FolderData, Tag("folder")]
     | Annotated[PairData, Tag("pairs")]
     | Annotated[DataConfig, Tag("other")],

@@ -532,7 +532,7 @@ def _first_slices(trainer: L.Trainer, loader: Any, n: int) -> Iterator[Any]:
         return
     # Of a user's LightningDataModule, which completes a batch.
     batch = trainer.datamodule.on_before_batch_transfer(next(iter(loader)), 0)  # type: ignore[attr-defined]  # Lightning's
-    for k in range(min(n, len(batch["image"]))):
+    for k in range(min(n, len(batch["weight"]))):
         yield {name: values[k : k + 1] for name, values in batch.items()}
 
 
@@ -541,9 +541,10 @@ def _iterates(module: RunModule, batch: Batch) -> tuple[SliceImages, dict[str, T
     T = module.network.n_iterations
     shown = sorted({round(k * T / (_MOST_ITERATES - 1)) for k in range(_MOST_ITERATES)})
     state, iterates = module.network.trajectory(module.measure(batch, "val"), shown)
-    truth, window = to_hu(batch, batch["image"])[0, 0].cpu(), module.config.evaluation.window
+    truth = to_hu(batch, batch["image"])[0, 0].cpu() if "image" in batch else None
+    window, own_range = module.config.evaluation.window, module.config.data.own_range
     row = SliceImages(f"slice {int(batch['sample'][0])}", truth, [], window)
     for t, image in zip(shown, iterates, strict=True):
-        value = float(psnr(image, batch["image"], own_range=module.config.data.own_range))
-        row.methods.append(MethodImages(f"x{t}", [to_hu(batch, image)[0, 0].cpu()], f"{value:.2f} dB"))
+        caption = "" if truth is None else f"{float(psnr(image, batch['image'], own_range=own_range)):.2f} dB"
+        row.methods.append(MethodImages(f"x{t}", [to_hu(batch, image)[0, 0].cpu()], caption))
     return row, module.network.diagnostics(state)

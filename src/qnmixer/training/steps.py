@@ -44,6 +44,7 @@ from qnmixer.runs.processes.process import rank, stop_signals, world_size
 from qnmixer.runs.records import read_results
 from qnmixer.runs.run import Run, resume_hint
 from qnmixer.runs.trained_settings import digest_of_training
+from qnmixer.settings.logged_names import RESIDUAL
 from qnmixer.settings.parts import modes_of
 from qnmixer.settings.plugins import digests_of_code, untrusted_modules
 from qnmixer.settings.run import Config, effective_batch, targets_of
@@ -194,6 +195,11 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> RunData:
     assert isinstance(data, SliceDataModule)
     data.setup("fit")  # here, so that bad slices end the run before its loggers start
     run.record["sinograms"] = "measured" if data.measured else "simulated"
+    if not data.has_truth and config.monitor != f"val/{RESIDUAL}":
+        raise ConfigError(
+            f"data={config.data.name} has no truth, which monitor={config.monitor} needs: give monitor=val/{RESIDUAL}, "
+            "and a module that trains without truth, as module=split"
+        )
     if checkpoint is not None:  # nothing has refused its settings
         run.record_resume(steps_of(checkpoint))
     return data
@@ -265,7 +271,7 @@ def training(config: Config, run: Run, trainer: L.Trainer, module: RunModule, da
     print_start(config, module, data, trainer, run.console)
     debugging = naming_nan_gradients() if config.trainer.detect_anomaly else nullcontext()
     advising = out_of_memory_advice(config, module, trainer)
-    with recording_training(run, trainer), advising, debugging, interrupts_as_raised():
+    with recording_training(run, trainer), advising, debugging, naming_truth(config), interrupts_as_raised():
         yield
     print_early_end(trainer, early_stops(trainer), run.console)
     # The profile is written. torch's profiler refuses a validation alone, which may follow.
@@ -301,6 +307,20 @@ def out_of_memory_advice(config: Config, module: RunModule, trainer: L.Trainer) 
         with suppress(ConfigError):  # nobody can plan it
             line = advice(Planner(config, module.projector.cpu()), config, available)
         raise OutOfMemory(line) from error
+
+
+@contextmanager
+def naming_truth(config: Config) -> Iterator[None]:
+    """Turn the error of a module that looks for the truth, where data have none, into a ConfigError."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != ("image",):
+            raise
+        raise ConfigError(
+            f"module={config.module.name} needs the truth, which data={config.data.name} does not have: choose one "
+            "that trains without truth, as module=split"
+        ) from error
 
 
 @contextmanager

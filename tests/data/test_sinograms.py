@@ -1,0 +1,171 @@
+"""A folder of measured sinograms, without images, as a source for training."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qnmixer.data.batch import Batch
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.errors import ConfigError, DataError, PluginError
+from qnmixer.evaluation.evaluate import evaluate
+from qnmixer.evaluation.evaluate_config import EvaluateConfig
+from qnmixer.evaluation.evaluate_run import on_test
+from qnmixer.fit import fit
+from qnmixer.measurement.build import build_geometry, build_projector
+from qnmixer.measurement.pairs import check_pairs
+from qnmixer.module import ReconstructionModule
+from qnmixer.physics.noise import attenuation_per_value
+from qnmixer.runs.records import read_results
+from qnmixer.runs.run import Run
+from qnmixer.settings.compose import compose
+from qnmixer.settings.run import Config
+
+from ..conftest import TINY, config_of, csv_rows, last_checkpoint
+
+RESIDUAL = "monitor=val/residual"
+N = 6
+
+
+class OfSinograms(ReconstructionModule):
+    """A x must be near y: it looks at no truth."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        y = self.measure(batch, "train")
+        return ((self.projector(self.network(y)) - y).square().mean((1, 2, 3)) * batch["weight"]).mean() / 1e4
+
+
+class Mine:
+    """A class of somebody's own without images."""
+
+    def __init__(self, part: str, geometry: Any) -> None:
+        self.y = np.full((geometry.n_views, geometry.n_detectors), {"train": 1, "val": 2, "test": 3}[part], np.float32)
+
+    def __len__(self) -> int:
+        return 2
+
+    def sinogram(self, index: int) -> Any:
+        return self.y + index
+
+
+def y_of(config: Config) -> Tensor:
+    """Sinograms of discs of water, in value × mm, [N, V, D]."""
+    axis = torch.linspace(-1, 1, config.data.image_size)
+    radii = torch.linspace(0.5, 0.8, N)[:, None, None, None]
+    discs = (axis**2 + axis[:, None] ** 2 < radii**2) * (1000 / (config.data.hu_max + 1000))
+    return build_projector(config)(discs.float())[:, 0]
+
+
+def config(root: Path, *overrides: str) -> Config:
+    words = [word for word in TINY[:-1] if not word.startswith("data.n_")]
+    return config_of(*words, "data=sinograms", f"data.root={root}", "data.num_workers=0", *overrides)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A file for each of five scans, and a folder with two files of one patient."""
+    (root := tmp_path / "scans").mkdir()
+    y = y_of(config(root)) * attenuation_per_value(0.0192, 2000.0)
+    for k in range(4):
+        np.save(root / f"scan{k}.npy", y[k].numpy())
+    (root / "p").mkdir()
+    np.save(root / "p" / "a.npy", y[4:5].numpy())
+    np.save(root / "p" / "b.npy", y[5].numpy())
+    return root
+
+
+def module_of(config: Config) -> SliceDataModule:
+    return SliceDataModule(config.data, geometry=build_geometry(config))
+
+
+def test_each_file_or_folder_is_a_patient_and_batches_have_no_image(root: Path) -> None:
+    data = module_of(config(root, "data.batch_size=6"))
+    data.setup()
+    patients = [len({*part.patients}) for part in data.parts.values()]
+    assert patients == [3, 1, 1]
+    assert sum(len(part.source) for part in data.parts.values()) == N
+    assert (data.measured, data.has_truth) == (True, False)
+    batch = next(iter(data.train_dataloader()))
+    assert {*batch} == {"sinogram", "hu_offset", "hu_scale", "weight", "name", "sample"}
+    of_file = {f"scan{k}.npy": k for k in range(4)} | {"p/a.npy": 4, "p/b.npy": 5}
+    y = y_of(config(root))
+    for name, sinogram in zip(batch["name"], batch["sinogram"], strict=True):
+        torch.testing.assert_close(sinogram[0], y[of_file[name]], rtol=1e-5, atol=1e-3)
+    as_value = module_of(config(root, "data.unit=value")).dataset("val")[0]["sinogram"]
+    other = module_of(config(root)).dataset("val")[0]["sinogram"]
+    torch.testing.assert_close(as_value, other * attenuation_per_value(0.0192, 2000.0))
+
+
+@pytest.mark.parametrize(("change", "line"), [
+    (lambda y: y[:, ::2], r"skipped 1 of .*sinograms of \[\d+, \d+\], not \[\d+, \d+\], as geometry\.n_views and"),
+    (lambda y: np.where(np.arange(y.shape[0])[:, None] == 1, np.nan, y), "1 of its \\d+ views are missing"),
+    (lambda y: np.where(y == y.max(), np.nan, y), "NaN or infinite values in part of a view"),
+], ids=["bins", "missing", "dead"])  # fmt: skip
+def test_sinograms_that_do_not_fit_the_scan_are_named(root: Path, change: Any, line: str) -> None:
+    np.save(root / "scan1.npy", change(np.load(root / "scan1.npy")))
+    data = module_of(config(root))
+    with pytest.warns(UserWarning, match=line):
+        data.setup()
+    assert sum(len(part.source) for part in data.parts.values()) == N - 1
+
+
+def test_counts_and_mirrored_sinograms_are_refused_or_doubted(root: Path) -> None:
+    run = config(root)
+    batch: Any = next(iter(module_of(run).val_dataloader()))
+    projector = build_projector(run)
+    check_pairs(run, projector, batch, "val")
+    counts = {**batch, "sinogram": 1e5 * torch.exp(-batch["sinogram"] * 0.05)}
+    with pytest.raises(DataError, match=r"fits no image|would be an object"):
+        check_pairs(run, projector, counts, "val")  # type: ignore[arg-type]
+
+
+def test_a_class_with_sinograms_alone_needs_no_load() -> None:
+    run = config_of(*TINY[:-1], "data=custom", f"data._target_={__name__}.Mine", "data.num_workers=0")
+    batch = next(iter(module_of(run).val_dataloader()))
+    assert "image" not in batch
+    assert batch["sinogram"][:, 0, 0, 0].tolist() == [2, 3]
+    with pytest.raises(PluginError, match="load, or sinogram"):
+        config_of(*TINY[:-1], "data=custom", "data._target_=collections.Counter").data.load()
+
+
+@pytest.mark.parametrize(("key", "line"), [
+    ("data.augment=true", "data.augment=True changes images"),
+    ("data.pixel_size=header", "data.pixel_size=header is of images"),
+    ("data.unit=hu", "data.unit=hu should be 'attenuation' or 'value'"),
+    ("data.views=[4,8]", "were measured with one scan"),
+])  # fmt: skip
+def test_keys_of_images_are_refused(tmp_path: Path, key: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        config(tmp_path, key)
+
+
+def test_a_run_without_truth_trains_resumes_and_is_evaluated(root: Path, tmp_path: Path) -> None:
+    mine = f"module._target_={__name__}.OfSinograms"
+    with pytest.raises(ConfigError, match="no truth, which monitor=val/psnr needs: give monitor=val/residual"):
+        fit(config(root, mine), Run(tmp_path / "psnr"))
+    with pytest.raises(ConfigError, match="module=default needs the truth, which data=sinograms does not have"):
+        fit(config(root, RESIDUAL), Run(tmp_path / "default"))
+    words = [mine, RESIDUAL, "trainer.val_every_n_steps=2", "schedule=constant"]
+    run = tmp_path / "run"
+    best = fit(config(root, *words, "callbacks=default", "test_after_training=true", "trainer.max_steps=4"), Run(run))
+    values = [float(row["val/residual"]) for row in csv_rows(run / "metrics.csv") if row["val/residual"]]
+    assert best == pytest.approx(min(values))
+    assert {*read_results(run)["test"]["FBP"]} == {"residual"}
+    assert (run / "evaluation" / "picture.png").is_file()
+    half = tmp_path / "half"
+    fit(config(root, *words, "trainer.max_steps=2"), Run(half))
+    again = config(root, *words, "trainer.max_steps=4", f"resume={half}")
+    fit(again, Run(half, resume=str(half)))
+    for name, weight in last_checkpoint(run)["state_dict"].items():
+        assert torch.equal(weight, last_checkpoint(half)["state_dict"][name]), name
+    scoring = EvaluateConfig.parse(compose("evaluate", [f"run={run}", "accelerator=cpu", f"trust=[{__name__}]"]))
+    with pytest.raises(ConfigError, match="data=sinograms has no truth to compare with"):
+        on_test(scoring, str(run), [])
+    module, data, _ = on_test(scoring, str(run), [], needs_truth=False)
+    evaluation = evaluate(module, data, "test", scoring.evaluation, torch.device("cpu"))
+    assert evaluation.means() == read_results(run)["test"]
+    with pytest.raises(ConfigError, match="symmetries=4 turns views"):
+        evaluate(module, data, "test", scoring.evaluation, torch.device("cpu"), 4)
