@@ -61,8 +61,10 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     for number, patient in enumerate(("L067", "L310", "L333")):
         write_ct(place / "aapm" / patient / "full_3mm" / "1.IMA", number, patient, size=64)
     run(f"python -m qnmixer.train experiment=demo hydra.run.dir={place}/run", place, warm)
-    attenuation = torch.from_numpy(0.0192 * (phantom(32, seed=0, part="test", index=0) + 1000) / 1000)  # in 1/mm
-    np.save(place / "scan.npy", load_pretrained(place / "run").projector(attenuation[None, None])[0, 0].numpy())
+    (place / "sinograms").mkdir()
+    for k, path in enumerate(["scan.npy", "sinograms/1.npy", "sinograms/2.npy", "sinograms/3.npy"]):
+        attenuation = torch.from_numpy(0.0192 * (phantom(32, seed=0, part="test", index=k) + 1000) / 1000)  # in 1/mm
+        np.save(place / path, load_pretrained(place / "run").projector(attenuation[None, None])[0, 0].numpy())
     counts = np.random.default_rng(0).poisson(1e4, (3, 8, 16)).astype(np.float64)
     for name in ("air.npy", "counts.npy"):
         np.save(place / name, counts)
@@ -96,7 +98,12 @@ def own(file: str) -> str:
 def run(command: str, place: Path, warm: Warm) -> None:
     """Run a command in `place`, its paths replaced and its sizes made tiny."""
     paths = {"/path/to/dicom": "aapm", "/path/to/aapm": "aapm", "runs/DIR": "run", "runs/compare_small": "sweep"}
-    paths |= {"notebooks/studies": str(STUDIES), "runs/compare_real": "sweep_of_ct", "runs/longer": "sweep"}
+    paths |= {
+        "/path/to/sinograms": "sinograms",
+        "notebooks/studies": str(STUDIES),
+        "runs/compare_real": "sweep_of_ct",
+        "runs/longer": "sweep",
+    }
     if "qnmixer.reconstruct" in command:
         paths["/path/to/dicom"] = "aapm/L067"
     for path, replacement in paths.items():
