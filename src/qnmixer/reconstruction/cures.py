@@ -26,7 +26,7 @@ _MOST_PASSES, _PASSES_FROM_TV = 4, 2
 _CHANGE = 0.01
 """Of ‖x‖: a pass that changes an image by less may lose a tenth of a dB though its residual falls (32 and 48 views)."""
 _SHARE = 0.4
-"""Of total variation in the image: measured, as the best of a few for the validation patients of the shipped weights."""
+"""Of total variation in the image: the best of a few for the validation patients of the shipped weights."""
 _FEWEST_VIEWS = 0.45
 """Views as a share of those in training, below which total variation is better, and the better start."""
 _TV_ITERATIONS = 400
