@@ -97,7 +97,7 @@ def test_micro_batches_log_the_means_of_their_batch(monkeypatch: pytest.MonkeyPa
     logged: Logged = {}
     names = [set(vars(it)) for it in (module, module.network)]
     x = torch.rand(4, 1, 16, 16)
-    batch = {"image": x, "sinogram": torch.rand(4, 1, 8, 24)}
+    batch = {"image": x, "sinogram": torch.rand(4, 1, 8, 24), "weight": torch.ones(4)}
     losses = [loss_of_part(module, batch, 0, part, first, logged) for first, part in ((0, x[:1]), (1, x[1:]))]
     assert sum(map(float, losses)) == pytest.approx(float(x.mean()))
     found = {name: float(total) / share for name, (total, share, *_) in logged.items()}
