@@ -67,11 +67,8 @@ def reconstruct_input(config: ReconstructConfig) -> int:
         geometry=scan_for(config.geometry, trained.config.geometry), noise=config.noise or trained.config.noise
     )
     one_scale(given.data, given.noise)
-    module = (
-        on_scan(trained, given, Cures(config.passes, config.start, config.mix))
-        .to(choose_device(config.accelerator))
-        .eval()
-    )
+    module = on_scan(trained, given, Cures(config.passes, config.start, config.mix)).eval()
+    module = module.to(choose_device(config.accelerator))
     turns = symmetries_of(module.projector, config.symmetries)
     calibration = None if config.uncertainty is None else load_calibration(config.uncertainty, config.level)
     path, geometry, files = Path(config.input), module.projector.geometry, list[Path]()
@@ -117,16 +114,14 @@ def reconstruct_input(config: ReconstructConfig) -> int:
         if writer.measured:
             console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
         if len(turns) > 1:
+            line = f"deviation over {len(turns)} turns and flips of each scan, in HU: NAME{_SPREAD}"
+            console.print(f"{line}. It is a part of the error only", soft_wrap=True)
             if calibration is not None:
-                doubts = calibration.doubts(module, len(turns), measured=scan.measured)
-                held = f"not known here: it was measured with {', '.join(doubts)}" if doubts else "measured on others"
-                line = f"covers {config.level:.0%} of the errors of {calibration.patients} patients ({held})"
+                line = calibration.line(config.level, module, len(turns), measured=scan.measured)
                 console.print(f"NAME{_UNCERTAINTY}, in HU, {line}", soft_wrap=True)
             if "dicom" in config.formats and not is_installed("maps"):
                 hint = not_installed("highdicom", "maps", f"NAME{_SPREAD} in DICOM")
                 console.print(str(hint), soft_wrap=True)
-            line = f"deviation over {len(turns)} turns and flips of each scan, in HU: NAME{_SPREAD}"
-            console.print(f"{line}. It is a part of the error only", soft_wrap=True)
     if writer.failed:
         raise DataError(writer.summary())
     return writer.count

@@ -66,17 +66,19 @@ class Calibration:
         groups = groups_of(smooth, torch.from_numpy(image) > self.least_hu)
         return (smooth * torch.tensor(self.factors[f"{100 * level:g}"])[groups]).numpy()
 
-    def doubts(self, module: Reconstructor, n_symmetries: int, *, measured: bool) -> list[str]:
-        """In what a reconstruction differs from the slices of the calibration. There the shares are not known."""
-        config, digest = module.config, digest_of_weights(module.state_dict())
-        differing = {
-            "another scan": config.geometry.plain() != self.geometry,
-            "other weights": config.geometry.plain() == self.geometry and digest != self.weights,
-            f"{n_symmetries} symmetries for {self.symmetries}": n_symmetries != self.symmetries,
-            "measured sinograms": measured,
-            f"noise={config.noise.name}": not measured and config.noise.plain() != self.noise,
+    def line(self, level: float, module: Reconstructor, n_symmetries: int, *, measured: bool) -> str:
+        """What the share is, and what else the slices had on which it was measured: there it is not known."""
+        config, is_same_scan = module.config, module.config.geometry.plain() == self.geometry
+        others = {
+            "another scan": not is_same_scan,
+            "other weights": is_same_scan and digest_of_weights(module.state_dict()) != self.weights,
+            f"symmetries={self.symmetries}": n_symmetries != self.symmetries,
+            "simulated sinograms": measured,
+            "another noise": not measured and config.noise.plain() != self.noise,
         }
-        return [reason for reason, differs in differing.items() if differs]
+        named = ", ".join(name for name, differs in others.items() if differs)
+        doubt = f", with {named}: for this input the share is not known" if named else ""
+        return f"covers {level:.0%} of the errors, measured on {self.patients} patients{doubt}"
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""

@@ -102,7 +102,7 @@ def test_one_command_scales_on_validation_slices_and_another_writes_the_map(
             f"output={output}", f"level={level}", f"geometry.n_views={n_views}",
         )  # fmt: skip
         assert code == 0, stderr
-        assert f"covers {level:.0%} of the errors of 2 patients" in stdout
+        assert f"covers {level:.0%} of the errors, measured on 2 patients" in stdout
         assert ("another scan" in stdout) == (n_views == 12)
         values = np.load(output / "a_uncertainty.npy")
         dataset = dcmread(output / "a_uncertainty.dcm")
