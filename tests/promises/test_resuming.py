@@ -108,8 +108,8 @@ def kill(command: Command, run: Path, moment: str, seconds: float, n_processes: 
     assert process.poll() is None, process.communicate()
     assert len(command.family()) >= n_processes
     process.kill()
-    code, stderr, seconds_to_end = command.end()
-    assert (code, stderr) == (-signal.SIGKILL, "")
+    code, _, seconds_to_end = command.end()  # a data worker may still say that the run is gone
+    assert code == -signal.SIGKILL
     assert seconds_to_end < 10
 
 
