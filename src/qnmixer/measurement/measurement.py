@@ -1,6 +1,7 @@
 """The measurement: x → A x + noise → y. Plain torch."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -98,7 +99,7 @@ class Measurement(nn.Module):
         self.at_scan()
         whole = copy.copy(self.projector)
         if self._half is None:
-            self._half = half_of(whole)
+            self._half = part_of(whole, 2)
         self.projector.become(self._half.to(y.device))
         try:
             image = reconstruct(y[:, :, : 2 * self.projector.geometry.n_views : 2].contiguous())
@@ -127,17 +128,21 @@ class Measurement(nn.Module):
         return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
 
 
-def half_of(projector: FanBeamProjector) -> FanBeamProjector:
-    """The projector of views 0, 2, 4, … of a scan, with A† scaled to its step sizes. A last view 2k is left out."""
+def part_of(projector: FanBeamProjector, n: int, k: int = 0) -> FanBeamProjector:
+    """The projector of views k, k + n, k + 2n, … of a scan, with A† scaled to its step sizes.
+
+    All parts have as many views: what n does not divide is left out at the end. Raises GeometryError for fewer than n.
+    """
     geometry = projector.geometry
-    if geometry.n_views < 2:
-        raise GeometryError("n_views=1: a scan of one view has none to hold out")
-    n_views = geometry.n_views // 2
-    half = FanBeamProjector(
-        replace(geometry, n_views=n_views, angle_span=2 * n_views * geometry.angle_step), projector.fbp_filter
-    )
-    half.scale_filtered_adjoint(projector.safe_step_size())
-    return half
+    n_views = geometry.n_views // n
+    if not n_views:
+        raise GeometryError(f"n_views={geometry.n_views}: a scan of so few views has none to hold out")
+    span = geometry.angle_span if n_views * n == geometry.n_views else n_views * n * geometry.angle_step
+    first = math.fmod(geometry.first_angle + k * geometry.angle_step, 2 * math.pi)
+    scan = replace(geometry, n_views=n_views, angle_span=span, first_angle=first)
+    part = FanBeamProjector(scan, projector.fbp_filter)
+    part.scale_filtered_adjoint(projector.safe_step_size())
+    return part
 
 
 def matrix_at(geometry: FanBeamGeometry, image_size: int) -> ScanMatrix:

@@ -8,7 +8,6 @@ import copy
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -25,6 +24,7 @@ from qnmixer.data.batch import Batch
 from qnmixer.errors import ConfigError
 from qnmixer.evaluation.metrics import psnr, ssim_percent
 from qnmixer.losses import mse
+from qnmixer.measurement.measurement import part_of
 from qnmixer.models.data_term import safe_step_size
 from qnmixer.models.unrolled import UnrolledNetwork, at_image
 from qnmixer.module.base import RunModule
@@ -237,15 +237,11 @@ class Split(ReconstructionModule):
 
 def projectors_of_parts(projector: FanBeamProjector, n: int) -> list[FanBeamProjector]:
     """The projectors of each n-th view of a scan, from view 0, 1, … n − 1 on; see `Split`."""
-    scan = projector.geometry
-    if scan.n_views % n:
-        raise ConfigError(f"module.parts={n} does not divide geometry.n_views={scan.n_views}")
+    if (n_views := projector.geometry.n_views) % n:
+        raise ConfigError(f"module.parts={n} does not divide geometry.n_views={n_views}")
     with no_dispatch():  # a plan has tensors without data, but needs real matrices
-        first = [math.fmod(scan.first_angle + k * scan.angle_step, 2 * math.pi) for k in range(n)]
-        scans = [replace(scan, n_views=scan.n_views // n, first_angle=angle) for angle in first]
-        parts = [FanBeamProjector(scan, projector.fbp_filter) for scan in scans]
+        parts = [part_of(projector, n, k) for k in range(n)]
         for part in parts:
-            part.scale_filtered_adjoint(projector.safe_step_size())
             part.operator_norm()  # computed here, because a plan could not
     return parts
 
