@@ -4,7 +4,8 @@ time."""
 import errno
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from types import MappingProxyType
@@ -239,12 +240,12 @@ class _Writer:
         target = self._new_target(scan)
         limits = self.config.window
         window = (limits[0], limits[1]) if limits else window_of(hu) if scan.measured else _ABDOMEN
-        image = self._write(target, scan, hu, self.module.network.title, window, files)
+        image = self._write_image(target, scan, hu, self.module.network.title, window, files)
         if scan.measured:
             self.measured = True
             with torch.no_grad():
                 fbp = scan.hu(self.module.projector.fbp(scan.sinogram))
-            self._write(_with_end(target, _FBP), scan, fbp, FBP.title, window, files)
+            self._write_image(_with_end(target, _FBP), scan, fbp, FBP.title, window, files)
         for end, values in maps.items():
             self._write_map(_with_end(target, end), scan, values, _TITLES[end].format(self.config.level), image, files)
 
@@ -266,39 +267,45 @@ class _Writer:
         return target
 
     def _write(
-        self, target: Path, scan: Scan, hu: FloatArray, method: str, window: tuple[float, float], files: list[Path]
+        self,
+        target: Path,
+        values: FloatArray,
+        window: tuple[float, float],
+        files: list[Path],
+        as_dicom: Callable[[Path], Dataset | None] | None,
     ) -> Dataset | None:
-        """Write an image in every format. Returns the DICOM one."""
-        image = None
-        for form in (form for form in _ENDINGS if form in self.config.formats):
-            path = _with_end(target, _ENDINGS[form])
-            if form == "npy":
-                write_npy(path, hu)
-            elif form == "png":
-                write_png(path, hu, window=window)
-            else:
-                image = self._write_dicom(path, scan, hu, method)
-            files.append(path)
-        return image
-
-    def _write_map(
-        self, target: Path, scan: Scan, values: FloatArray, title: str, image: Dataset | None, files: list[Path]
-    ) -> None:
-        """Write a map in every format. In DICOM it is no CT image, but a parametric map of `image`."""
+        """Write values [S, S] in every format, in DICOM by a function if there is one. Returns what this returns."""
+        dataset = None
         for form in (form for form in _ENDINGS if form in self.config.formats):
             path = _with_end(target, _ENDINGS[form])
             if form == "npy":
                 write_npy(path, values)
             elif form == "png":
-                write_png(path, values, window=_MAPPED)
-            elif image is not None and is_installed("maps"):
-                from qnmixer.reconstruction.parametric_map import write_parametric_map  # of an extra
-
-                series_uid = _series_uid(self._call_uid, scan, title)
-                write_parametric_map(path, values, image, series_uid=series_uid, label=title)
+                write_png(path, values, window=window)
+            elif as_dicom is not None:
+                dataset = as_dicom(path)
             else:
                 continue
             files.append(path)
+        return dataset
+
+    def _write_image(
+        self, target: Path, scan: Scan, hu: FloatArray, method: str, window: tuple[float, float], files: list[Path]
+    ) -> Dataset | None:
+        """Write an image in every format. Returns the DICOM one."""
+        return self._write(target, hu, window, files, partial(self._write_dicom, scan=scan, hu=hu, method=method))
+
+    def _write_map(
+        self, target: Path, scan: Scan, values: FloatArray, title: str, image: Dataset | None, files: list[Path]
+    ) -> None:
+        """Write a map in every format. In DICOM it is no CT image, but a parametric map of `image`."""
+        as_dicom = None
+        if image is not None and is_installed("maps"):
+            from qnmixer.reconstruction.parametric_map import write_parametric_map  # of an extra
+
+            series_uid = _series_uid(self._call_uid, scan, title)
+            as_dicom = partial(write_parametric_map, values=values, image=image, series_uid=series_uid, label=title)
+        self._write(target, values, _MAPPED, files, as_dicom)
 
     def _write_dicom(self, path: Path, scan: Scan, hu: FloatArray, method: str) -> Dataset:
         geometry = self.module.projector.geometry
