@@ -11,9 +11,9 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from importlib.metadata import distribution
 from pathlib import Path
 
-import pip
 import pytest
 
 from qnmixer.torch_builds import GPU, TORCH, fix
@@ -78,7 +78,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (project / "backend.py").write_text(BACKEND)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", project / ".venv"], check=True)
     (site,) = project.glob(".venv/lib/python*/site-packages")
-    package = Path(pip.__file__).parent
+    # Not import pip: it takes setuptools' distutils from this process, and torch.compile needs that
+    package = Path(str(distribution("pip").locate_file("pip")))
     for path in (package, *package.parent.glob("pip-*.dist-info")):  # venv would take seconds to install it
         shutil.copytree(path, site / path.name)
     cuda, file = "nvidia-cudnn-cu13", "nvidia/cudnn.txt"
