@@ -9,6 +9,7 @@ from statistics import mean, stdev
 import pytest
 import torch
 
+from qnmixer.evaluation.statistics import half_width
 from qnmixer.models.data_term import back_projection
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
@@ -49,3 +50,35 @@ def test_patients_count_equally(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"| QN-Mixer | {expected} |" in printed
     assert "over 3 patients" in printed
     assert printed.startswith("**Warning: one**\n\n**three patients**\n\n|")
+
+
+def test_every_arm_begins_at_its_parents_image() -> None:
+    """And the paper's H, brought in, is H itself."""
+    study, settings = SCRIPTS["curvature"], {"n_iterations": 3, "channels": 4, "detail_channels": 0, "data_steps": 1}
+    torch.manual_seed(0)
+    projector = FanBeamProjector(FanBeamGeometry(16, 4.0, 6, 24, 5.0, 200.0, 100.0))
+    parent = study["FromZero"](projector, **settings, hessian="identity")
+    for weight in parent.parameters():
+        weight.data += 0.01 * torch.randn_like(weight)
+    y = projector(torch.rand(2, 1, 16, 16))
+    arms = {arm: study["branch"](parent, arm, settings | {"learned_trust": False}) for arm in study["ARMS"]}
+    for arm, network in arms.items():
+        study["bring_in"](arm, network, 0)
+        torch.testing.assert_close(network(y), parent(y), rtol=0, atol=1e-6)
+    study["bring_in"]("paper's H", arms["paper's H"], study["N_RAMP"])
+    plain = study["FromZero"](projector, **settings, hessian="bfgs", learned_trust=False)
+    plain.load_state_dict(parent.state_dict())
+    torch.testing.assert_close(arms["paper's H"](y), plain(y), rtol=0, atol=1e-5)
+    assert (plain(y) - parent(y)).abs().max() > 1e-3
+
+
+def test_the_criterion_of_curvature() -> None:
+    study = SCRIPTS["curvature"]
+    d = [0.1 * k for k in range(-4, 6)]  # mean 0.05
+    at_bound = [value - 0.05 + half_width(d) for value in d]  # its interval begins at 0, so p is 0.05
+    assert study["p_value"](at_bound) == pytest.approx(0.05, abs=1e-4)
+    assert study["holm"]({"a": 0.01, "b": 0.04, "c": 0.02}, 4) == pytest.approx({"a": 0.04, "c": 0.06, "b": 0.08})
+    for shift, p, verdict in ((0.5, 0.01, "pays"), (0.5, 0.06, "not decided"), (0.0, 1.0, "not decided")):
+        assert study["verdict"]([value + shift for value in d], p) == verdict
+    assert study["verdict"]([value / 10 for value in d], 0.01) == "does not pay"
+    assert study["verdict"](d[:9], 0.01).startswith("no verdict")
