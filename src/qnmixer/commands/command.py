@@ -20,7 +20,7 @@ from yaml import YAMLError
 
 from qnmixer.commands.hydra_private import flag_parser, hydra_object
 from qnmixer.errors import ConfigError, Stopped, first_line, say
-from qnmixer.files import make_free_folder, path_in_errors, private_files
+from qnmixer.files import TYPED_IN, make_free_folder, path_in_errors, private_files
 from qnmixer.machine import collect_garbage_rarely, wait_briefly
 from qnmixer.runs.processes.output import lasting_output, warnings_in_one_line
 from qnmixer.runs.processes.process import rank, world_size
@@ -157,12 +157,17 @@ def _storing_errors(job: Callable[[DictConfig], object], failures: list[Exceptio
     """Store the errors of jobs. Hydra would print its own lines, and end a sweep at the first failure."""
 
     def storing(cfg: DictConfig) -> object:
+        of_hydra = HydraConfig.get()
+        if of_hydra.job.chdir:
+            os.environ[TYPED_IN] = of_hydra.runtime.cwd
         try:
-            with path_in_errors(HydraConfig.get().runtime.output_dir):
+            with path_in_errors(of_hydra.runtime.output_dir):
                 return job(cfg)
         except Exception as error:
             failures.append(error)
             return None
+        finally:
+            os.environ.pop(TYPED_IN, None)
 
     return storing
 
