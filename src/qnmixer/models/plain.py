@@ -29,9 +29,9 @@ class PlainNetwork(UnrolledNetwork[Tensor]):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "module" not in self._modules:
+            if name == "module":  # it is not set yet
                 raise
-            return getattr(self._modules["module"], name)
+            return getattr(self.module, name)
 
     def start(self, y: Tensor) -> Tensor:
         """x₀ = FBP(y)."""

@@ -131,7 +131,7 @@ def has_no_value(key: str) -> ConfigError:
     return ConfigError(f"{key} has no value: give one with {key}=…")
 
 
-_MOST_KEYS = 12  # of a message: the nearest ones
+_MOST_KEYS, _NEAREST = 24, 12  # so many keys are in a message, and so many of a longer list
 
 
 def unknown_key(key: str, keys: Iterable[str] = (), owner: str = "the config") -> ConfigError:
@@ -144,6 +144,7 @@ def unknown_key(key: str, keys: Iterable[str] = (), owner: str = "the config") -
         near = [beside[last] for last in difflib.get_close_matches(name, beside, n=1)]
     if near:
         return ConfigError(f"unknown key {key}: did you mean {' or '.join(near)}?")
-    listed = difflib.get_close_matches(name, beside, n=_MOST_KEYS, cutoff=0) if len(beside) > _MOST_KEYS else [*beside]
-    more = f", … ({len(beside)} keys, which --help=all lists)" * (len(beside) > _MOST_KEYS)
+    is_long = len(beside) > _MOST_KEYS
+    listed = difflib.get_close_matches(name, beside, n=_NEAREST, cutoff=0) if is_long else [*beside]
+    more = f", … ({len(beside)} keys, which --help=all lists)" * is_long
     return ConfigError(f"unknown key {key}: {owner} has {', '.join(listed) or 'no such key'}{more}")
