@@ -184,6 +184,16 @@ def test_what_only_shows_when_a_run_is_built(trained: Path, tmp_path: Path, over
     assert record(tmp_path)["status"] == "failed"
 
 
+def test_a_relative_folder_is_where_the_command_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "root").mkdir()
+    for number in range(4):
+        np.save(tmp_path / "root" / f"{number}.npy", slice_hu(number))
+    words = ["data=numpy", "data.root=root", "data.cache_dir=cache", "hydra.job.chdir=true", UNTESTED]
+    assert training(tmp_path / "run", *words).code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"root", "cache", "run"}
+
+
 # Fine-tuning
 
 

@@ -34,6 +34,7 @@ from qnmixer.settings.compose import (
     key_of,
     quoted,
     values_of,
+    version_base,
     with_one_limit,
     with_search_path,
 )
@@ -192,7 +193,7 @@ def _show(config_name: str, words: list[str]) -> None:
         if not given.shell_completion:
             compose(config_name, [*filter(is_override, words)])  # for its line about what is wrong
         sys.argv[1:] = words
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(lambda cfg: None)()
+        hydra.main(config_path=str(CONF), config_name=config_name, **version_base())(lambda cfg: None)()
     except (argparse.ArgumentError, KeyError, RuntimeError, ValueError, YAMLError) as error:
         raise ConfigError(f"{_flags_of(words)} does not work ({first_line(error)})") from error
     finally:
