@@ -433,7 +433,8 @@ def beside_table(records: Mapping[int, Any]) -> Table:
     headings = ["arm", "λρ", "β, Σ α or τ, t ≥ 1", "cos(z, s)", "skipped", "step, ms of CPU (× H = I)", "step, MiB"]
     note = (
         "Means over seeds. cos(z, s) and the share of skipped pairs: of the test slices. In the row H = I they are of "
-        "the pairs that H would have had in the parent, at the branch."
+        "the pairs that H would have had in the parent, at the branch. The arms take turns in a step, but other work "
+        "ran on the machine: compare times within a table only."
     )
     return Table(headings, rows, note=note)
 
@@ -500,6 +501,12 @@ def page(run: Path) -> str:
         return f"{PLAN}\n## Results\n\nNo seed is done yet.\n"
     first = min((of for records in done.values() for of in records.values()), key=lambda of: of["began"])
     parts = [f"{PLAN}\n## Results", f"The first run began at {first['began']}, by commit {first['commit'][:12]}."]
+    all_pairs = differences(run)
+    corrected = holm({pair: p_value(d) for pair, d in all_pairs.items()}, N_PAIRS)
+    for name, claim in itertools.product(done, CLAIMS):
+        if d := all_pairs.get((name, *claim)):
+            says = f"{in_db(mean(d), half_width(d))} dB: {verdict(d, corrected[name, *claim])}"
+            parts += [f"- {SETTINGS[name][0]}, {' − '.join(claim)}, {len(d)} seeds: {says}"]
     for name, records in done.items():
         parts += [f"### {SETTINGS[name][0]}: seeds done, {len(records)}", arms_table(records).markdown()]
         parts += [pairs_table(run, name).markdown()] if name.startswith("arc") else []
