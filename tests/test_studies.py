@@ -107,13 +107,13 @@ def test_otsus_threshold_is_that_of_skimage() -> None:
 def test_a_scan_of_any_start_is_one_of_the_first_angle_and_a_turned_image() -> None:
     """A disc off the axis, whose line integrals are known: FBP of its scan from 0 on, turned, has it at its place."""
     (x, y), radius, start = (9.0, 4.0), 6.0, math.radians(50)
-    geometry = FanBeamGeometry(64, 1.0, 90, 128, 1.0, 410.66, 143.08)
+    geometry = FanBeamGeometry(48, 1.0, 60, 96, 1.0, 410.66, 143.08)
     lines = start + geometry.angles()[:, None] - geometry.fan_angles()
     distance = geometry.ray_distances() - x * np.cos(lines) - y * np.sin(lines)
     chords = 2 * np.sqrt(np.maximum(radius**2 - distance**2, 0))
     fbp = FanBeamProjector(geometry).fbp(torch.from_numpy(chords.astype(np.float32))[None, None])
-    image = SCRIPTS["htc"]["turned"](fbp[0, 0], start, 128).numpy()
-    axis = (np.arange(128) - 63.5) / 2
+    image = SCRIPTS["htc"]["turned"](fbp[0, 0], start, 96).numpy()
+    axis = (np.arange(96) - 47.5) / 2
     truth = np.hypot(axis - x, -axis[:, None] - y) < radius
     assert SCRIPTS["htc"]["matthews"](image > 0.5, truth) > 0.97
 
