@@ -108,8 +108,8 @@ class Disc:
 def read(path: Path) -> tuple[Scan, Disc]:
     """A scan, and its disc. Attenuation grows less than the length, as a beam has many energies: the curve mends it."""
     rays = FanBeamGeometry(512, WIDTH / 512, 2, 560, 0.2, 410.66, 143.08)  # the file has its own bins and distances
-    attenuation, rays, angles = read_mat(path, rays)
-    attenuation = attenuation.astype(np.float64)
+    measured, rays, angles = read_mat(path, rays)
+    attenuation: Floats = measured.astype(np.float64)
     disc = disc_of(attenuation, angles, rays)
     p = attenuation - disc.air
     return Scan(path.stem, p * (disc.curve[0] + disc.curve[1] * p), angles, rays), disc
@@ -229,7 +229,7 @@ def name_of(weight: float) -> str:
 
 def best_tv(scan: Scan, rows: Rows) -> str:
     """The name of TV with the weight that is best for this very part of the scan."""
-    return max(map(_name, TV_WEIGHTS), key=lambda name: rows[scan.name, scan.views, name])
+    return max(map(name_of, TV_WEIGHTS), key=lambda name: rows[scan.name, scan.views, name])
 
 
 def table(parts: list[tuple[int, Scan]], rows: Rows) -> str:
@@ -287,12 +287,12 @@ def main() -> None:
     truths = {path.stem: np.asarray(Image.open(path)) > 127 for path in (folder / "truth").glob("*.png")}
     parts = [*parts_of([scan for scan, _ in scans if scan.name.split("_")[0] in truths])]
     for arc, scan in parts:
-        is_drawn = arc in DRAWN and f"{arc}°" not in images
+        truth, is_drawn = truths[scan.name.split("_")[0]], arc in DRAWN and f"{arc}°" not in images
         missing = [weight for weight in TV_WEIGHTS if (scan.name, scan.views, name_of(weight)) not in rows]
-        of_picture = [w for w in TV_WEIGHTS if missing or name_of(w) == best_tv(scan, rows)] if is_drawn else missing
-        methods = [classical(scan, of_picture)] * bool(of_picture) + ([learned(scan, trained)] if trained else [])
-        pixels = {name: turned(x[0, 0], scan.angles[0]).numpy() for name, x in chain.from_iterable(methods)}
-        truth = truths[scan.name.split("_")[0]]
+        best = [weight for weight in TV_WEIGHTS if not missing and name_of(weight) == best_tv(scan, rows)]
+        weights = (TV_WEIGHTS if missing else best) if is_drawn else missing
+        methods = chain(classical(scan, weights) if weights else (), learned(scan, trained) if trained else ())
+        pixels = {name: turned(image[0, 0], scan.angles[0]).numpy() for name, image in methods}
         rows |= {(scan.name, scan.views, name): matthews(x > otsu(x), truth) for name, x in pixels.items()}
         with file.open("w", newline="") as stream:
             csv.writer(stream).writerows([*key, f"{score:.4f}"] for key, score in rows.items())
@@ -300,11 +300,10 @@ def main() -> None:
             names = ["FBP", best_tv(scan, rows), *(name for name in (NETWORK, FROM_TV) if name in pixels)]
             images[f"{arc}°"] = [truth, *map(pixels.__getitem__, names)]
     draw(output / "htc.png", images)
-    page = "\n\n".join(
-        ["# Measured discs of 30 to 90°, with truth", table(parts, rows), _CAPTION, facts(scans), _OF_FACTS]
-    )
-    (output / "htc.md").write_text(f"{page}\n")
-    print(table(parts, rows))
+    scores, picture = table(parts, rows), "![Truth, FBP, TV and network at 90, 50 and 30°](htc.png)"
+    title = "# Measured discs of 30 to 90°, with truth"
+    (output / "htc.md").write_text("\n\n".join([title, scores, _CAPTION, picture, facts(scans), _OF_FACTS]) + "\n")
+    print(scores)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ A disc is a function of (seed, part, index) alone. Its holes are round, polygons
 shapes that lines cut. Shapes are signed distances in mm, below 0 inside, so edges get partial values.
 """
 
+import math
 import zlib
 from functools import lru_cache, partial
 from typing import Annotated
@@ -26,18 +27,21 @@ class _Drawing:
         axis = ((np.arange(n, dtype=np.float32) + 0.5) / n - 0.5) * np.float32(width)
         self.x, self.y, self.rng = axis[None, :], axis[:, None], rng
 
-    def uniform(self, low: float, high: float) -> np.float32:
-        return np.float32(self.rng.uniform(low, high))
+    def uniform(self, low: float, high: float) -> float:
+        """One number."""
+        return float(self.rng.uniform(low, high))
 
     def circle(self, x: float, y: float, radius: float) -> FloatArray:
-        return np.hypot(self.x - np.float32(x), self.y - np.float32(y)) - np.float32(radius)
+        """The distance to a circle."""
+        away = np.hypot(self.x - np.float32(x), self.y - np.float32(y)).astype(np.float32, copy=False)
+        return away - np.float32(radius)
 
     def half_plane(self, x: float, y: float, angle: float) -> FloatArray:
         """Its edge is a line through (x, y), and its normal points to an angle."""
         c, s = np.float32(np.cos(angle)), np.float32(np.sin(angle))
         return c * (self.x - np.float32(x)) + s * (self.y - np.float32(y))
 
-    def common(self, distances: list[FloatArray], rounding: np.float32) -> FloatArray:
+    def common(self, distances: list[FloatArray], rounding: float) -> FloatArray:
         """What all shapes have in common, with corners of about this radius in mm."""
         scaled = [distance / rounding for distance in distances]
         largest = np.maximum.reduce(np.broadcast_arrays(*scaled))
@@ -53,8 +57,8 @@ class _Drawing:
             share = self.uniform(0.3, 1)
             return (np.hypot(u, v / share) - np.float32(radius)) * share
         if kind < 0.6:  # a slit, or a rectangle
-            half = [self.uniform(0.12, 0.9) * radius, 0.0]
-            half[1] = np.sqrt(radius**2 - half[0] ** 2)
+            width = self.uniform(0.12, 0.9) * radius
+            half = width, math.sqrt(radius**2 - width**2)
             sides = [(turn + k * np.pi / 2, half[k % 2]) for k in range(4)]
         else:
             n = int(self.rng.integers(3, 8))
@@ -95,10 +99,9 @@ class _Drawing:
 
     def cut(self, shapes: list[FloatArray], x: float, y: float, n: int) -> list[FloatArray]:
         """Shapes without n bars that pass near a point."""
-        bars, reach = [], 14.0
+        bars = []
         for _ in range(n):
-            shift, turn = (self.uniform(-reach, reach) for _ in range(2)), self.uniform(0, 2 * np.pi)
-            right, down = shift
+            turn, right, down = self.uniform(0, 2 * np.pi), self.uniform(-14, 14), self.uniform(-14, 14)
             bars.append(self.uniform(0.5, 2.2) - np.abs(self.half_plane(x + right, y + down, turn)))
         return [np.maximum.reduce([shape, *bars]) for shape in shapes]
 
