@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.evaluate import evaluate
+from qnmixer.measurement.build import build_geometry
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.module.base import RunModule
 from qnmixer.module.build import build_module
@@ -80,15 +81,14 @@ def magnitudes(module: RunModule, config: Config) -> dict[str, Tensor]:
 
     The gradient of a step is the sum of these. Where it cancels, rounding is as large as in its terms.
     """
-    data = SliceDataModule(config.data)  # of its own: the run's stays at its start
+    data = SliceDataModule(config.data, geometry=build_geometry(config))  # of its own: the run's stays at its start
     data.setup("fit")
     sums: dict[str, Tensor] = {}
     for _, batch in zip(range(config.trainer.accumulate_grad_batches), data.train_dataloader(), strict=False):
-        y = module.measure(batch, "train")
-        loss = batch["weight"] * module.loss(module.network(y), batch["image"])
-        for term in loss / len(loss) / config.trainer.accumulate_grad_batches:
+        for k in range(n := len(batch["weight"])):
             module.zero_grad()
-            term.backward(retain_graph=True)
+            loss = module.training_step({key: value[k : k + 1] for key, value in batch.items()}, 0)  # type: ignore[typeddict-item]
+            (loss / n / config.trainer.accumulate_grad_batches).backward()
             for name, p in module.named_parameters():
                 if p.grad is not None:
                     sums[name] = sums.get(name, torch.zeros(())) + p.grad.norm()
@@ -124,7 +124,7 @@ def train(
     )
     if exact:
         trainer.strategy.precision_plugin = DoublePrecision()
-    data = SliceDataModule(config.data)
+    data = SliceDataModule(config.data, geometry=build_geometry(config))
     terms = {} if world_size() > 1 or scale or measure or resume or exact else magnitudes(module, config)
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     if save:
@@ -151,6 +151,7 @@ def main(job: Path) -> None:
         print(k, task["folder"], flush=True)
 
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for modules of tests/own.py
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(Path(sys.argv[1]))

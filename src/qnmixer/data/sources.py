@@ -20,6 +20,7 @@ import numpy as np
 
 from qnmixer.data.cache import SliceCache, open_cache, to_square
 from qnmixer.data.dataset import Part, SinogramView, SliceView
+from qnmixer.data.sinograms import require_line_integrals
 from qnmixer.data.slices import (
     SkipFile,
     SliceSource,
@@ -137,6 +138,8 @@ class OwnSlices:
                 raise SkipFile(f"a sinogram of shape {[*y.shape]}, not {[*shape]}, as geometry has views and bins")
             if not np.isfinite(y).all():
                 raise SkipFile("NaN or infinite values in its sinogram")
+            if self.geometry is not None and not hasattr(self.slices, "load"):  # else it is compared with its image
+                require_line_integrals(y, self.geometry)
         return y
 
     def name(self, index: int) -> str:
