@@ -2,7 +2,7 @@
 
     python notebooks/studies/adaptation.py OUTPUT SLICES SPLIT BASE …
 
-BASE is `pretrained` (256 × 256, 64 views), or networks that without_truth.py has trained with truth for 48 views: one
+BASE is `pretrained` (256 × 256, 64 views), or networks that without_truth.py has trained with truth for 24 views: one
 for each seed. SLICES and SPLIT are as there. The sinograms are of the val patients of SPLIT, on whom no BASE was
 trained, and are simulated on a 2 times finer grid. The test patients are scored. It goes on where it was stopped, and
 writes OUTPUT/adaptation.md.
@@ -38,12 +38,12 @@ SCANNERS = {
 OFF, FEWER = [*SCANNERS][1:]
 TRAINING = (
     "data.unit=value data.augment=false data.simulation_factor=1 module=split monitor=val/residual callbacks=none "
-    "logger=csv trainer.max_steps=200 trainer.val_every_n_steps=50 test_after_training=false"
+    "logger=csv trainer.max_steps=100 trainer.val_every_n_steps=50 test_after_training=false"
 )
 _CAPTION = (
     "PSNR in dB: means over {n} test patients, one slice of each, and {n_bases} networks. The noise is of the field "
     "but in the first row. Cured: the network with truth for {views} views at {size} × {size}, with the cures of other "
-    "scans. Adapted: after 200 further steps by module=split at a quarter of its learning rates, with the sinograms of "
+    "scans. Adapted: after 100 further steps by module=split at a quarter of its learning rates, with the sinograms of "
     "{n_val} other patients ({n_slices} slices; a patient each is left for validation and test). TV: 400 iterations, "
     "the best weight for these patients with truth. Differences: ± half of the 95 % interval for other patients / for "
     "other networks. The residual is that of views that are held out, in units of the noise: no truth is needed for "
@@ -97,7 +97,7 @@ def score(name: str, output: Path, root: Path, split: dict[str, list[str]], base
     studies = Path(__file__).resolve().parent
     words = ["experiment=pretrained"]
     if bases != ["pretrained"]:
-        words = [f"hydra.searchpath=[file://{studies}]", "experiment=without_truth", "geometry.n_views=48"]
+        words = [f"hydra.searchpath=[file://{studies}]", "experiment=without_truth", "geometry.n_views=24"]
     scanner = Scanner(name, [*words, f"data.root={root}"], output, root, split)
     learning = config_of(*words, f"data.root={root}").optimizer
     rates = [f"optimizer.lr={learning.lr / 4}", f"optimizer.adamw_lr={learning.arguments['adamw_lr'] / 4}"]

@@ -1,9 +1,10 @@
 """Training without truth, on real slices: FBP, TV, module=split, module=equivariant, both, and training with truth.
 
-    python notebooks/studies/without_truth.py OUTPUT SLICES SPLIT [SIZE]
+    python notebooks/studies/without_truth.py OUTPUT SLICES SPLIT [KEY=VALUE …]
 
-SLICES has PATIENT/slices.npy, [N, 512, 512] in HU; SPLIT is as in any_scan.py; SIZE is 64 or 128 pixels. The middle
-slice of each test patient is simulated on a 2 times finer grid. Only validation reads a truth: it weighs TV and the
+SLICES has PATIENT/slices.npy, [N, 512, 512] in HU; SPLIT is as in any_scan.py. Further words change all
+trainings, as data.image_size=128 geometry=paper_128 trainer.max_steps=3000 for 128 × 128. The middle slice of each test
+patient is simulated on a 2 times finer grid. Only validation reads a truth: it weighs TV and the
 equivariance, and judges the choices by the residual. It goes on where it was stopped, and writes
 OUTPUT/without_truth.md after each seed, with what is there.
 """
@@ -42,13 +43,13 @@ METHODS = {
     TRUTH: [],
 }
 SEEDS = (1, 2, 3)
-ALPHAS, SHORT = (1e2, 1e3, 1e4, 1e5), ["trainer.max_steps=200", "trainer.val_every_n_steps=200"]
+ALPHAS, SHORT = (1e3, 1e4, 1e5), ["trainer.max_steps=100", "trainer.val_every_n_steps=100"]
 """Weights of the equivariance, and the trainings that choose one."""
 _CAPTION = (
     "PSNR in dB at {size} × {size}: means over {n} test patients, one slice of each, and the seeds. Simulated from a 2 "
-    "times finer grid. The networks have T = 4 and are as after their last step; none is chosen. Differences: ± half "
-    "of the 95 % interval for other patients / for other seeds. TV: 400 iterations, the best weight for {n_val} other "
-    "patients with truth, in steps of 10^(1/3). Written by notebooks/studies/without_truth.py."
+    "times finer grid. The networks have T = {T} and {steps} steps of {batch} slices; each is as after its last step. "
+    "Differences: ± half of the 95 % interval for other patients / for other seeds. TV: 400 iterations, the best "
+    "weight for {n_val} other patients with truth, in steps of 10^(1/3). Written by notebooks/studies/without_truth.py."
 )
 _ON_CHOICES = (
     "val/residual chooses among the validations of each training, and val/psnr does. Same: how often both choose the "
@@ -56,7 +57,7 @@ _ON_CHOICES = (
     "the most. Last column: how much lower PSNR is in the one that has the best residual of all validations of all "
     "networks that were trained for the scan, than in the best one."
 )
-_ON_ALPHA = "PSNR in dB of validation after 200 steps, 24 views, field noise, one seed, by module.alpha."
+_ON_ALPHA = "PSNR in dB of validation after 100 steps, 24 views, field noise, one seed, by module.alpha."
 
 
 def validations(folder: Path) -> list[tuple[float, float]]:
@@ -83,9 +84,8 @@ def best_power(score: Callable[[float], float], first: float) -> float:
 class Study:
     """The folders, slices and words of all runs."""
 
-    def __init__(self, output: Path, root: Path, split_file: Path, size: int) -> None:
-        self.output, self.root, self.size, self.split = output, root, size, split_in(split_file)
-        larger = [] if size == 64 else [f"data.image_size={size}", f"geometry=paper_{size}", "data.batch_size=1"]
+    def __init__(self, output: Path, root: Path, split_file: Path, words: list[str]) -> None:
+        self.output, self.root, self.split = output, root, split_in(split_file)
         studies = Path(__file__).resolve().parent
         self.words = [
             f"hydra.searchpath=[file://{studies}]",
@@ -93,7 +93,9 @@ class Study:
             f"data.root={root}",
             "logger=csv",
         ]
-        self.words += [f"data.cache_dir={output / 'cache'}", *split_file.read_text().split(), *larger]
+        self.words += [f"data.cache_dir={output / 'cache'}", *split_file.read_text().split(), *words]
+        self.config = config_of(*self.words)
+        self.size = self.config.data.image_size
 
     def network(self, name: str, *words: str) -> Path:
         """The folder of a trained network."""
@@ -157,7 +159,11 @@ class Study:
 
     def page(self, runs: dict[str, dict[str, dict[int, Path]]], alphas: dict[str, dict[float, float]]) -> str:
         """The tables of what is trained: runs by scan, method and seed."""
-        caption = _CAPTION.format(size=self.size, n=len(self.split["test"]), n_val=len(self.split["val"]))
+        config = self.config
+        caption = _CAPTION.format(
+            size=self.size, n=len(self.split["test"]), n_val=len(self.split["val"]), T=config.model.T,
+            steps=config.trainer.max_steps, batch=config.data.batch_size,
+        )  # fmt: skip
         rivals = ("split − TV", "both − split", f"split − {TRUTH}")
         lines = ["# Training without truth", "", caption, "", row("scan", "seeds", "FBP", "TV", *METHODS, *rivals)]
         lines.append("|" + "---|" * (4 + len(METHODS) + len(rivals)))
@@ -210,8 +216,8 @@ def of_difference(statistic: Statistic | None) -> str:
 
 def main() -> None:
     """Run the study of these folders."""
-    output, root, split_file, *size = sys.argv[1:]
-    Study(Path(output).resolve(), Path(root), Path(split_file), int(*size or ["64"])).run()
+    output, root, split_file, *words = sys.argv[1:]
+    Study(Path(output).resolve(), Path(root), Path(split_file), words).run()
 
 
 if __name__ == "__main__":

@@ -180,7 +180,8 @@ class Loaders(LightningDataModule):
         self.data = module_of(config(Path(root)))
 
     def pairs(self, part: str) -> DataLoader[Any]:
-        return DataLoader([{"sinogram": sample["sinogram"]} for sample in self.data.dataset(part)], batch_size=2)  # type: ignore[attr-defined]  # a sequence
+        data = self.data.dataset(part)
+        return DataLoader([{"sinogram": data[k]["sinogram"]} for k in range(len(data))], batch_size=2)  # type: ignore[arg-type]  # a sequence
 
     def train_dataloader(self) -> Any:
         return self.pairs("train")
