@@ -81,14 +81,15 @@ def magnitudes(module: RunModule, config: Config) -> dict[str, Tensor]:
 
     The gradient of a step is the sum of these. Where it cancels, rounding is as large as in its terms.
     """
-    data = SliceDataModule(config.data, geometry=build_geometry(config))  # of its own: the run's stays at its start
+    data = SliceDataModule(config.data)  # of its own: the run's stays at its start
     data.setup("fit")
     sums: dict[str, Tensor] = {}
     for _, batch in zip(range(config.trainer.accumulate_grad_batches), data.train_dataloader(), strict=False):
-        for k in range(n := len(batch["weight"])):
+        y = module.measure(batch, "train")
+        loss = batch["weight"] * module.loss(module.network(y), batch["image"])
+        for term in loss / len(loss) / config.trainer.accumulate_grad_batches:
             module.zero_grad()
-            loss = module.training_step({key: value[k : k + 1] for key, value in batch.items()}, 0)  # type: ignore[typeddict-item]
-            (loss / n / config.trainer.accumulate_grad_batches).backward()
+            term.backward(retain_graph=True)
             for name, p in module.named_parameters():
                 if p.grad is not None:
                     sums[name] = sums.get(name, torch.zeros(())) + p.grad.norm()
@@ -151,7 +152,7 @@ def main(job: Path) -> None:
         print(k, task["folder"], flush=True)
 
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # for modules of tests/own.py
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for a module of tests/own.py
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(Path(sys.argv[1]))

@@ -16,7 +16,6 @@ import torch
 
 from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.data.splits import PARTS
-from qnmixer.measurement.build import build_projector
 from qnmixer.reconstruction.checkpoints import load_run, split_of
 from qnmixer.runs.processes.launch import launch
 from qnmixer.settings.compose import compose
@@ -56,12 +55,6 @@ STRATEGIES = {
     "pipeline": f"strategy=pipeline {DEVICES}",
 }
 SHORT = "trainer.max_steps=2"
-WITHOUT_TRUTH = {
-    "split": "module=split",
-    "equivariant": "module=equivariant module.parts=2",
-    "fit": "module._target_=tests.own.OfSinograms",
-}
-"""Of sinograms alone. Only the last can train in a pipeline: test_without_truth.py has what the others say."""
 VARIANTS = {
     "sequential": f"strategy=pipeline strategy.schedule=sequential trainer.deterministic=true {DEVICES}",
     "two pipelines": f"strategy=pipeline strategy.devices_per_pipeline=2 {DEVICES}",
@@ -74,7 +67,6 @@ VARIANTS = {
 
 READERS = ("one", *STRATEGIES)
 SHORT_ONES = {("fbpconvnet", "ddp"), ("learned_primal_dual", "ddp"), ("muon", "fsdp"), ("symmetric", "pipeline")}
-OF_SCANS = "data.unit=value monitor=val/residual"
 WRITERS = {f"from {name}" for name in ("one", *STRATEGIES)}
 """The tasks whose checkpoints others resume from."""
 
@@ -85,10 +77,6 @@ LONG = {
     *(name for name in VARIANTS if name not in ("sequential", "two pipelines")),
     *(f"{name} {ending}" for name in STRATEGIES for ending in ("1 keep", "1 recompute", "3 keep")),
     *(f"{model} by {name}" for model in OTHERS for name in STRATEGIES if (model, name) not in SHORT_ONES),
-    "split by fsdp",
-    "equivariant by ddp",
-    "fit by ddp",
-    "fit by fsdp",
     *(
         f"from {writer}{end}"
         for writer in ("ddp", "pipeline")
@@ -104,7 +92,6 @@ class Task(NamedTuple):
     scale: float | None = None
     measure: bool = False  # on slices of patients, with checkpoints, validation and test
     model: str = MODEL
-    alone: bool = False  # sinograms without slices
 
 
 def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[str, list[dict[str, Any]]]:
@@ -113,9 +100,8 @@ def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[s
     tiny = parse(compose("train", TINY.split()))  # once: Hydra takes longer than `override`
     data = ["data=numpy", f"data.root={folder / 'patients'}", f"data.cache_dir={folder / 'cache'}"]
     patients = parse(compose("train", [*(word for word in TINY.split() if not word.startswith("data.n_")), *data]))
-    scans = override(patients, f"data=sinograms data.root={folder / 'scans'} {OF_SCANS}")
     for task in tasks:
-        config = override(patients if task.measure else scans if task.alone else tiny, f"{task.model} {task.overrides}")
+        config = override(patients if task.measure else tiny, f"{task.model} {task.overrides}")
         (folder / task.name).mkdir()
         resume = task.resume and str(folder / task.resume / "last.ckpt")
         job.append(
@@ -199,13 +185,6 @@ def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
                 four_processes.append(Task(label, f"{BATCH} {SHORT} {overrides} memory=recompute", model=model))
                 references[label] = f"one {name}"
 
-    for name, module in WITHOUT_TRUTH.items():
-        one_process.append(Task(f"one {name}", f"data.batch_size=4 {SHORT} {module}", alone=True))
-        for strategy, overrides in STRATEGIES.items():
-            if (name == "fit") or strategy != "pipeline":
-                four_processes.append(Task(f"{name} by {strategy}", f"{SHORT} {module} {overrides}", alone=True))
-                references[four_processes[-1].name] = f"one {name}"
-
     # Eight slices a step, in one batch of eight or two of four; the checkpoint is of the middle of the second epoch.
     steps = "data.n_train=14 schedule=constant trainer.max_steps=5 model.symmetric=true"
     batch = f"{steps} data.batch_size=8"
@@ -228,17 +207,9 @@ def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With five slices of each of eight patients, and 13 sinograms."""
+    """With five slices of each of eight patients."""
     folder = tmp_path_factory.mktemp("parity")
     (folder / "patients").mkdir()
-    (folder / "scans").mkdir()
-    projector = build_projector(parse(compose("train", TINY.split())))
-    for number in range(13):
-        x = (
-            torch.from_numpy(phantom(16, seed=0, part="val", index=number))[None, None].clamp(-1000, 2000) / 3000
-            + 1 / 3
-        )
-        np.save(folder / "scans" / f"{number}.npy", projector(x.float())[0, 0].numpy())
     for number in range(8):
         hu = [phantom(16, seed=0, part="test", index=5 * number + k) for k in range(5)]
         np.save(folder / "patients" / f"P{number}.npy", np.stack(hu))
