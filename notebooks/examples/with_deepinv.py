@@ -2,7 +2,7 @@
 
 For those who want its losses, its plug and play or its posterior samplers on this scan. A small QN-Mixer trains by
 deepinv's equivariant loss, on sinograms alone, and so does not see a true image. A denoiser that is trained here is the
-prior of plug and play and of a diffusion sampler, which take any scan. It takes about two minutes on one CPU core.
+prior of plug and play and of a diffusion sampler, which take any scan. It takes about a minute on one CPU core.
 
     pip install deepinv  # 0.5; with its torchvision, which must fit your torch
     python notebooks/examples/with_deepinv.py
@@ -20,8 +20,8 @@ from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 # Raise the steps: none of these is trained to its end.
-STEPS, DENOISER_STEPS, BATCH = 150, 300, 4
-N_TEST, SAMPLES = 4, 8
+STEPS, DENOISER_STEPS, BATCH = 120, 300, 2
+N_TEST, SAMPLES = 3, 4
 SCAN = FanBeamGeometry(
     image_size=64, pixel_size=6.25, n_views=24, n_detectors=128, detector_pitch=7.5, source_to_axis=600.0,
     axis_to_detector=290.0,
@@ -113,7 +113,7 @@ def main() -> None:
         fidelity, dinv.optim.PnP(prior), stepsize=300.0, sigma_denoiser=0.02, max_iter=20,
         custom_init=lambda y, physics: physics.A_dagger(y),
     )  # fmt: skip
-    sampler = dinv.sampling.DiffPIR(prior, fidelity, sigma=NOISE / physics.norm, max_iter=40)
+    sampler = dinv.sampling.DiffPIR(prior, fidelity, sigma=NOISE / physics.norm, max_iter=30)
     samples = torch.stack([sampler(y, physics, x_init=physics.A_dagger(y)) for _ in range(SAMPLES)])
     results = {
         "FBP": physics.A_dagger(y),

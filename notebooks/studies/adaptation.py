@@ -38,12 +38,12 @@ SCANNERS = {
 OFF, FEWER = [*SCANNERS][1:]
 TRAINING = (
     "data.unit=value data.augment=false data.simulation_factor=1 module=split monitor=val/residual callbacks=none "
-    "logger=csv trainer.max_steps=100 trainer.val_every_n_steps=50 test_after_training=false"
+    "logger=csv trainer.max_steps=60 trainer.val_every_n_steps=30 test_after_training=false"
 )
 _CAPTION = (
     "PSNR in dB: means over {n} test patients, one slice of each, and {n_bases} networks. The noise is of the field "
     "but in the first row. Cured: the network with truth for {views} views at {size} × {size}, with the cures of other "
-    "scans. Adapted: after 100 further steps by module=split at a quarter of its learning rates, with the sinograms of "
+    "scans. Adapted: after 60 further steps by module=split at a quarter of its learning rates, with the sinograms of "
     "{n_val} other patients ({n_slices} slices; a patient each is left for validation and test). TV: 400 iterations, "
     "the best weight for these patients with truth. Differences: ± half of the 95 % interval for other patients / for "
     "other networks. The residual is that of views that are held out, in units of the noise: no truth is needed for "

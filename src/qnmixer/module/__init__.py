@@ -277,7 +277,7 @@ class Equivariant(Split):
         self,
         network: UnrolledNetwork[Any],
         parts: Annotated[int, Ge(1)] = 1,
-        alpha: Annotated[float, Gt(0)] = 10000.0,
+        alpha: Annotated[float, Gt(0)] = 100000.0,
         shift: Annotated[float, Ge(0), Le(0.5)] = 0.05,
         **others: Any,
     ) -> None:
