@@ -34,9 +34,9 @@ _STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
 class OwnDataModule(LightningDataModule):
     """Wraps any LightningDataModule whose loaders yield batches as dicts, or pairs (image, sinogram).
 
-    A dict has image [B, 1, S, S] or sinogram [B, 1, V, D], and may have the other keys of a `Batch`: what is missing is
-    added, but no image. On several
-    devices each gets its share of the batches that a DataLoader's own sampler draws. An IterableDataset shares itself.
+    A dict has image [B, 1, S, S] or sinogram [B, 1, V, D], and may have the other keys of a `Batch`. What is missing is
+    added, except an image. On several devices each gets its share of the batches that a DataLoader's own sampler draws.
+    An IterableDataset shares itself.
     """
 
     def __init__(

@@ -98,8 +98,7 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
             check_untouched(config)
         fine = build_slices(part, config.simulation_factor) if config.simulation_factor > 1 else None
         patients = _numbered(getattr(slices, "patients", ())) if isinstance(config, PairData) else ()
-        has_truth = hasattr(slices, "load")
-        parts[part] = Part(source, patients, fine, measured, getattr(slices, "scaling", None), has_truth)
+        parts[part] = Part(source, patients, fine, measured, getattr(slices, "scaling", None))
     return parts
 
 
@@ -178,7 +177,6 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
             _numbered(patients[i] for i in indices),
             fine and SliceView(fine, indices),
             measured=scan is not None,
-            has_truth=scan is None,
         )
         for part, indices in split.items()
     }

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch.utils.data import default_collate
 
 from qnmixer.data.batch import Batch
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.slices import warn_once
 from qnmixer.errors import DataError
 from qnmixer.measurement.scans import doubts_of_scan, noise_of
 from qnmixer.physics import FanBeamProjector
@@ -42,10 +42,12 @@ def check_pairs(config: Config, projector: FanBeamProjector, batch: Batch, part:
         return
     y = batch["sinogram"][counts]
     if "image" not in batch:
+        unit = f"data.unit={config.data.arguments['unit']}" if "unit" in config.data.arguments else "value × mm"
         names = [batch["name"][k] for k in counts.nonzero()[:, 0].tolist()]
-        lines = [*_doubts(config, projector, y, names)]
-        for line in lines[: 1 if rank() == 0 else 0]:
-            warnings.warn(line, stacklevel=2)
+        for name, sinogram in zip(names, y.split(1), strict=True):
+            noise = noise_of(sinogram)
+            for line in doubts_of_scan(name, projector, sinogram, config.data.hu_scaling, unit, noise=noise):
+                warn_once(line)
         return
     with torch.no_grad():
         p = projector(batch["image"][counts])
@@ -74,14 +76,6 @@ def check_pairs(config: Config, projector: FanBeamProjector, batch: Batch, part:
         "sinograms line integrals in value × mm, with the bins and angles of geometry, not mirrored, of these images?",
         stacklevel=2,
     )
-
-
-def _doubts(config: Config, projector: FanBeamProjector, y: Tensor, names: Sequence[str]) -> Iterator[str]:
-    """Lines of what may be wrong with sinograms [B, 1, V, D] of these names that have no images."""
-    unit = f"data.unit={config.data.arguments['unit']}" if "unit" in config.data.arguments else "value × mm"
-    for name, sinogram in zip(names, y.split(1), strict=True):
-        scaling = config.data.hu_scaling
-        yield from doubts_of_scan(name, projector, sinogram, scaling, unit, noise=noise_of(sinogram))
 
 
 def _distance(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
