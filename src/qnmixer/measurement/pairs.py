@@ -5,10 +5,8 @@ import warnings
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from qnmixer.data.batch import Batch
-from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.slices import warn_once
 from qnmixer.errors import DataError
 from qnmixer.measurement.scans import doubts_of_scan, noise_of
@@ -21,12 +19,6 @@ from qnmixer.settings.run import Config
 # image cuts off. With 1000 photons a ray, which is 20 % noise: 5 to 11 %. Wrong ones: mirrored 14 to 53 %, those of the
 # next image 25 to 54 %, turned by a view 7 to 28 %. A shift by two bins is 3 to 13 %, and may stay unseen.
 _FAR, _OF_NOISE = 0.06, 0.35
-
-
-def check_scans(config: Config, projector: FanBeamProjector, data: SliceDataModule) -> None:
-    """`check_pairs` of the first sinogram of training and of validation, before training, if slices have no images."""
-    for part in () if data.has_truth else ("train", "val"):
-        check_pairs(config, projector, default_collate([data.dataset(part)[0]]), part)
 
 
 def check_pairs(config: Config, projector: FanBeamProjector, batch: Batch, part: str) -> None:
@@ -45,8 +37,8 @@ def check_pairs(config: Config, projector: FanBeamProjector, batch: Batch, part:
         unit = f"data.unit={config.data.arguments['unit']}" if "unit" in config.data.arguments else "value × mm"
         names = [batch["name"][k] for k in counts.nonzero()[:, 0].tolist()]
         for name, sinogram in zip(names, y.split(1), strict=True):
-            noise = noise_of(sinogram)
-            for line in doubts_of_scan(name, projector, sinogram, config.data.hu_scaling, unit, noise=noise):
+            scaling, roughness = config.data.hu_scaling, noise_of(sinogram)
+            for line in doubts_of_scan(name, projector, sinogram, scaling, unit, noise=roughness):
                 warn_once(line)
         return
     with torch.no_grad():

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar, RichModelSummary
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from torch.profiler import schedule
+from torch.utils.data import default_collate
 
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.splits import RunSplit, seen_by
@@ -26,7 +27,7 @@ from qnmixer.evaluation.evaluate import RunData, count_of, evaluate, what_was_ev
 from qnmixer.evaluation.logs import log_evaluation
 from qnmixer.evaluation.metrics import try_metrics
 from qnmixer.files import write_text
-from qnmixer.measurement.pairs import check_scans
+from qnmixer.measurement.pairs import check_pairs
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner, advice, channels_of
 from qnmixer.module.base import RunModule
@@ -268,8 +269,9 @@ def training(config: Config, run: Run, trainer: L.Trainer, module: RunModule, da
     with trainer.detect_anomaly.
     """
     print_start(config, module, data, trainer, run.console)
-    if isinstance(data, SliceDataModule):
-        check_scans(config, module.projector, data)
+    if isinstance(data, SliceDataModule) and not data.has_truth:  # pairs are checked at the first batch
+        for part in ("train", "val"):
+            check_pairs(config, module.projector, default_collate([data.dataset(part)[0]]), part)
     debugging = naming_nan_gradients() if config.trainer.detect_anomaly else nullcontext()
     advising = out_of_memory_advice(config, module, trainer)
     with recording_training(run, trainer), advising, debugging, naming_truth(config), interrupts_as_raised():
