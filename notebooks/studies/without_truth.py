@@ -43,7 +43,7 @@ METHODS = {
     TRUTH: [],
 }
 SEEDS = (1, 2, 3)
-ALPHAS, SHORT = (1e3, 1e4, 1e5, 1e6), ["trainer.max_steps=200", "trainer.val_every_n_steps=200"]
+ALPHAS, SHORT = (1e3, 1e4, 1e5), ["trainer.max_steps=100", "trainer.val_every_n_steps=100"]
 """Weights of the equivariance, and the trainings that choose one."""
 _CAPTION = (
     "PSNR in dB at {size} × {size}: means over {n} test patients, one slice of each, and the seeds. Simulated from a 2 "
@@ -57,7 +57,7 @@ _ON_CHOICES = (
     "the most. Last column: how much lower PSNR is in the one that has the best residual of all validations of all "
     "networks that were trained for the scan, than in the best one."
 )
-_ON_ALPHA = "PSNR in dB of validation after 200 steps, 24 views, field noise, one seed, by module.alpha."
+_ON_ALPHA = "PSNR in dB of validation after 100 steps, 24 views, field noise, one seed, by module.alpha."
 
 
 def validations(folder: Path) -> list[tuple[float, float]]:
