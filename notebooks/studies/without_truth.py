@@ -172,6 +172,8 @@ class Study:
             cells = [f"{spread(of).mean:.2f}" for of in scores.values()]
             cells += [of_difference(difference(*(scores[name] for name in rival.split(" − ")))) for rival in rivals]
             lines.append(row(scan, len(of_method[TRUTH]), *cells))
+        if missing := [scan for scan in SCANS if scan not in runs]:
+            lines += ["", f"Not yet run: {'; '.join(missing)}."]
         lines += ["", "## The choice without truth", "", _ON_CHOICES, ""]
         lines += [row("scan", "network", "same", "costs, dB", "at most", "of all networks, dB"), "|" + "---|" * 6]
         for scan, of_method in runs.items():
