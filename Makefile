@@ -54,7 +54,7 @@ compare: install ## train all methods, small, then write tables, pictures and pa
 
 # Three at once on two cores: some tests wait for processes that end, or for a network that is not there.
 test: install ## run the tests, but not the long ones; e.g. TESTS=tests/models
-	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not long" $(TESTS)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -rfE --disable-warnings -m "not long" $(TESTS)
 
 test-all: install ## run all tests
 	$(BIN)/python -m pytest -n 3 --dist loadgroup $(TESTS)

@@ -28,7 +28,7 @@ _loads = {source: source.load_config for source in _SOURCES}
 _open = CachingConfigRepository.__init__
 _merge = ConfigLoaderImpl._compose_config_from_defaults_list
 _parse = OverridesParser.parse_rule
-_choices = defaults_list._create_interpolation_map
+_choices = getattr(defaults_list, "_create_interpolation_map", None)  # None: Hydra 1.4, which has other internals
 
 _Key = tuple[Any, ...]
 _files: dict[_Key, bytes] = {}
@@ -37,7 +37,9 @@ _words: dict[_Key, bytes] = {}
 
 
 def compose_faster() -> None:
-    """In this process, and in those that are forked from it."""
+    """In this process, and in those that are forked from it, with Hydra 1.3."""
+    if _choices is None:
+        return
     for source in _SOURCES:
         source.load_config = _load_once  # type: ignore[method-assign]
     CachingConfigRepository.__init__ = _open_once  # type: ignore[method-assign]

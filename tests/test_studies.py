@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from statistics import mean, stdev
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,3 +83,51 @@ def test_the_criterion_of_curvature() -> None:
         assert study["verdict"]([value + shift for value in d], p) == verdict
     assert study["verdict"]([value / 10 for value in d], 0.01) == "does not pay"
     assert study["verdict"](d[:9], 0.01).startswith("no verdict")
+
+
+def test_matthews_correlation_is_that_of_pearson() -> None:
+    """For two classes both are one number; the closed form of a square in a square is checked by hand."""
+    rng = np.random.default_rng(0)
+    truth, prediction = rng.random((2, 40, 40)) < [[[0.3]], [[0.4]]]
+    prediction |= truth & (rng.random(truth.shape) < 0.7)
+    matthews = SCRIPTS["htc"]["matthews"]
+    assert matthews(prediction, truth) == pytest.approx(np.corrcoef(prediction.ravel(), truth.ravel())[0, 1])
+    assert (matthews(truth, truth), matthews(~truth, truth), matthews(truth | True, truth)) == pytest.approx((1, -1, 0))
+    half, quarter = (np.arange(8) < n for n in (4, 2))
+    assert matthews(quarter, half) == pytest.approx((2 * 4 - 0) / math.sqrt(2 * 4 * 4 * 6))
+
+
+def test_otsus_threshold_is_that_of_skimage() -> None:
+    filters, rng = pytest.importorskip("skimage.filters"), np.random.default_rng(0)
+    image = np.concatenate([rng.normal(0, 0.2, 3000), rng.normal(1, 0.3, 1000)])
+    step = np.ptp(image) / 256
+    assert SCRIPTS["htc"]["otsu"](image) == pytest.approx(filters.threshold_otsu(image), abs=step)
+
+
+def test_a_scan_of_any_start_is_one_of_the_first_angle_and_a_turned_image() -> None:
+    """A disc off the axis, whose line integrals are known: FBP of its scan from 0 on, turned, has it at its place."""
+    (x, y), radius, start = (9.0, 4.0), 6.0, math.radians(50)
+    geometry = FanBeamGeometry(48, 1.0, 60, 96, 1.0, 410.66, 143.08)
+    lines = start + geometry.angles()[:, None] - geometry.fan_angles()
+    distance = geometry.ray_distances() - x * np.cos(lines) - y * np.sin(lines)
+    chords = 2 * np.sqrt(np.maximum(radius**2 - distance**2, 0))
+    fbp = FanBeamProjector(geometry).fbp(torch.from_numpy(chords.astype(np.float32))[None, None])
+    image = SCRIPTS["htc"]["turned"](fbp[0, 0], start, 96).numpy()
+    axis = (np.arange(96) - 47.5) / 2
+    truth = np.hypot(axis - x, -axis[:, None] - y) < radius
+    assert SCRIPTS["htc"]["matthews"](image > 0.5, truth) > 0.97
+
+
+def test_a_scan_says_its_disc_and_the_curve_of_its_beam() -> None:
+    """A solid disc off the axis, seen by a beam of two energies with photon noise."""
+    geometry, centre, radius = FanBeamGeometry(64, 1.2, 61, 560, 0.2, 410.66, 143.08, angle_span=0.5), (1.0, -0.5), 34.8
+    lines = geometry.angles()[:, None] - geometry.fan_angles()
+    distance = geometry.ray_distances() - centre[0] * np.cos(lines) - centre[1] * np.sin(lines)
+    chords = 2 * np.sqrt(np.maximum(radius**2 - distance**2, 0))
+    counts = np.random.default_rng(0).poisson(4e4 * (np.exp(-0.03 * chords) + np.exp(-0.06 * chords)))
+    disc = SCRIPTS["htc"]["disc_of"](-np.log(counts / 8e4) + 0.015, geometry.angles(), geometry)
+    assert (*disc.centre, disc.radius) == pytest.approx((*centre, radius), abs=0.1)
+    assert disc.air == pytest.approx(0.015, abs=1e-3)
+    assert disc.photons == pytest.approx(8e4, rel=0.1)
+    p = -np.log((np.exp(-0.03 * 25) + np.exp(-0.06 * 25)) / 2)
+    assert disc.curve @ (p, p**2) == pytest.approx(25, abs=0.3)

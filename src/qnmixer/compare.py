@@ -1,9 +1,10 @@
-"""Compare all methods of a sweep on the same slices.
+"""Compare all methods of a sweep, or any runs, on the same slices.
 
 python -m qnmixer.train -m experiment=demo model=qn_mixer_small,learn,tv   # the sweep; all methods: make compare
 python -m qnmixer.compare sweep=latest                                 # its table, picture and page
 python -m qnmixer.compare sweep=DIR data=dicom data.root=/path/to/ct   # on other slices, as evaluate takes them
 python -m qnmixer.compare sweep=[DIR,LONGER]                           # with methods that trained for more steps
+python -m qnmixer.compare runs=[runs/A,runs/B,pretrained]              # any runs, also beside those of a sweep
 """
 
 from pathlib import Path
@@ -16,8 +17,9 @@ from omegaconf import DictConfig
 from qnmixer.commands import command
 from qnmixer.errors import ConfigError, say, visible
 from qnmixer.evaluation.evaluate_config import check_slices
-from qnmixer.files import check_no_links, check_unused, path_of
+from qnmixer.files import check_no_links, check_unused, digest, path_of
 from qnmixer.installed import extras
+from qnmixer.reconstruction.weights import find_checkpoint, located
 from qnmixer.runs.sweeps import find_sweep
 from qnmixer.settings.data import DataConfig
 from qnmixer.settings.parts import NoiseConfig
@@ -29,31 +31,44 @@ with extras():
 def compare(config: CompareConfig) -> None:
     """Print the tables of a comparison and write its results into a folder."""
     overrides = list(HydraConfig.get().overrides.task)
-    sweeps = [find_sweep(sweep) for sweep in config.sweep]
-    say(visible(f"comparing the jobs of {', '.join(map(str, sweeps))} (loading PyTorch …)"))
+    sweeps, runs = sources_of(config)
+    sources = [*(f"the jobs of {sweep}" for sweep in sweeps), *map(str, runs)]
+    say(visible(f"comparing {', '.join(sources)} (loading PyTorch …)"))
     from qnmixer.extras.comparison.compare import compare
     from qnmixer.extras.comparison.report import write_comparison
     from qnmixer.runs.terminal import Console
 
     console = Console() if Console().is_terminal else Console(width=120)  # rich would wrap a log at 80 columns
-    write_comparison(output_of(config, sweeps), compare(config, sweeps, overrides), console)
+    comparison = compare(config, sweeps, overrides, runs)
+    write_comparison(output_of(config, sweeps, runs), comparison, console)
 
 
-def output_of(config: CompareConfig, sweeps: list[Path]) -> Path:
-    """The output folder. By default it is in that of the first sweep. Its name tells other sweeps, slices and noise."""
+def sources_of(config: CompareConfig) -> tuple[list[Path], list[Path]]:
+    """The folders of the sweeps, and the folders or files of the runs. Raises UserError for one that is none."""
+    names = ["latest"] if config.sweep is None and not config.runs else config.sweep or []
+    for run in config.runs:
+        find_checkpoint(run, config.checkpoint)
+    return [find_sweep(name) for name in names], [located(run).absolute() for run in config.runs]
+
+
+def output_of(config: CompareConfig, sweeps: list[Path], runs: list[Path]) -> Path:
+    """The output folder, by default in that of the first sweep. Its name tells other sources, slices and noise."""
     words = ["comparison", *(sweep.name for sweep in sweeps[1:])]
+    if runs:
+        words.append(f"{len(runs)}_runs_{digest(sorted(map(str, runs)), 6)}")
     words += [section.name for section in (config.data, config.noise) if isinstance(section, DataConfig | NoiseConfig)]
-    return sweeps[0] / "_".join(words) if config.output is None else path_of(config.output)
+    folder = sweeps[0] if sweeps else Path("comparisons")
+    return folder / "_".join(words) if config.output is None else path_of(config.output)
 
 
 def check(cfg: DictConfig) -> CompareConfig:
-    """Parse and check the config. Raises UserError also if the sweep or the slices do not exist."""
+    """Parse and check the config. Raises UserError also if a sweep, a run or the slices do not exist."""
     config = CompareConfig.parse(cfg)
-    if not config.sweep:
-        raise ConfigError("sweep=[] has no sweep: give its folder, sweep=DIR")
-    sweeps = [find_sweep(sweep) for sweep in config.sweep]
-    output = output_of(config, sweeps)
-    check_no_links(sweeps[0] if config.output is None else output)
+    sweeps, runs = sources_of(config)
+    if not sweeps and not runs:
+        raise ConfigError("there is nothing to compare: give the folder of a sweep, sweep=DIR, or runs=[RUN,RUN]")
+    output = output_of(config, sweeps, runs)
+    check_no_links(sweeps[0] if sweeps and config.output is None else output)
     if not (output / "comparison.csv").exists():  # else it is an earlier comparison
         check_unused("output", output)
     check_slices(config.data)

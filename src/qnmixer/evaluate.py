@@ -13,7 +13,7 @@ import qnmixer.needs_train  # noqa: F401
 from omegaconf import DictConfig
 
 from qnmixer.commands import command
-from qnmixer.errors import say, visible
+from qnmixer.errors import ConfigError, say, visible
 from qnmixer.evaluation.evaluate_config import EvaluateConfig, RunEvaluationConfig, check_slices
 from qnmixer.installed import extras
 from qnmixer.reconstruction.weights import check_weights
@@ -38,6 +38,8 @@ def check(cfg: DictConfig) -> RunEvaluationConfig:
 
 def _parsed(cfg: DictConfig) -> RunEvaluationConfig:
     """The config by the class that has the keys of its evaluation."""
+    if not {"photons", "levels"}.isdisjoint(cfg.evaluation) and cfg.n_slices is not None:
+        raise ConfigError(f"n_slices={cfg.n_slices} is for evaluation=default: leave it out")
     if "photons" in cfg.evaluation:
         with extras():
             from qnmixer.extras.task.task_config import EvaluateTaskConfig

@@ -19,6 +19,10 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 
 
+TYPED_IN = "QNMIXER_TYPED_IN"
+"""The variable with the folder in which a command line was typed, for all its processes, if Hydra has left it."""
+
+
 def default_cache_dir() -> Path:
     """`$XDG_CACHE_HOME/qnmixer`, or `~/.cache/qnmixer`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qnmixer"
@@ -162,8 +166,11 @@ def remove(path: Path) -> None:
 
 
 def path_of(text: str | Path) -> Path:
-    """The path of a text, where ~ is the home. A ~NAME of no user stays; pathlib's own expanduser raises an error."""
-    return Path(os.path.expanduser(text))
+    """The path of a text, where ~ is the home. A ~NAME of no user stays; pathlib's own expanduser raises an error.
+
+    With hydra.job.chdir=true a relative one is in the folder in which the command was typed.
+    """
+    return Path(os.environ.get(TYPED_IN, ""), os.path.expanduser(text))
 
 
 def check_there(key: str, path: str, description: str) -> None:

@@ -40,11 +40,11 @@ class Trained:
     folder: Path
     """The run folder: `qnmixer.load_pretrained(folder)` loads the network of its best checkpoint."""
     checkpoint: Path | None
-    """The best checkpoint; None with trainer.fast_dev_run."""
+    """The best checkpoint, without validation the last; None with trainer.fast_dev_run."""
     monitor: str
     """The metric that decides which checkpoint is best, such as val/psnr."""
     best: float
-    """Its best value."""
+    """Its best value; NaN without validation."""
 
 
 def train(*overrides: str) -> Trained:

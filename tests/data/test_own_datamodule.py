@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from qnmixer.data.batch import SHAPES
 from qnmixer.data.own_datamodule import OwnDataModule
-from qnmixer.errors import DataError
+from qnmixer.errors import ConfigError, DataError
 from qnmixer.fit import fit
 from qnmixer.measurement.build import build_geometry, build_projector
+from qnmixer.module import ReconstructionModule
 from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
 from qnmixer.settings.compose import compose
@@ -283,6 +284,43 @@ def test_a_part_without_any_weight_ends_the_run(tmp_path: Path, part: str) -> No
     )
     with pytest.raises(DataError, match=line):
         fit(tiny_config(*words, "callbacks=none", "test_after_training=true"), Run(tmp_path))
+
+
+class TwoSites(Weighed):
+    """Validation slices of two hospitals: one of the first, three of the second."""
+
+    def val_dataloader(self) -> Any:
+        sites = {site: DataLoader([{"image": torch.rand(1, 16, 16)}] * n) for site, n in (("A", 1), ("B.2", 3))}
+        return sites if self.part == "dict" else [*sites.values()]
+
+
+class OfOneLoader(ReconstructionModule):
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+@pytest.mark.parametrize(("kind", "names"), [("dict", ("A", "B.2")), ("list", ("0", "1"))])
+def test_validation_slices_of_two_sites(tmp_path: Path, kind: str, names: tuple[str, str]) -> None:
+    words = [f"datamodule._target_={__name__}.TwoSites", f"+datamodule.part={kind}", "trainer.max_steps=2"]
+    words += ["trainer.val_every_n_steps=1", f"monitor=val/psnr/{names[1]}", "callbacks=default"]
+    best = fit(tiny_config(*words), Run(tmp_path))
+    rows = read_metrics(tmp_path / "metrics.csv")
+    first, second, both = ([float(row[name]) for row in rows if row.get(name)] for name in (
+        *(f"val/psnr/{name}" for name in names), "val/psnr",
+    ))  # fmt: skip
+    assert len(both) == 2
+    assert both == pytest.approx([(a + 3 * b) / 4 for a, b in zip(first, second, strict=True)], rel=1e-6)
+    assert read_results(tmp_path)["best"] == {f"val/psnr/{names[1]}": pytest.approx(max(second))}
+    assert best == pytest.approx(max(second))
+
+
+@pytest.mark.parametrize(("word", "error", "line"), [
+    ("monitor=val/psnr/C", ConfigError, "monitor=val/psnr/C is not known: validation logs .*val/psnr/A"),
+    (f"module._target_={__name__}.OfOneLoader", DataError, "OfOneLoader.validation_step needs an argument data"),
+])  # fmt: skip
+def test_what_two_sites_need(tmp_path: Path, word: str, error: type[Exception], line: str) -> None:
+    words = [f"datamodule._target_={__name__}.TwoSites", "+datamodule.part=dict", "trainer.max_steps=2", word]
+    with pytest.raises(error, match=line):
+        fit(tiny_config(*words), Run(tmp_path))
 
 
 def test_a_stream_that_its_workers_do_not_divide_is_named(own: OwnDataModule) -> None:

@@ -1,5 +1,6 @@
 """A plain torch module as a network: what it gets and gives, what it cannot do, and its way through every command."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,17 @@ class Named(UnrolledNetwork):
 WORDS = [word for word in TINY if not word.startswith("model.")] + [
     *PHANTOMS, "model=custom", "~model.n_iterations", "~model.channels", "model._target_=my_plain.UNet",
 ]  # fmt: skip
+
+
+def test_a_training_step_finds_what_only_the_module_has() -> None:
+    geometry = FanBeamGeometry(
+        image_size=8, pixel_size=1.0, n_views=4, n_detectors=12, detector_pitch=1.5, source_to_axis=50.0,
+        axis_to_detector=25.0,
+    )  # fmt: skip
+    network = PlainNetwork(FanBeamProjector(geometry), nn.Linear(3, 5), of_sinogram=False)
+    assert (network.in_features, network.title) == (3, "Linear")
+    assert not hasattr(network, "nothing")
+    assert deepcopy(network).weight.shape == (5, 3)
 
 
 @pytest.fixture

@@ -184,6 +184,16 @@ def test_what_only_shows_when_a_run_is_built(trained: Path, tmp_path: Path, over
     assert record(tmp_path)["status"] == "failed"
 
 
+def test_a_relative_folder_is_where_the_command_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "root").mkdir()
+    for number in range(4):
+        np.save(tmp_path / "root" / f"{number}.npy", slice_hu(number))
+    words = ["data=numpy", "data.root=root", "data.cache_dir=cache", "hydra.job.chdir=true", UNTESTED]
+    assert training(tmp_path / "run", *words).code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"root", "cache", "run"}
+
+
 # Fine-tuning
 
 
@@ -213,6 +223,13 @@ def test_evaluation_as_trained_is_that_of_the_training(trained: Path, tmp_path: 
         f"picture: {tmp_path / 'picture.png'}", f"to look through: {tmp_path / 'page.html'}",
     ]  # fmt: skip
     assert not {"wandb", "metrics.csv"} & {path.name for path in tmp_path.iterdir()}  # without a logger
+
+
+def test_evaluation_of_a_few_slices(trained: Path, tmp_path: Path) -> None:
+    assert run("evaluate", f"run={trained}", "accelerator=cpu", "n_slices=1", f"hydra.run.dir={tmp_path}").code == 0
+    first = csv_rows(trained / "evaluation" / "images.csv")[0]
+    assert csv_rows(tmp_path / "images.csv")[0] == first
+    assert {row["slice"] for row in csv_rows(tmp_path / "images.csv")} == {first["slice"]}
     markdown = (tmp_path / "table.md").read_text()
     assert "test split of phantoms, 8 views, noise field" in markdown
     assert "QN-Mixer over FBP: +" in markdown

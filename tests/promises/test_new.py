@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from qnmixer import new
 from qnmixer.torch_builds import INDEX, TORCH
@@ -68,8 +69,11 @@ def test_a_project_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     options |= {"data/bodies", "loss/edges"}
     assert files == package | {f"src/mine/conf/{name}.yaml" for name in options} | {
         ".github/workflows/ci.yml", ".gitignore", "Makefile", "README.md", "notebooks/look.ipynb", "pyproject.toml",
-        "tests/test_mine.py",
+        "tests/test_mine.py", "wandb_sweep.yaml",
     }  # fmt: skip
+    sweep = yaml.safe_load((folder / "wandb_sweep.yaml").read_text())
+    assert sweep["program"] == "mine.train"
+    assert all(f"src/mine/conf/loss/{name}.yaml" in files for name in sweep["parameters"]["loss"]["values"])
     assert capsys.readouterr().out.endswith(f"cd '{folder}' && make train\n")
 
 

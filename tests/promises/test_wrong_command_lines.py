@@ -51,6 +51,9 @@ TRAIN = {
     "evaluation.window=[240,-160]": "evaluation.window=[240.0, -160.0] is not [low, high]",
     "noise=physical data.scaling=minmax": "noise=physical needs",
     "debug=profile trainer.max_steps=4": "trainer.max_steps=4 ends before debug=profile has its steps",
+    "callbacks=early_stopping trainer.limit_val_batches=0": "no validation for callbacks.early_stopping",
+    "model=tv trainer.limit_val_batches=0": "no validation for model=tv, which has no weights",
+    "monitor=val/psnr/A": "monitor=val/psnr/A is not known",
     # strategies
     "trainer.devices=2": "strategy=single has one device, not 2",
     "strategy=ddp trainer=torchrun": "trainer.num_nodes=2, but nothing has been started on other nodes: conf/trainer/",

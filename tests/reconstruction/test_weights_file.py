@@ -1,10 +1,13 @@
 import json
+import re
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from qnmixer.errors import CheckpointError, DataError, PluginError
 from qnmixer.module import ReconstructionModule
@@ -101,6 +104,44 @@ def test_a_run_starts_from_it_none_resumes(module: ReconstructionModule, tmp_pat
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), module.parameters(), strict=True))
     with pytest.raises(CheckpointError, match=r"without the optimizer state .* finetune="):
         resumable(module.config, path)
+
+
+FURTHER = "step_sizes.2, step_sizes.3, details.2.*, details.3.*, trust.1, trust.2"
+CHANGED = {
+    "false model.n_iterations=4": f"new: {FURTHER}",
+    "repeat model.n_iterations=4": f"the last iteration again: {FURTHER}",
+    "false model.n_iterations=1": "left out: details.1.*, step_sizes.1, trust.*",
+    "false model.hessian=identity data.image_size=32": "left out: trust.*",
+    "false model.detail_channels=8": "of another shape: regularizers.0.expansion.*, details.0.first.*",
+}
+
+
+@pytest.mark.parametrize("words", CHANGED)
+def test_a_changed_network_starts_from_the_weights_that_fit(
+    module: ReconstructionModule, tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, (strict, *overrides) = write(module, tmp_path / "a.safetensors"), words.split()
+    other = tiny_module("geometry.n_views=12", *overrides)
+    with pytest.raises(CheckpointError, match=r"or load what fits with finetune_strict=false$"):
+        load_weights(other, path)
+    before, saved = deepcopy(other.network.state_dict()), module.network.state_dict()
+    load_weights(other, path, "repeat" if strict == "repeat" else False)
+    n_loaded, n_all = 0, 0
+    factor = float(other.network.step_sizes[0][0].detach() / module.network.step_sizes[0][0].detach())
+    for name, value in other.network.state_dict().items():
+        further = re.fullmatch(r"(details|step_sizes|trust)\.[123](.*)", name) if strict == "repeat" else None
+        old = name if further is None else f"{further[1]}.{0 if further[1] == 'trust' else 1}{further[2]}"
+        fits = old in saved and saved[old].shape == value.shape
+        expected = saved[old] * (factor if name.startswith("step_sizes") else 1) if fits else before[name]
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
+        n_all, n_loaded = n_all + value.numel(), n_loaded + fits * value.numel()
+    share, *lists, scan = capsys.readouterr().out.splitlines()
+    assert share.endswith(f" % of the weights ({n_loaded:,} of {n_all:,}) are those of {path}")
+    assert [line for line in lists if line.startswith(f"  {CHANGED[words]}")], lists
+    assert f"n_views=6, not 12: its step sizes follow the scan, × {factor:.4g}" in scan
+    other.network = nn.Linear(1, 1)
+    with pytest.raises(CheckpointError, match="has no weight that fits this network by name and shape"):
+        load_weights(other, path, False)
 
 
 def test_pretrained_is_what_the_package_ships(

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import wandb
 
-from qnmixer.errors import ConfigError
+from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.fit import fit
+from qnmixer.reconstruction.weights import find_checkpoint
 from qnmixer.runs import loggers as room
 from qnmixer.runs.loggers import (
     FAILURE,
@@ -19,11 +21,12 @@ from qnmixer.runs.loggers import (
     without_folders,
 )
 from qnmixer.runs.records import SWEEP, read_metrics
-from qnmixer.settings.compose import compose
+from qnmixer.runs.run import Run, resume_overrides
+from qnmixer.settings.compose import compose, values_of
 from qnmixer.settings.error_lines import explain
 from qnmixer.settings.run import Config, parse, parse_file
 
-from ..conftest import offline_runs
+from ..conftest import offline_runs, tiny_config
 
 pytestmark = pytest.mark.usefixtures("no_wandb")
 OfflineRuns = Callable[[Path], list[Any]]
@@ -78,6 +81,8 @@ def test_a_sweep_is_one_group(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert [run.name for run in runs] == [f"optimizer.lr={k + 1}" for k in range(3)]
     assert {run.group for run in runs} == {"12-00-00-sweep"}
     assert [run.exit_code for run in runs] == list(codes)
+    preempted = [any(record["type"] == "preempting" for record in run.records) for run in runs]
+    assert preempted == [code == INTERRUPTION for code in codes]  # it can resume: W&B must not call it failed
     for k, run in enumerate(runs):
         assert run.metrics == {f"of/{k}", "trainer/global_step"}
         assert [(row["_step"], row[f"of/{k}"]) for row in run.history] == [(1, 1), (2, 2)]
@@ -207,6 +212,49 @@ def test_an_unreachable_server_makes_the_run_an_offline_one(
     assert time.monotonic() - start < 8
     (run,) = offline_runs(tmp_path)
     assert (run.exit_code, [row["_step"] for row in run.history]) == (SUCCESS, [1])
+
+
+def test_checkpoints_are_artifacts_from_which_runs_start(
+    tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["logger=wandb", "logger.wandb.mode=online", "logger.wandb.log_model=true"]
+    fit(tiny_config(*words), Run(Path("first")))
+    artifact, *others = wandb_server.artifacts
+    assert not others  # the last checkpoint is the best
+    assert artifact.aliases == {"best", "latest"}
+    name = f"me/p/{artifact.name}"
+    first = (tmp_path / "first" / "checkpoints" / "best.ckpt").read_bytes()
+    assert find_checkpoint(f"{name}:best").read_bytes() == first
+    with pytest.raises(CheckpointError, match=r"me/p/model-x:best cannot be loaded from W&B .* after wandb login$"):
+        find_checkpoint("me/p/model-x:best")
+
+    fit(tiny_config(*words, f"finetune={name}:best"), Run(Path("second")))
+    assert wandb_server.used == [0]
+    overrides = resume_overrides([f"resume={name}:latest", "trainer.max_steps=6"])
+    folder = Path(values_of(overrides)["hydra.run.dir"])
+    assert folder.parent == Path("runs/wandb")
+    fit(tiny_config(*words, "trainer.max_steps=6", f"resume={folder}"), Run(folder, resume=str(folder)))
+    assert [int(row["step"]) for row in read_metrics(folder / "metrics.csv") if row["train/loss"]] == [1, 2, 3, 4, 5, 6]
+    (steps, _) = ([row["_step"] for row in run["history"]] for run in wandb_server.runs.values())
+    assert steps == [1, 2, 3, 4, 4, 5, 6]  # one run of W&B. The last row again, as it may be lost
+    assert [artifact.aliases for artifact in wandb_server.artifacts[-1:]] == [{"best", "latest"}]
+
+
+def test_each_checkpoint_is_an_artifact_offline_and_pictures_have_the_steps_of_the_run(tmp_path: Path) -> None:
+    words = ["logger=wandb", "logger.wandb.log_model=all", "callbacks=default", "trainer.log_every_n_steps=3"]
+    fit(tiny_config(*words), Run(tmp_path))
+    (run,) = offline_runs(tmp_path)
+    artifacts = [record["artifact"] for record in run.records if record["type"] == "artifact"]
+    assert {artifact["name"] for artifact in artifacts} == {f"model-{run.id}"}
+    assert [artifact["aliases"] for artifact in artifacts][:1] == [["best", "latest"]]
+    assert len(artifacts) >= 3  # two validations, and the end
+    for artifact in artifacts:
+        files = {file["path"]: Path(file["local_path"]) for file in artifact["manifest"]["contents"]}
+        assert files.keys() == {"model.ckpt", "results.json", "metrics.csv"}
+        assert all(path.is_relative_to(tmp_path) and path.is_file() for path in files.values())
+    pictures = sorted(path.name for path in tmp_path.glob("wandb/offline-*/files/media/images/val/*.png"))
+    assert [name.split("_")[1] for name in pictures] == ["2", "4"]
 
 
 def test_a_missing_key_is_one_line(tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,17 @@ def test_a_terminal_has_words_left_and_figures_right_as_they_are() -> None:
     assert [line.rstrip() for line in capture.get().splitlines()[1:]] == [" [red]      9", " b       1234"]
 
 
+def test_a_table_that_is_too_wide_is_printed_in_parts() -> None:
+    headings, cells = ["method", *(f"a long heading {n}" for n in range(6))], ["12.34 ± 0.56"] * 6
+    console = Console(width=60)
+    with console.capture() as capture:
+        console.print(Table(headings, [["a method of many words", *cells]], "title", "note").terminal())
+    text = capture.get()
+    assert max(map(len, text.splitlines())) <= 60
+    assert [text.count(part) for part in ("12.34 ± 0.56", "title", "note")] == [6, 1, 1]
+    assert text.count("a method of many words") == 3
+
+
 def test_a_name_is_no_formula_of_a_spreadsheet() -> None:
     rows = [["=1+1.npy", -3.5], ["-1", "+2.5"], ["@a", "-b"], ["\t=1+1", "a\r=1+1"]]
     assert Table(["name", "psnr"], rows).csv() == "name,psnr\n'=1+1.npy,-3.5\n-1,+2.5\n'@a,'-b\n\\t=1+1,a\\r=1+1\n"

@@ -39,7 +39,7 @@ def test_patients_are_those_that_were_typed(typed: str, patients: list[str]) -> 
     ("plan", "data.root tags device"), ("doctor", "data.root"), ("evaluate", "run trust data.root"),
     ("reconstruct", "run input output"),
     *(pytest.param(*case, marks=pytest.mark.extras) for case in (
-        ("robustness", "run noises logger.wandb.entity"), ("compare", "sweep output"), ("export", "run output"),
+        ("robustness", "run noises logger.wandb.entity"), ("compare", "sweep runs output"), ("export", "run output"),
         ("calibrate", "input output air"),
     )),
 ])  # fmt: skip

@@ -114,7 +114,7 @@ def test_when_to_validate_is_said_once(words: str) -> None:
     f"logger.wandb.tags=[{'t' * 65}]",
     "logger.wandb.id=a/b",
     "logger.wandb.resume=bogus",
-    "logger.wandb.log_model=true",
+    "logger.wandb.log_model=every",
 ])  # fmt: skip
 def test_what_cannot_be_is_one_line(words: str) -> None:
     line = refusal(*words.split(" "))

@@ -1,5 +1,6 @@
 """What the arguments of Lightning's Trainer do in a run."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,20 @@ def test_limits_of_validation_and_test(tmp_path: Path) -> None:
     fit(tiny_config(*EPOCHS, *words), Run(tmp_path / "test"))
     images = (tmp_path / "test" / "evaluation" / "images.csv").read_text()
     assert {line.split(",")[0] for line in images.splitlines()[1:]} == {"0", "1"}
+
+
+def test_without_validation_the_last_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*EPOCHS, "trainer.limit_val_batches=0"]
+    assert math.isnan(fit(tiny_config(*words), Run(tmp_path)))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+    out = capsys.readouterr().out
+    assert "no validation, as trainer.limit_val_batches=0 says: the checkpoint is last.ckpt, none is best" in out
+    assert "evaluating last.ckpt on 4 slices" in out
+    assert not [name for name in read_metrics(tmp_path / "metrics.csv")[0] if name.startswith("val/")]
+    results = read_results(tmp_path)
+    assert (results["status"], results["best"], results["steps"]) == ("done", {}, 8)
+    fit(tiny_config(*words, "trainer.max_epochs=3", f"resume={tmp_path}"), Run(tmp_path, resume=str(tmp_path)))
+    assert read_results(tmp_path)["steps"] == 12
 
 
 @pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])

@@ -20,7 +20,7 @@ from yaml import YAMLError
 
 from qnmixer.commands.hydra_private import flag_parser, hydra_object
 from qnmixer.errors import ConfigError, Stopped, first_line, say
-from qnmixer.files import make_free_folder, path_in_errors, private_files
+from qnmixer.files import TYPED_IN, make_free_folder, path_in_errors, private_files
 from qnmixer.machine import collect_garbage_rarely, wait_briefly
 from qnmixer.runs.processes.output import lasting_output, warnings_in_one_line
 from qnmixer.runs.processes.process import rank, world_size
@@ -34,6 +34,7 @@ from qnmixer.settings.compose import (
     key_of,
     quoted,
     values_of,
+    version_base,
     with_one_limit,
     with_search_path,
 )
@@ -157,12 +158,17 @@ def _storing_errors(job: Callable[[DictConfig], object], failures: list[Exceptio
     """Store the errors of jobs. Hydra would print its own lines, and end a sweep at the first failure."""
 
     def storing(cfg: DictConfig) -> object:
+        of_hydra = HydraConfig.get()
+        if of_hydra.job.chdir:
+            os.environ[TYPED_IN] = of_hydra.runtime.cwd
         try:
-            with path_in_errors(HydraConfig.get().runtime.output_dir):
+            with path_in_errors(of_hydra.runtime.output_dir):
                 return job(cfg)
         except Exception as error:
             failures.append(error)
             return None
+        finally:
+            os.environ.pop(TYPED_IN, None)
 
     return storing
 
@@ -187,7 +193,7 @@ def _show(config_name: str, words: list[str]) -> None:
         if not given.shell_completion:
             compose(config_name, [*filter(is_override, words)])  # for its line about what is wrong
         sys.argv[1:] = words
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(lambda cfg: None)()
+        hydra.main(config_path=str(CONF), config_name=config_name, **version_base())(lambda cfg: None)()
     except (argparse.ArgumentError, KeyError, RuntimeError, ValueError, YAMLError) as error:
         raise ConfigError(f"{_flags_of(words)} does not work ({first_line(error)})") from error
     finally:

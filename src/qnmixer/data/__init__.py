@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from qnmixer.data.deeplesion import DeepLesionReader
     from qnmixer.data.dicom import DicomReader
     from qnmixer.data.numpy_files import NumpyReader
+    from qnmixer.data.phantoms.discs import DiscSource
     from qnmixer.data.phantoms.phantoms import PhantomSource
     from qnmixer.data.sinograms import SinogramReader
     from qnmixer.data.sources import MixedSource
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DeepLesionReader",
     "DicomReader",
+    "DiscSource",
     "MixedSource",
     "NumpyReader",
     "PhantomSource",
@@ -30,6 +32,7 @@ __all__ = [
 _MODULES = {
     "DeepLesionReader": "qnmixer.data.deeplesion",
     "DicomReader": "qnmixer.data.dicom",
+    "DiscSource": "qnmixer.data.phantoms.discs",
     "MixedSource": "qnmixer.data.sources",
     "NumpyReader": "qnmixer.data.numpy_files",
     "PhantomSource": "qnmixer.data.phantoms.phantoms",

@@ -1,5 +1,6 @@
 """A LightningDataModule of the user's, as a run needs it: complete batches, shared by several devices."""
 
+import inspect
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -53,7 +54,7 @@ class OwnDataModule(LightningDataModule):
         self.first: int | None = None  # how many slices it looks at; None: all
         self.batch_size: int | None = None  # slices of the first training batch of this process; None before
         self._has_sinograms: bool | None = None
-        self._batches: dict[str, OwnBatches] = {}  # of the parts of training
+        self._batches: dict[str, dict[int, OwnBatches]] = {}  # of the loaders of the parts of training
         self._ready: set[str | None] = set()
         self._to_compare = False
 
@@ -86,12 +87,26 @@ class OwnDataModule(LightningDataModule):
     def train_dataloader(self) -> Any:
         """The user's training batches; on several devices the share of this one."""
         share = getattr(self.trainer and self.trainer.strategy, "distributed_sampler_kwargs", {})
-        return self._shared("train", **share)
+        return self._shared("train", self._given("train"), **share)
 
     def val_dataloader(self) -> Any:
-        """The user's validation batches; on several devices the share of this one."""
+        """The user's validation batches, of a list or dict of loaders too; on several devices the share of this one."""
         share = {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank} if self.trainer else {}
-        return self._shared("val", **share)
+        loaders = self._given("val")
+        names, self._batches["val"] = loader_names(loaders), {}
+        if not names:
+            one = loaders_of(loaders)
+            return self._shared("val", one[0] if len(one) == 1 else loaders, **share)
+        module = getattr(self.trainer, "lightning_module", None)
+        if module is not None and "dataloader_idx" not in inspect.signature(module.validation_step).parameters:
+            raise DataError(
+                f"{self.name}.val_dataloader gives several loaders: {type(module).__name__}.validation_step needs an "
+                "argument dataloader_idx: int = 0, as Lightning has it"
+            )
+        parts = [
+            self._shared("val", loader, number=number, **share) for number, loader in enumerate(loaders_of(loaders))
+        ]
+        return dict(zip(names, parts, strict=True)) if isinstance(loaders, Mapping) else parts
 
     def start_at(self, epoch: int, n_batches: int) -> None:
         """Do nothing: a loader of the user's starts where it starts."""
@@ -102,11 +117,12 @@ class OwnDataModule(LightningDataModule):
         trainer = self.trainer
         assert trainer is not None  # only Lightning calls this
         if trainer.training:
-            completed = self._batches["train"].completed(batch, trainer.current_epoch, begun=trainer.current_epoch)
+            completed = self._batches["train"][0].completed(batch, trainer.current_epoch, begun=trainer.current_epoch)
         else:
-            completed = self._batches["val"].completed(batch, begun=trainer.global_step)
+            completed = self._batches["val"][dataloader_idx].completed(batch, begun=trainer.global_step)
         self.note_sinograms(completed)
-        share = share_of(trainer.train_dataloader if trainer.training else trainer.val_dataloaders)
+        loaders = loaders_of(trainer.train_dataloader if trainer.training else trainer.val_dataloaders)
+        share = share_of(loaders[dataloader_idx])
         if share is not None:
             completed["weight"] = completed["weight"] * share.weights.popleft()
         if trainer.training:
@@ -129,8 +145,9 @@ class OwnDataModule(LightningDataModule):
         One of them alone may have no slice that counts.
         """
         assert self.trainer is not None
-        weight = torch.tensor(self._batches[part].weight, device=self.trainer.strategy.root_device)
-        if not self.trainer.strategy.reduce(weight, reduce_op="sum"):
+        weights = [batches.weight for batches in self._batches[part].values()]
+        weight = torch.tensor(weights, device=self.trainer.strategy.root_device)
+        if not self.trainer.strategy.reduce(weight, reduce_op="sum").all():
             raise DataError(f"{self.name}.{part}_dataloader has no slice with a weight above 0")
 
     # What an evaluation needs, as of a `SliceDataModule`
@@ -171,7 +188,7 @@ class OwnDataModule(LightningDataModule):
 
         Raises DataError in several processes for a loader that shares its slices itself: nobody could number them.
         """
-        loader = self._own_loader(part)
+        loader = self._one(part, self._given(part))
         if self.trainer and self.trainer.world_size > 1 and shares_itself(loader):
             raise DataError(f"{self.name}.{part}_dataloader shares itself, so one process evaluates it: evaluate run=…")
         return Numbered(self, part, loader)
@@ -182,16 +199,20 @@ class OwnDataModule(LightningDataModule):
         """What completes and checks the batches of a loader; see `OwnBatches`."""
         return OwnBatches(str(self.name), part, self.config, self.geometry, loader, device)
 
-    def _own_loader(self, part: str) -> Any:
-        """The user's loader of a part. Raises DataError for none, several or an empty one."""
+    def _given(self, part: str) -> Any:
+        """What the user's method gives for a part. Raises DataError without one."""
         if self.trainer is None:  # else Lightning has prepared its files
             self.prepare_data()
         self.setup(_STAGES[part])
         method = f"{part}_dataloader"
         try:
-            loader = getattr(self.data_module, method)()
+            return getattr(self.data_module, method)()
         except MisconfigurationException:  # of Lightning's own method
             raise DataError(f"{self.name} has no {method}") from None
+
+    def _one(self, part: str, loader: Any) -> Any:
+        """A loader of a part. Raises DataError for none, several or an empty one."""
+        method = f"{part}_dataloader"
         if isinstance(loader, Mapping | Sequence | CombinedLoader):
             raise DataError(f"{self.name}.{method} gives several loaders: give one, such as a DataLoader")
         if not isinstance(loader, Iterable):
@@ -200,10 +221,14 @@ class OwnDataModule(LightningDataModule):
             raise DataError(f"{self.name}.{method} has no batches")
         return loader
 
-    def _shared(self, part: str, num_replicas: int = 1, rank: int = 0) -> Any:
-        """The user's loader, or the share of this process in its batches. Its datasets draw by `_seed` and the rank."""
-        loader = own = self._own_loader(part)
-        self._batches[part] = self.batches_of(part, loader, rank if num_replicas > 1 else None)
+    def _shared(self, part: str, loader: Any, number: int = 0, num_replicas: int = 1, rank: int = 0) -> Any:
+        """A loader, or the share of this process in its batches. Its datasets draw by `_seed` and the rank.
+
+        `number`: its place among several.
+        """
+        own = self._one(part, loader)
+        batches = self.batches_of(part, loader, rank if num_replicas > 1 else None)
+        self._batches.setdefault(part, {})[number] = batches
         if num_replicas > 1:
             own = shared(loader, partial(self._seed, part), num_replicas, rank)
             is_alike = own is loader and not has_distributed_sampler(loader)
@@ -261,6 +286,18 @@ class Numbered:
             start += n
             if start == data.first:
                 return
+
+
+def loaders_of(loaders: Any) -> list[Any]:
+    """One loader, or several in a list or dict, as a list."""
+    several = loaders.values() if isinstance(loaders, Mapping) else loaders
+    return [*several] if isinstance(loaders, Mapping | list | tuple) else [loaders]
+
+
+def loader_names(loaders: Any) -> list[str]:
+    """The names of several loaders, in a dict its keys, in a list their numbers; empty for one."""
+    n = len(loaders_of(loaders))
+    return [] if n < 2 else [*map(str, loaders if isinstance(loaders, Mapping) else range(n))]
 
 
 def n_batches(loader: Any) -> int:

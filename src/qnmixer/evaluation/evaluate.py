@@ -308,4 +308,5 @@ def write_evaluation(folder: Path, evaluation: Evaluation, console: Console) -> 
     for line in warnings:
         console.warn(line, style="bold red")
     console.print(table.terminal())
+    console.print(f"table: {folder / 'table.md'}", soft_wrap=True, highlight=False)
     return folder / PICTURE

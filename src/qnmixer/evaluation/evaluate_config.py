@@ -18,7 +18,7 @@ from qnmixer.reconstruction.sections import (
 )
 from qnmixer.settings.data import DataConfig
 from qnmixer.settings.parts import Loggers
-from qnmixer.settings.sections import Accelerator, EvaluationConfig, Texts
+from qnmixer.settings.sections import Accelerator, Count, EvaluationConfig, Texts
 
 
 class ScoringConfig(WithNoise):
@@ -47,6 +47,7 @@ class RunEvaluationConfig(ScoringConfig, WithCures):
 
     run: str
     geometry: ScanOrAsTrained
+    n_slices: Count | None = None
     symmetries: Symmetries
     logger: Loggers = Field(default_factory=dict)
 

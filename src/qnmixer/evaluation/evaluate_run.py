@@ -1,8 +1,10 @@
 """The command `qnmixer.evaluate`: a trained run on its own slices, or on others in the form that its network needs."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from copy import copy
 from pathlib import Path
 
+from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.evaluation.evaluate import PAGE, RunData, evaluate, evaluated_source, what_was_evaluated, write_evaluation
@@ -46,6 +48,8 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     )
     if config.evaluation.first_order and module.network.first_order() is None:
         raise ConfigError(f"evaluation.first_order=true is for a network of second order: {config.run} has H = I")
+    if config.n_slices is not None:
+        slices = first_slices(slices, config.split, config.n_slices)
     device = choose_device(config.accelerator)
     with recording_scores(module.config, config.logger, device.type, folder, overrides) as (record, loggers):
         evaluation = evaluate(module, slices, config.split, config.evaluation, device, config.symmetries)
@@ -117,6 +121,32 @@ def on_test(
             f"noise={config.noise.name} has no effect on the sinograms of {source}, which were measured: leave it out"
         )
     return on_scan(trained, test, cures), slices, split_record
+
+
+def first_slices(slices: RunData, part: str, n: int | None) -> RunData:
+    """The same slices with the first n of a part only, from all patients in turn; None: all of it."""
+    chosen = copy(slices)
+    if isinstance(chosen, OwnDataModule):  # nobody knows its patients
+        chosen.first = n
+    else:
+        chosen.setup()
+        slices_of_part = chosen.parts[part]
+        patients = slices_of_part.patients or range(len(slices_of_part.source))
+        chosen.parts = chosen.parts | {part: slices_of_part.only(in_turn(patients)[:n])}
+    return chosen
+
+
+def in_turn(patients: Sequence[int]) -> list[int]:
+    """The indices of slices, first the middle one of each patient, then its next one, until all are named."""
+    places: dict[int, list[int]] = {}
+    for index, patient in enumerate(patients):
+        places.setdefault(patient, []).append(index)
+    turns: dict[int, int] = {}
+    for indices in places.values():
+        middle = (len(indices) - 1) / 2
+        nearest = sorted(range(len(indices)), key=lambda place: (abs(place - middle), place))
+        turns |= {indices[place]: turn for turn, place in enumerate(nearest)}
+    return sorted(turns, key=lambda index: (turns[index], index))
 
 
 def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection[str] = ()) -> DataConfig:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from qnmixer.errors import ConfigError, UserError, first_line
-from qnmixer.measurement.build import build_geometry, build_measurement, build_projector, fine_size, training_scans
+from qnmixer.measurement.build import build_geometry, build_measurement, fine_size, training_scans
 from qnmixer.measurement.measurement import matrix_at
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.module.base import RunModule
@@ -34,6 +34,13 @@ ASSUMED_DEVICES = 4
 """The assumed number of devices, if the config leaves it to the machine."""
 
 
+class _Unmeasured(FanBeamProjector):
+    """The projector of a scan without the eigenvalues of A†A: they take seconds, and no number of bytes needs them."""
+
+    def _largest_eigenvalue(self, *_: Any) -> float:
+        return 1.0
+
+
 class Planner:
     """Predicts the footprint of configs with the same scan. It stores the results of its runs.
 
@@ -48,7 +55,11 @@ class Planner:
         """That of the step which needs most, if training steps have several scans."""
         self._others = [build_measurement(scan) for scan in scans if scan is not largest]
         is_of_largest = projector is not None and projector.geometry == build_geometry(largest)
-        self.projector = projector if projector and is_of_largest else build_projector(largest)
+        self.projector = (
+            projector
+            if projector and is_of_largest
+            else _Unmeasured(build_geometry(largest), fbp_filter=largest.geometry.fbp_filter)
+        )
         self.projector.safe_step_size()  # networks ask for these numbers, which tensors without data could not give
         self.projector.operator_norm()
         self._fine: dict[int, list[ScanMatrix]] = {}  # by the size of the image

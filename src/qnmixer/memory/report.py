@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 
+import torch
+
 from qnmixer.memory.plan import Planner, changed_to, channels_of, with_assumed_devices
 from qnmixer.memory.plan_config import DEVICES, PlanConfig, device_memory
 from qnmixer.parallel.device_memory import MIB, DevicePlan, on_a_gpu
@@ -42,6 +44,7 @@ def print_plan(config: PlanConfig) -> None:
     run = with_assumed_devices(config.run)
     assumed = "" if run == config.run else ", assumed"
     planner = Planner(run)
+    torch.set_num_threads(1)  # tensors without data need no more, which would only wait
     if config.format == "levers":
         print(levers_table(run, planner))
         return

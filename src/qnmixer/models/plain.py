@@ -1,5 +1,7 @@
 """A plain torch module as a network: a U-Net on FBP, or a map from sinograms to images."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
@@ -21,6 +23,15 @@ class PlainNetwork(UnrolledNetwork[Tensor]):
         super().__init__(n_iterations=1)
         self.projector, self.module, self.of_sinogram = projector, module, of_sinogram
         self.title = type(module).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the module has, so that `self.network` of a training step is as the user's own."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # it is not set yet
+                raise
+            return getattr(self.module, name)
 
     def start(self, y: Tensor) -> Tensor:
         """x₀ = FBP(y)."""

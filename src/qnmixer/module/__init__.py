@@ -101,8 +101,8 @@ class ReconstructionModule(RunModule):
         image = self.network(y)
         return (batch["weight"] * self.loss(image, batch["image"])).mean()
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss and metrics of each image, whose means are logged as val/NAME.
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Loss and metrics of each image, whose means are logged as val/NAME, of several loaders as val/NAME/LOADER.
 
         With monitor=val/residual, and where there is no truth, also `Measurement.residual`.
         """

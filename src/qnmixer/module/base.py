@@ -12,13 +12,20 @@ from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
 from qnmixer.data.batch import Batch
-from qnmixer.data.own_datamodule import n_batches
+from qnmixer.data.own_datamodule import loader_names, n_batches
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.measurement.measurement import Measurement
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.module.parts import parts_of
 from qnmixer.parallel.gather import gather
-from qnmixer.parallel.lightning_private import ONLY_THE_CLASS, set_hparams, set_position, trainer_of
+from qnmixer.parallel.lightning_private import (
+    ONLY_THE_CLASS,
+    loader_number,
+    of_all_loaders,
+    set_hparams,
+    set_position,
+    trainer_of,
+)
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstruction.checkpoints import load_run, run_of
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, SUFFIX, TRAINED_KEY, find_checkpoint
@@ -200,20 +207,34 @@ class RunModule(L.LightningModule):
     def log_means(self, prefix: str, values: Mapping[str, Tensor], counted: Tensor) -> None:
         """Log the means over the counted images of all batches and processes.
 
+        With several loaders of validation, those of each are val/NAME/LOADER, and val/NAME is over all.
+
         Args:
             prefix: of the names, as in val/NAME.
             values: [B] by name.
             counted: [B]; False for samples that only fill the batch.
         """
-        for name, value in values.items():  # all before the first is logged: Lightning looks for them once
-            if _key(name) not in self.means:
+        trainer = trainer_of(self)
+        loaders = loader_names(getattr(trainer, f"{prefix}_dataloaders", None))
+        of_loaders = [_key(name, n) for n in range(len(loaders)) for name in values]
+        for key in (*map(_key, values), *of_loaders):  # all before the first is logged: Lightning looks for them once
+            if key not in self.means:
                 # Sums over processes, because a mean of means would count fillers. NaN must stay NaN.
-                self.means[_key(name)] = MeanMetric(nan_strategy="disable").to(value.device)
+                self.means[key] = MeanMetric(nan_strategy="disable").to(counted.device)
         for name, value in values.items():
-            mean = self.means[_key(name)]
-            assert isinstance(mean, MeanMetric)
-            mean.update(value[counted])
-            self.log(f"{prefix}/{name}", mean, on_step=False, on_epoch=True)
+            if trainer is None or not loaders:
+                self._log_mean(_key(name), f"{prefix}/{name}", value[counted])
+                continue
+            n = loader_number(trainer)
+            self._log_mean(_key(name, n), f"{prefix}/{name}/{loaders[n]}", value[counted])
+            with of_all_loaders(trainer):
+                self._log_mean(_key(name), f"{prefix}/{name}", value[counted])
+
+    def _log_mean(self, key: str, name: str, values: Tensor) -> None:
+        mean = self.means[key]
+        assert isinstance(mean, MeanMetric)
+        mean.update(values)
+        self.log(name, mean, on_step=False, on_epoch=True, add_dataloader_idx=False)
 
     def n_steps(self) -> int:
         """Optimizer steps of the whole run. Lightning's count would load the data too early for a resumed run."""
@@ -258,6 +279,6 @@ class RunModule(L.LightningModule):
         checkpoint["state_dict"] = checkpoint[MEAN_KEY] | trained
 
 
-def _key(metric: str) -> str:
+def _key(metric: str, loader: int | None = None) -> str:
     """The key of a metric's mean. A ModuleDict refuses the names of its own methods, as type."""
-    return f"of {metric}"
+    return f"of {metric}" if loader is None else f"of {metric} of loader {loader}"

@@ -10,9 +10,12 @@ They are why `lightning<2.7` is required. A scheduled workflow tries the newest.
 - `set_hparams`: a `save_hyperparameters` that takes the place of an earlier one, and tells no logger (issue 7451).
 - `ONLY_THE_CLASS`: a `load_from_checkpoint` that builds nothing but its class. No issue is known.
 - `trainer_of`: a public `trainer` that is None without one. No issue is known.
+- `of_all_loaders`: an argument of `log` for a mean over several loaders of validation (issue 12145).
 - `set_position`: a public place in the data, which a run sets when it resumes with another strategy.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -80,6 +83,23 @@ ONLY_THE_CLASS: dict[str, Any] = {"_instantiator": None}
 def trainer_of(module: L.LightningModule) -> L.Trainer | None:
     """The trainer of a module, or None. Without one `module.trainer` raises."""
     return module._trainer
+
+
+@contextmanager
+def of_all_loaders(trainer: L.Trainer) -> Iterator[None]:
+    """Around `log`: the value is one of all validation loaders. Else it would be that of the loader of this batch."""
+    results: Any = trainer._results
+    number, results.dataloader_idx = results.dataloader_idx, None
+    try:
+        yield
+    finally:
+        results.dataloader_idx = number
+
+
+def loader_number(trainer: L.Trainer) -> int:
+    """Of several validation loaders, that of the batch."""
+    results: Any = trainer._results
+    return results.dataloader_idx or 0
 
 
 def set_position(checkpoint: dict[str, Any], epoch: int, batches: int, batches_before: int, validating: bool) -> None:

@@ -4,16 +4,18 @@ import json
 import shlex
 from collections.abc import Collection, Iterator
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from qnmixer.data.splits import SplitRecord, is_split_record
-from qnmixer.errors import CheckpointError
+from qnmixer.errors import CheckpointError, say
 from qnmixer.measurement.build import build_geometry, build_network, build_projector
 from qnmixer.models.data_term import follow_scan
 from qnmixer.reconstruction.pretrained import (
+    NETWORK,
     digest_of_file,
     in_float32,
     load,
@@ -25,13 +27,14 @@ from qnmixer.reconstruction.pretrained import (
 )
 from qnmixer.reconstruction.reconstructor import Reconstructor, same_scan, say_scan
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, find_checkpoint
+from qnmixer.runs.processes.process import rank
 from qnmixer.runs.public_config import without_places
 from qnmixer.runs.records import own_modules
 from qnmixer.settings.compose import value_as_typed
 from qnmixer.settings.data import DataConfig
 from qnmixer.settings.options import TARGET, values_of_option
 from qnmixer.settings.plugins import check_trusted, is_trusted
-from qnmixer.settings.run import Config, checked, effective_batch, parse_file, targets_of
+from qnmixer.settings.run import Config, Strictness, checked, effective_batch, parse_file, targets_of
 from qnmixer.settings.target import Target
 
 _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
@@ -80,25 +83,90 @@ def load_run(run: str | Path, checkpoint: str = "best", trust: Collection[str] =
     return module
 
 
-def load_weights(module: Any, run: str | Path) -> None:
+def load_weights(module: Any, run: str | Path, strict: Strictness = True) -> None:
     """Load the weights of a run into a module of a run, or a Reconstructor, that was built from another config.
 
     The scans may differ: then the step sizes follow the scan of the module, and a line says so. Raises CheckpointError
     if the networks or their image sizes differ.
+
+    Args:
+        module: it has a `network` and a `config`.
+        run: as in `find_checkpoint`.
+        strict: False: another network gets the weights that fit it by name and shape, and lines list the others.
+            "repeat": also, iterations that the run does not have start as its last one.
     """
     path = find_checkpoint(run)
     config, state = read_checkpoint(path)
-    if config.data.image_size != module.config.data.image_size:
-        raise CheckpointError(
-            f"{path} was trained at data.image_size={config.data.image_size}, this run has "
-            f"{module.config.data.image_size}: the two must be equal"
-        )
-    if _differing(config, module.config, "model"):
-        words = shlex.join(_words_for(config, module.config))
-        raise CheckpointError(f"{path} has another network: to build the same one, set {words}")
-    load_state(module.network, state, path)
+    own: dict[str, Tensor] = {}
+    if strict is not True:
+        own = _load_fitting(module.network, state, path, strict == "repeat")
+    else:
+        _require_same_network(path, config, module.config)
+        load_state(module.network, state, path)
     if not same_scan(config, module.config):
         say_scan(config, module.config, follow_scan(module.network, build_projector(config)))
+        module.network.load_state_dict(own, strict=False)  # these never had the scan of the run
+
+
+def _require_same_network(path: Path, config: Config, current: Config) -> None:
+    """Raise CheckpointError unless the weights of one config are those of a network of the other."""
+    way = "or load what fits with finetune_strict=false"
+    if config.data.image_size != current.data.image_size:
+        raise CheckpointError(
+            f"{path} was trained at data.image_size={config.data.image_size}, this run has {current.data.image_size}: "
+            f"the two must be equal, {way}"
+        )
+    if _differing(config, current, "model"):
+        words = shlex.join(_words_for(config, current))
+        raise CheckpointError(f"{path} has another network: to build the same one, set {words}, {way}")
+
+
+def _load_fitting(network: nn.Module, state: dict[str, Any], path: Path, repeat: bool) -> dict[str, Tensor]:
+    """Load the weights that fit by name and shape. Returns those that the network keeps.
+
+    torch's strict=False allows other names, but no other shapes. Raises CheckpointError if none fits.
+    """
+    weights = {name.removeprefix(NETWORK): tensor for name, tensor in state.items() if name.startswith(NETWORK)}
+    own = {name: tensor.clone() for name, tensor in network.state_dict().items() if isinstance(tensor, Tensor)}
+    sources = {name: _last_iteration(name, weights) if repeat else name for name in own}
+    fits = {
+        name: weights[old] for name, old in sources.items() if old in weights and weights[old].shape == own[name].shape
+    }
+    if not fits:
+        raise CheckpointError(f"{path} has no weight that fits this network by name and shape: leave finetune= out")
+    load_state(network, {f"{NETWORK}{name}": tensor for name, tensor in fits.items()}, path, strict=False)
+    others = {
+        "the last iteration again": [name for name in fits if sources[name] != name],
+        "of another shape": [name for name, old in sources.items() if old in weights and name not in fits],
+        "new": [name for name, old in sources.items() if old not in weights],
+        "left out": [name for name in weights if name not in own],
+    }
+    if rank() == 0:
+        n_loaded, n_all = (sum(tensor.numel() for tensor in part.values()) for part in (fits, own))
+        say(f"{100 * n_loaded / n_all:.1f} % of the weights ({n_loaded:,} of {n_all:,}) are those of {path}")
+        for what, names in others.items():
+            if names:
+                say(f"  {what}: {', '.join(_parts(names, {*own, *weights}.difference(names)))}")
+    return {name: tensor for name, tensor in own.items() if name not in fits}
+
+
+def _last_iteration(name: str, weights: Collection[str]) -> str:
+    """The name of a weight; if no weight has it, that of the last iteration that has such a weight."""
+    part, _, rest = name.partition(".")
+    number, dot, inner = rest.partition(".")
+    earlier = range(int(number), -1, -1) if number.isdecimal() else ()
+    return next((old for t in earlier if (old := f"{part}.{t}{dot}{inner}") in weights), name)
+
+
+def _parts(names: Collection[str], others: Collection[str]) -> dict[str, None]:
+    """Names of weights; PART.* for those of a part that none of the others is in."""
+    parts: dict[str, None] = {}
+    for name in names:
+        prefixes = accumulate(name.split(".")[:-1], "{}.{}".format)
+        own = (prefix for prefix in prefixes if not any(other.startswith(f"{prefix}.") for other in others))
+        prefix = next(own, None)
+        parts[name if prefix is None else f"{prefix}.*"] = None
+    return parts
 
 
 def _words_for(config: Config, current: Config) -> list[str]:

@@ -40,7 +40,7 @@ from qnmixer.physics.fbp import FBP_WINDOWS
 from qnmixer.reconstruction.cures import NO_CHOICE, Cures, Scans, put_on
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, SUFFIX
 
-_NETWORK = "network."
+NETWORK = "network."
 _NO_FIT = "has weights that do not fit its own config: use the qnmixer version that wrote it"
 _TARGET = "_target_"
 _MODELS = "qnmixer.models"
@@ -121,7 +121,8 @@ def line_of_scan(before: Mapping[str, Any], now: Mapping[str, Any], factor: floa
     """What differs from the scan of the training, and by what the step sizes are multiplied."""
     differing = [f"{key}={value}, not {now[key]}" for key, value in before.items() if now[key] != value]
     follows = "" if factor == 1 else f": its step sizes follow the scan, × {factor:.4g}"
-    return f"the network was trained with geometry.{', '.join(differing)}{follows}"
+    what = f"geometry.{', '.join(differing)}" if differing else "another pixel size"
+    return f"the network was trained with {what}{follows}"
 
 
 def _builder(section: Mapping[str, Any]) -> Callable[[FanBeamProjector], UnrolledNetwork[Any]] | None:
@@ -308,14 +309,14 @@ def require_fit(
         raise misfit
 
 
-def load_state(network: nn.Module, state: dict[str, Any], path: Path) -> None:
-    """Load the weights of a file into its network. Raises CheckpointError if they do not fit."""
-    weights = {name.removeprefix(_NETWORK): tensor for name, tensor in state.items() if name.startswith(_NETWORK)}
+def load_state(network: nn.Module, state: dict[str, Any], path: Path, strict: bool = True) -> None:
+    """Load the weights of a file into its network. Raises CheckpointError if they do not fit. `strict`: as in torch."""
+    weights = {name.removeprefix(NETWORK): tensor for name, tensor in state.items() if name.startswith(NETWORK)}
     kinds = {name: tensor.dtype for name, tensor in network.state_dict().items()}
     if dtypes := [tensor.dtype for name, tensor in weights.items() if tensor.dtype != kinds.get(name, tensor.dtype)]:
         raise CheckpointError(f"{path} has {str(dtypes[0]).removeprefix('torch.')} weights: use one of float32")
     try:
-        network.load_state_dict(weights)  # a checkpoint also has a discriminator, which only trains
+        network.load_state_dict(weights, strict)  # a checkpoint also has a discriminator, which only trains
     except RuntimeError as error:
         raise CheckpointError(f"{path} {_NO_FIT}") from error
 

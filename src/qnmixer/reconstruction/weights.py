@@ -11,6 +11,7 @@ from typing import Any
 from qnmixer.errors import CheckpointError, first_line
 from qnmixer.files import check_there, path_of
 from qnmixer.installed import not_installed
+from qnmixer.runs.artifacts import download_artifact, is_artifact
 from qnmixer.runs.layout import checkpoint_in
 
 PRETRAINED = "pretrained"  # their short name; a folder of this name needs a path: ./pretrained
@@ -25,13 +26,15 @@ SUFFIX = ".safetensors"  # the ending of a weights file of `qnmixer.export`; che
 def located(run: str | Path) -> Path:
     """The path that `run=` or `finetune=` names: the shipped weights for "pretrained", else the path; ~ is the home.
 
-    hf://OWNER/NAME is downloaded first. The name must be a string. A Path, which may come from ./pretrained, is always
-    a path.
+    hf://OWNER/NAME and ENTITY/PROJECT/NAME:ALIAS, an artifact of W&B, are downloaded first. The name must be a string.
+    A Path, which may come from ./pretrained, is always a path.
 
     Raises CheckpointError if this installation has no shipped weights, or the hub has none.
     """
     if isinstance(run, str) and run.startswith(HUB):
         return download(run)
+    if isinstance(run, str) and is_artifact(run):
+        return download_artifact(run)
     if run != PRETRAINED:
         return path_of(run)
     if not SHIPPED.is_file():

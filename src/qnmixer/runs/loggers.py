@@ -20,6 +20,8 @@ from pydantic import ValidationError
 
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import path_in_errors, write_text
+from qnmixer.runs.artifacts import BESIDE_MODEL, MODEL, is_artifact
+from qnmixer.runs.layout import checkpoint_in
 from qnmixer.runs.processes.process import rank
 from qnmixer.runs.public_config import with_names, without_places
 from qnmixer.runs.records import (
@@ -87,6 +89,8 @@ def close_loggers(exit_code: int) -> None:
     if wandb is None or (run := wandb.run) is None:
         return
     # Without `finish` the next run of this process would log into this one. Without a code it would record success.
+    if exit_code == INTERRUPTION:
+        run.mark_preempting()  # else W&B calls it failed: this one can resume
     try:
         run.finish(exit_code=exit_code)
     except TimeoutError:
@@ -95,6 +99,38 @@ def close_loggers(exit_code: int) -> None:
             f"wandb sync --include-online {Path(run.dir).parent}",
             stacklevel=2,
         )
+
+
+def log_models(config: Config, folder: Path, *names: str) -> None:
+    """Log checkpoints of a run as versions of the artifact model-ID of its W&B run, as its `log_model` says.
+
+    Lightning's logger does so for its own ModelCheckpoint only, and not offline. With results.json and metrics.csv a
+    run can resume from a version, as `with_artifact` in `reconstruction/weights.py` needs them.
+
+    names: of checkpoints that were written during training. None: those at its end.
+    """
+    wandb = sys.modules.get("wandb")
+    kinds = {options.log_model for options in config.logger.values() if isinstance(options, WandbConfig)}
+    if wandb is None or wandb.run is None or kinds.isdisjoint(["all"] if names else ["all", True]):
+        return
+    for name in names or ("best", "last"):  # W&B calls the newest one latest
+        if not (path := checkpoint_in(folder, name)).is_file():
+            continue
+        with warning_of_wandb(f"{path}, which stays where it is"):
+            artifact = wandb.Artifact(f"model-{wandb.run.id}", "model", metadata={"original_filename": path.name})
+            for file, place in ((path, MODEL), *((folder / place, place) for place in BESIDE_MODEL)):
+                if file.is_file():
+                    artifact.add_file(str(file), place, skip_cache=True)
+            wandb.run.log_artifact(artifact, aliases=["best"] if name == "best" else ["latest"])
+
+
+@contextmanager
+def warning_of_wandb(what: str) -> Iterator[None]:
+    """Warn if W&B does not take something that a run can do without."""
+    try:
+        yield
+    except Exception as error:  # of the network, of the server
+        warnings.warn(f"W&B did not take {what} ({type(error).__name__}: {first_line(error)})", stacklevel=2)
 
 
 @contextmanager
@@ -221,7 +257,8 @@ class WandbRun(WandbLogger):
         assert step is not None
         # The test comes after training, which may have ended at a known step. W&B's steps only rise.
         if step >= self.next_step or any(name.startswith("test/") for name in metrics):
-            self.experiment.log({**metrics, _STEP_KEY: step}, step=max(step, self.next_step))
+            self.experiment.log({_STEP_KEY: step}, step=max(step, self.next_step))  # files of pictures have its number
+            self.experiment.log({**metrics}, step=max(step, self.next_step))
 
 
 def _mode(options: WandbConfig) -> str:
@@ -239,6 +276,9 @@ def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: li
     next_step = max(file.last_step, _known_steps(folder / KNOWN_UNTIL)) if resumes else 0
     write_text(folder / KNOWN_UNTIL, str(next_step))  # a run may be killed and resumed several times
     logger = WandbRun(_start_wandb(config, options, folder, overrides, resumes), next_step)
+    if config.finetune is not None and is_artifact(config.finetune) and not logger.experiment.offline:
+        with warning_of_wandb(f"{config.finetune} as what this run started from"):
+            logger.use_artifact(config.finetune, "model")
     for row in file.kept_rows[-1:] if resumes else ():  # a killed W&B lacks it, and training does not repeat it
         values = {
             name: number for name, text in row.items() if name != "step" and (number := as_number(text)) is not None
@@ -270,6 +310,8 @@ def _start_wandb(config: Config, options: WandbConfig, folder: Path, overrides: 
         write_text(id_file, agent_id or options.id or options.version or uuid.uuid4().hex[:8])
     if not re.fullmatch(r"[\w.-]{1,128}", run_id := read_text(id_file)):
         raise damaged(id_file, "it is no id of a W&B run", f"remove {id_file.parent}, and W&B starts a new run")
+    if options.log_model:  # copies that wait for their upload: in the folder of the run, not in the home
+        os.environ.setdefault("WANDB_DATA_DIR", str((Path(place) / "wandb" / "data").absolute()))
     quiet = wandb.Settings(silent=True)  # silent also stops wandb from asking for a key: nobody may sit at the terminal
     try:
         wandb.setup(settings=quiet)

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import check_no_links, check_unused, is_temporary, path_of, remove, replace
+from qnmixer.runs.artifacts import download_artifact, is_artifact
 from qnmixer.runs.layout import checkpoint_in
 from qnmixer.runs.processes.folders import remove_left_folders
 from qnmixer.runs.processes.process import rank
@@ -309,6 +311,8 @@ def resume_overrides(overrides: list[str]) -> list[str]:
 
 def _run_to_resume(resume: str, folder: Path | None) -> Path:
     """The run folder that `resume=` names; `folder`: that of the command, if it has one. Raises UserError."""
+    if is_artifact(resume):
+        return _from_artifact(resume, folder)
     run = latest() if resume == "latest" else path_of(resume)
     if not is_run(run) and not (run / "checkpoints").is_dir():
         raise CheckpointError(
@@ -317,6 +321,17 @@ def _run_to_resume(resume: str, folder: Path | None) -> Path:
         )
     if folder is not None and folder.resolve() != run.resolve():
         raise ConfigError(f"resume={resume} continues that run in its folder: leave out hydra.run.dir={folder}")
+    return run
+
+
+def _from_artifact(resume: str, folder: Path | None) -> Path:
+    """The folder in which the run of an artifact of W&B resumes. If there is one, the run goes on from there."""
+    source = download_artifact(resume)
+    run = folder or RUNS / "wandb" / f"{resume.rpartition('/')[2].partition(':')[0]}-{source.name[:6]}"
+    if not is_run(run):
+        if folder is not None:
+            check_unused("hydra.run.dir", folder)
+        shutil.copytree(source, run, dirs_exist_ok=True)
     return run
 
 

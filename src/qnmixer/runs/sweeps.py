@@ -107,6 +107,8 @@ def _check_sweep(overrides: list[str], config: DictConfig) -> None:
     if "direction" in sweeper and getattr(sweeper.direction, "name", sweeper.direction) != direction:
         raise ConfigError(f"monitor={config.monitor} must be {direction}d: set hydra.sweeper.direction={direction}")
     if "n_trials" in sweeper:
+        if config.trainer.limit_val_batches == 0:
+            raise ConfigError("a search needs validation: leave trainer.limit_val_batches=0 out")
         _check_search(overrides, sweeper)
 
 
@@ -271,7 +273,8 @@ def outcome(results: dict[str, Any]) -> str:
     if (status := results.get("status", "not begun")) != "done":
         return ": ".join(filter(None, (status, first_line(results.get("error", "")))))
     monitor, best = best_of(results)
-    return f"{monitor} {math.nan if best is None else best:.4g} in {duration(results.get('seconds', 0.0))}"
+    score = "done" if best is None else f"{monitor} {best:.4g}"
+    return f"{score} in {duration(results.get('seconds', 0.0))}"
 
 
 def _is_done(job: Job) -> bool:
@@ -489,21 +492,32 @@ def write_report(folder: Path, rows: list[JobRow]) -> None:
     console.print("\n".join(ends), soft_wrap=True, highlight=False)
 
 
+_MOST_NAMES = 10  # in the legend of a picture
+
+
 def _draw(path: Path, rows: list[JobRow], monitor: str) -> bool:
     """Draw the best value over each numeric override. Returns False, and draws nothing, if none takes two values."""
-    points = {
-        key: [(x, row.best) for row in rows if (x := as_number(row.values[key])) is not None]
-        for key in (rows[0].values if rows else ())
+    keys = rows[0].values if rows else {}
+    numeric: dict[str, dict[str, list[tuple[float, float]]]] = {}  # the points over a key, by the values of the others
+    for key in keys:
+        for row in rows:
+            if (x := as_number(row.values[key])) is not None and row.best is not None:
+                name = ", ".join(readable(row.values[other]) for other in keys if other != key)
+                numeric.setdefault(key, {}).setdefault(name, []).append((x, row.best))
+    numeric = {
+        key: names for key, names in numeric.items() if len({x for points in names.values() for x, _ in points}) > 1
     }
-    numeric = {key: pairs for key, pairs in points.items() if len({x for x, _ in pairs}) > 1}
     if not numeric:
         return False
     from matplotlib.figure import Figure  # imported here, because it takes half a second
 
     figure = Figure(figsize=(5 * len(numeric), 4), layout="constrained")
-    for axes, (key, pairs) in zip(figure.subplots(1, len(numeric), squeeze=False)[0], numeric.items(), strict=True):
-        axes.plot(*zip(*pairs, strict=True), "o")
-        xs = [x for x, _ in pairs]
+    for axes, (key, names) in zip(figure.subplots(1, len(numeric), squeeze=False)[0], numeric.items(), strict=True):
+        for name, points in names.items():
+            axes.plot(*zip(*points, strict=True), "o", label=name)
+        if 1 < len(names) <= _MOST_NAMES:
+            axes.legend(fontsize=8)
+        xs = [x for points in names.values() for x, _ in points]
         axes.set(xlabel=key, ylabel=monitor, xscale="log" if 0 < 10 * min(xs) <= max(xs) else "linear")
         axes.grid(alpha=0.3)
     with atomic_file(path) as stream:

@@ -3,10 +3,12 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.cells import cell_len
+from rich.console import ConsoleOptions
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -22,14 +24,9 @@ class Table:
     title: str = ""
     note: str = ""
 
-    def terminal(self, words: int = 1, **look: Any) -> RichTable:
+    def terminal(self, words: int = 1, **look: Any) -> "OnATerminal":
         """For a rich console. The first `words` columns are aligned left, numbers right; `look`: rich's options."""
-        table = RichTable(**{"title": self.title, "caption": self.note, "title_justify": "left"} | look)
-        for number, heading in enumerate(self.headings):
-            table.add_column(Text(visible(heading, keep="\n")), justify="left" if number < words else "right")
-        for row in self.rows:
-            table.add_row(*(Text(visible(cell, keep="\n")) for cell in row))
-        return table
+        return OnATerminal(self, words, look)
 
     def markdown(self, title: str = "**{}**") -> str:
         """The title in this form, the rows, and the note, without a newline at the end."""
@@ -57,6 +54,53 @@ class Table:
             f'<section class="table"><h2>{escape(self.title)}</h2><div class="wide" tabindex="0">\n'
             f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>{note}</section>"
         )
+
+
+@dataclass
+class OnATerminal:
+    """A table for a rich console. One that is too wide is printed in parts, so that no number is broken."""
+
+    table: Table
+    words: int  # columns that all parts have
+    look: dict[str, Any]
+
+    def __rich_console__(self, _: Any, options: ConsoleOptions) -> Iterator[RichTable]:
+        parts, table = self._parts(options.max_width), self.table
+        for n, columns in enumerate(parts):
+            title, note = table.title * (n == 0), table.note * (n == len(parts) - 1)
+            printed = RichTable(**{"title": title, "caption": note, "title_justify": "left"} | self.look)
+            for number in columns:
+                is_cut = number >= self.words and len(parts) > 1
+                heading, width = Text(_shown(table.headings[number])), self._width(number) if is_cut else None
+                printed.add_column(heading, justify="left" if number < self.words else "right", width=width)
+            for row in table.rows:
+                printed.add_row(*(Text(_shown(row[number])) for number in columns))
+            yield printed
+
+    def _parts(self, width: int) -> list[list[int]]:
+        """The columns of each part, for a console of this width."""
+        first, parts, room = [*range(self.words)], list[list[int]](), 0
+        for number in range(self.words, len(self.table.headings)):
+            needed = self._width(number) + _BESIDE_A_CELL
+            if needed > room:
+                parts.append([*first])
+                room = width - 1 - sum(self._width(column) + _BESIDE_A_CELL for column in first)
+            parts[-1].append(number)
+            room -= needed
+        return parts or [first]
+
+    def _width(self, number: int) -> int:
+        """The cells of a column as they are, and the longest word of its heading."""
+        cells = [line for row in self.table.rows for line in _shown(row[number]).split("\n")]
+        return max(map(cell_len, [*cells, *_shown(self.table.headings[number]).split(), ""]))
+
+
+_BESIDE_A_CELL = 3
+"""Letters of its padding and of a border."""
+
+
+def _shown(cell: str) -> str:
+    return visible(cell, keep="\n")
 
 
 def _unlike_a_formula(cell: Any) -> Any:

@@ -7,7 +7,7 @@ from qnmixer.files import digest
 from qnmixer.settings.options import flat
 from qnmixer.settings.run import Config
 
-_OTHER_KEYS = ("evaluation", "logger", "resume", "tags", "test_after_training")
+_OTHER_KEYS = ("evaluation", "finetune_strict", "logger", "resume", "tags", "test_after_training")
 _OF_LOADING = (".cache_dir", ".num_workers", ".pin_memory", ".prefetch_factor", ".seed")
 _OF_DEVICES = ("accelerator", "devices", "log_every_n_steps", "num_nodes", "save_every_n_steps")
 SLICES_PER_STEP = "slices_per_step"
@@ -20,7 +20,7 @@ def what_is_trained(settings: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in settings.items() if key not in _OTHER_KEYS}
     callbacks = settings.get("callbacks", {}).items()
     kept["callbacks"] = {name: keys for name, keys in callbacks if not str(keys.get("_target_")).endswith(_WATCHING)}
-    monitored = settings["monitor"].partition("/")[2]  # the best checkpoint is that by this metric
+    monitored = settings["monitor"].split("/")[1]  # the best checkpoint is that by this metric
     kept["metrics"] = settings.get("metrics", {}).get(monitored)
     trainer = settings["trainer"]
     kept["trainer"] = {key: value for key, value in trainer.items() if key not in _OF_DEVICES}

@@ -202,6 +202,13 @@ def with_one_limit(words: list[str]) -> list[str]:
     return words
 
 
+def version_base() -> dict[str, Any]:
+    """The argument by which Hydra 1.3 behaves as 1.3. Later ones do by themselves, and warn of it."""
+    import hydra
+
+    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+
+
 @contextmanager
 def hydra_of(config_name: str) -> Iterator[None]:
     """Hydra with conf/. It names jobs, and so folders, after the command."""
@@ -210,7 +217,7 @@ def hydra_of(config_name: str) -> Iterator[None]:
 
     # Hydra refuses a second initialisation in one process, and a program may compose many configs.
     GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=config_name):
+    with hydra.initialize_config_dir(str(CONF), job_name=config_name, **version_base()):
         yield
 
 

@@ -305,9 +305,15 @@ def modes_of(metrics: Mapping[str, MetricConfig]) -> dict[str, str]:
     return of_metrics | {f"val/{LOSS}": "min", f"val/{RESIDUAL}": "min"}
 
 
-def check_monitor(monitor: str, metrics: Mapping[str, MetricConfig]) -> None:
-    """Raise ConfigError if no validation gives the monitored metric."""
-    if monitor not in (modes := modes_of(metrics)):
+def mode_of(monitor: str, metrics: Mapping[str, MetricConfig]) -> str | None:
+    """The better value, max or min, of val/METRIC, or of val/METRIC/LOADER of several loaders; None for another."""
+    return modes_of(metrics).get("/".join(monitor.split("/")[:2]))
+
+
+def check_monitor(monitor: str, metrics: Mapping[str, MetricConfig], datamodule: DataModuleConfig) -> None:
+    """Raise ConfigError if no validation gives the monitored metric. Only a user's own may have several loaders."""
+    modes = modes_of(metrics)
+    if mode_of(monitor, metrics) is None or (monitor not in modes and datamodule.name == "default"):
         raise ConfigError(f"monitor={monitor} is not known: choose {', '.join(modes)}, or add a metric")
 
 

@@ -5,10 +5,11 @@ noise that the config names. So they are checked after the targets of a file are
 """
 
 import math
+from collections.abc import Mapping
 
 from qnmixer.errors import ConfigError
 from qnmixer.settings.data import DataConfig, PairData
-from qnmixer.settings.parts import DataModuleConfig, ModelConfig, ModuleConfig, NoiseConfig
+from qnmixer.settings.parts import CallbackConfig, DataModuleConfig, ModelConfig, ModuleConfig, NoiseConfig
 from qnmixer.settings.sections import (
     DebugConfig,
     FewBatchesConfig,
@@ -87,6 +88,16 @@ def an_end(trainer: TrainerConfig, debug: DebugConfig | FewBatchesConfig | Profi
         raise ConfigError(  # Lightning asks each rank's own clock, after each batch
             "trainer.val_check_interval as a time needs one device, and trainer.accumulate_grad_batches=1"
         )
+
+
+def what_needs_validation(trainer: TrainerConfig, model: ModelConfig, callbacks: Mapping[str, CallbackConfig]) -> None:
+    """Without validation nothing is monitored, and only last.ckpt is written."""
+    if trainer.validates:
+        return
+    needing = [f"model={model.name}, which has no weights"] * (not model.has_weights)
+    needing += [part.as_typed for part in callbacks.values() if str(part.arguments.get("monitor")).startswith("val/")]
+    if needing:
+        raise ConfigError(f"trainer.limit_val_batches=0 leaves no validation for {needing[0]}: leave one of them out")
 
 
 def plain_network(model: ModelConfig, memory: MemoryConfig, module: ModuleConfig) -> None:

@@ -1,7 +1,7 @@
 """The config of a training run: all its sections, and how it is read, checked, changed and stored."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 
 from annotated_types import Len
 from omegaconf import DictConfig, OmegaConf
@@ -44,6 +44,8 @@ FIT = "qnmixer.fit.fit"
 """The function that trains, as its key names it."""
 _ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.", "torchmetrics.")
 """Packages that the check of targets does not look for, which would take seconds."""
+Strictness = bool | Literal["repeat"]
+"""How the weights of `finetune` must fit; see `load_weights`."""
 READ_AT_ONCE = "data", "loss", "model", "noise", "optimizer", "schedule"
 """Sections whose targets are imported to check a config. Others load Lightning: they are read when they are built."""
 
@@ -56,6 +58,7 @@ class Config(Section):
     seed: Seed
     monitor: str
     finetune: str | None
+    finetune_strict: Strictness = True
     resume: str | None
     compile: bool
     test_after_training: bool
@@ -91,7 +94,7 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
             if group not in cfg:
                 raise ConfigError(f"the config has no {group}: choose one with {group}=…")
     config = parse_file(cfg)
-    check_monitor(config.monitor, config.metrics)
+    check_monitor(config.monitor, config.metrics, config.datamodule)
     check_targets(config)
     return checked(config)
 
@@ -146,6 +149,7 @@ def validate(config: Config) -> None:
     rules.divided_image(config.data, config.model)
     rules.one_start(config.finetune, config.resume)
     rules.an_end(config.trainer, config.debug)
+    rules.what_needs_validation(config.trainer, config.model, config.callbacks)
     config.strategy.check(config)
     rules.plain_network(config.model, config.memory, config.module)
 

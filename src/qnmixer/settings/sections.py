@@ -144,7 +144,7 @@ class TrainerConfig(Section):
     save_every_n_steps: Count | None
     log_every_n_steps: Count
     limit_train_batches: Share | None = None
-    limit_val_batches: Share | None
+    limit_val_batches: Annotated[float, Ge(0), Le(1)] | Count | None  # 0: no validation
     limit_test_batches: Share | None = None
     overfit_batches: Annotated[float, Ge(0), Le(1)] | Count = 0.0
     fast_dev_run: bool | Annotated[int, Ge(0)] = False
@@ -183,6 +183,11 @@ class TrainerConfig(Section):
         if self.fast_dev_run:
             self.accumulate_grad_batches, self.max_steps, self.max_epochs = 1, int(self.fast_dev_run), None
         return self
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are validations, as Lightning has it."""
+        return bool(self.limit_val_batches != 0 or self.overfit_batches or self.fast_dev_run)
 
     @property
     def per_node(self) -> int | None:
@@ -224,7 +229,7 @@ class WandbConfig(Section):
     resume: Literal["allow", "must", "never", "auto"] = "allow"  # must would fail for a run that was offline before
     save_dir: File | None = None  # None: the run folder
     dir: File | None = None  # as save_dir
-    log_model: Literal[False] = False  # checkpoints stay in the run folder
+    log_model: bool | Literal["all"] = False  # as in WandbLogger: True: at the end of training, "all": each
 
     @model_validator(mode="after")
     def _taken_by_wandb(self) -> Self:

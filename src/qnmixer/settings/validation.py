@@ -131,6 +131,9 @@ def has_no_value(key: str) -> ConfigError:
     return ConfigError(f"{key} has no value: give one with {key}=…")
 
 
+_MOST_KEYS, _NEAREST = 24, 12  # so many keys are in a message, and so many of a longer list
+
+
 def unknown_key(key: str, keys: Iterable[str] = (), owner: str = "the config") -> ConfigError:
     """The error for a key that its owner does not have: the nearest of the `keys` that it has, or those beside it."""
     parent, _, name = key.rpartition(".")
@@ -141,4 +144,7 @@ def unknown_key(key: str, keys: Iterable[str] = (), owner: str = "the config") -
         near = [beside[last] for last in difflib.get_close_matches(name, beside, n=1)]
     if near:
         return ConfigError(f"unknown key {key}: did you mean {' or '.join(near)}?")
-    return ConfigError(f"unknown key {key}: {owner} has {', '.join(beside) or 'no such key'}")
+    is_long = len(beside) > _MOST_KEYS
+    listed = difflib.get_close_matches(name, beside, n=_NEAREST, cutoff=0) if is_long else [*beside]
+    more = f", … ({len(beside)} keys, which --help=all lists)" * is_long
+    return ConfigError(f"unknown key {key}: {owner} has {', '.join(listed) or 'no such key'}{more}")

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qnmixer.data.batch import Batch, to_hu
 from qnmixer.data.dataset import EpochSampler
-from qnmixer.data.own_datamodule import OwnDataModule, samples_of
+from qnmixer.data.own_datamodule import OwnDataModule, loaders_of, samples_of
 from qnmixer.errors import PluginError
 from qnmixer.evaluation.metrics import psnr
 from qnmixer.evaluation.pictures import MethodImages, SliceImages, draw_slices
@@ -35,7 +35,7 @@ from qnmixer.parallel.tracker import PeakTracker
 from qnmixer.reconstruction.weights import MEAN_KEY, TRAINED_KEY
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.logged_names import ITERATES, best_name
-from qnmixer.settings.parts import CallbackConfig, MetricConfig, modes_of
+from qnmixer.settings.parts import CallbackConfig, MetricConfig, mode_of, modes_of
 from qnmixer.settings.sections import Count
 
 # Those of every run
@@ -57,22 +57,24 @@ class DataCheck(Callback):
     """
 
     def __init__(self) -> None:
-        self._checked: set[str] = set()
+        self._checked: set[tuple[str, int]] = set()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any) -> None:
         """Compare the first sinograms of training with their images."""
         self._check_pairs(trainer, pl_module, batch, "train")
 
     def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Compare the first sinograms of validation with their images."""
-        self._check_pairs(trainer, pl_module, batch, "val")
+        """Compare the first sinograms of validation, of each loader, with their images."""
+        self._check_pairs(trainer, pl_module, batch, "val", dataloader_idx)
 
-    def _check_pairs(self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, part: str) -> None:
-        if part in self._checked:
+    def _check_pairs(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, part: str, loader: int = 0
+    ) -> None:
+        if (part, loader) in self._checked:
             return
-        self._checked.add(part)
+        self._checked.add((part, loader))
         data: Any = getattr(trainer, "datamodule", None)
         if getattr(data, "measured", False) and "sinogram" in batch:
             assert isinstance(module, RunModule)
@@ -410,15 +412,15 @@ def build_callbacks(
     Raises PluginError for a target that is no callback, that refuses its arguments, or that changes what the config
     fixes.
     """
-    modes, built = modes_of(metrics or {}), []
+    built = []
     for config in callbacks.values():
         if issubclass(config.load(), _REFUSED_CALLBACKS):
             raise PluginError(
                 f"{config.as_typed} would change the run while it trains: set data.batch_size, "
                 "trainer.accumulate_grad_batches or optimizer.lr instead, or choose callbacks=ema"
             )
-        monitored = str(config.arguments.get("monitor"))
-        built.append(config.build(supplied={"mode": modes[monitored]} if monitored in modes else {}))
+        mode = mode_of(str(config.arguments.get("monitor")), metrics or {})
+        built.append(config.build(supplied={} if mode is None else {"mode": mode}))
     return built
 
 
@@ -502,7 +504,7 @@ class IteratePictures(Callback):
         if trainer.sanity_checking:
             return
         assert isinstance(pl_module, RunModule)
-        loader: Any = trainer.val_dataloaders
+        loader: Any = loaders_of(trainer.val_dataloaders)[0]
         config, rows = pl_module.config, []
         taken = {*modes_of(config.metrics), f"val/{ITERATES}", best_name(config.monitor)}
         for n, batch in enumerate(_first_slices(trainer, loader, self.n_slices)):

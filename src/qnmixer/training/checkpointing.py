@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from qnmixer.data.samplers import random_states, set_random_states
-from qnmixer.errors import Stopped, say
+from qnmixer.errors import ConfigError, Stopped, say
 from qnmixer.files import atomic_file
 from qnmixer.module.base import RunModule
 from qnmixer.parallel.lightning_private import number_rows
@@ -30,6 +30,7 @@ from qnmixer.parallel.torch_private import schedules_in, step_to
 from qnmixer.reconstruction.pretrained import encoded_readably, load
 from qnmixer.reconstruction.weights import RUN_KEY
 from qnmixer.runs.layout import checkpoint_in
+from qnmixer.runs.loggers import log_models
 from qnmixer.runs.processes.process import defer_stop, is_rank, rank, stop_requested
 from qnmixer.settings.logged_names import best_name
 
@@ -210,12 +211,18 @@ class Checkpointing(Checkpoint):
             return
         # Every rank must get here: Lightning gathers the state with collectives, and rank 0 writes.
         trainer.save_checkpoint(checkpoint_in(self.folder, name), weights_only=False)
+        module = trainer.lightning_module
+        if trainer.is_global_zero and isinstance(module, RunModule) and module.settings:
+            log_models(module.config, self.folder, name)
         if name == "last":
             self._saved = trainer.global_step
 
     def _score(self, trainer: L.Trainer) -> float:
         """The monitored value of the last validation; the worst possible value for NaN."""
-        score = float(trainer.callback_metrics[self.monitor])
+        if self.monitor not in (values := trainer.callback_metrics):
+            names = ", ".join(name for name in values if name.startswith("val/"))
+            raise ConfigError(f"monitor={self.monitor} is not known: validation logs {names}")
+        score = float(values[self.monitor])
         return -self._sign * math.inf if math.isnan(score) else score
 
     def _is_best(self, score: float) -> bool:

@@ -39,13 +39,13 @@ from qnmixer.parallel.parallelism import build_precision, parallelism_of
 from qnmixer.reconstruction.checkpoints import load_weights, resumable, split_of, steps_of
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.weights import find_checkpoint
-from qnmixer.runs.loggers import FAILURE, INTERRUPTION, SUCCESS, close_loggers, device_name
+from qnmixer.runs.loggers import FAILURE, INTERRUPTION, SUCCESS, close_loggers, device_name, log_models
 from qnmixer.runs.processes.process import rank, stop_signals, world_size
 from qnmixer.runs.records import read_results
 from qnmixer.runs.run import Run, resume_hint
 from qnmixer.runs.trained_settings import digest_of_training
 from qnmixer.settings.logged_names import RESIDUAL
-from qnmixer.settings.parts import modes_of
+from qnmixer.settings.parts import mode_of
 from qnmixer.settings.plugins import digests_of_code, untrusted_modules
 from qnmixer.settings.run import Config, effective_batch, targets_of
 from qnmixer.settings.sections import FewBatchesConfig, ProfileConfig
@@ -84,7 +84,11 @@ def session(config: Config, run: Run) -> Iterator[None]:
             exit_code = FAILURE if failed else INTERRUPTION
             raise
         finally:
-            close_loggers(exit_code)
+            try:
+                if exit_code != FAILURE:
+                    log_models(config, run.folder)
+            finally:
+                close_loggers(exit_code)
 
 
 @contextmanager
@@ -119,7 +123,7 @@ def prepared_module(config: Config) -> RunModule:
                 raise ConfigError(f"this module optimizes by itself (automatic_optimization=False): {way}")
     try_metrics(getattr(module, "metrics", {}), config.data.image_size)
     if config.finetune is not None:
-        load_weights(module, config.finetune)
+        load_weights(module, config.finetune, config.finetune_strict)
     apply_memory_mode(module.network, config.memory)
     if config.compile:
         compile_blocks(module.network)
@@ -156,7 +160,7 @@ def resume_checkpoint(config: Config, run: Run) -> Path | None:
 
 def all_callbacks(config: Config, run: Run) -> list[Callback]:
     """Build those of every run (checkpoints, memory, progress), and those that the config names."""
-    mode = modes_of(config.metrics)[config.monitor]
+    mode = mode_of(config.monitor, config.metrics) or "max"
     return [
         Checkpointing(run.folder, config.monitor, config.trainer.save_every_n_steps, mode),
         MemoryMonitor(run.console),
@@ -365,8 +369,13 @@ def interrupts_as_raised() -> Iterator[None]:
 def validate_last_steps(config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: RunData) -> float:
     """Validate the last steps, if training ended between two validations. Returns the best monitored value.
 
+    NaN without validation.
+
     Raises FloatingPointError if the last value is not finite: no exception tells of it, and the run has failed.
     """
+    if not config.trainer.validates:
+        run.record["best"] = {}
+        return math.nan
     checkpointing = callback_of(trainer, Checkpointing)
     if checkpointing.validated != trainer.global_step or checkpointing.best is None:
         with interrupts_as_raised():
@@ -403,7 +412,7 @@ def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModul
     load_weights(trained, run.folder)
     device = trainer.strategy.root_device
     slices = "" if n_images is None else f"{n_images} slices of "
-    run.console.print(f"evaluating best.ckpt on {slices}the test split", highlight=False)
+    run.console.print(f"evaluating {find_checkpoint(run.folder).name} on {slices}the test split", highlight=False)
     evaluation = evaluate(trained, data, "test", config.evaluation, device)
     if not trainer.is_global_zero:
         return

@@ -58,6 +58,10 @@ def print_start(
             f"{effective_batch(config)} slices an optimizer step",
             f"training ends after {' or '.join(limits)}",
         ]
+        if not t.validates:
+            lines.append(
+                "no validation, as trainer.limit_val_batches=0 says: the checkpoint is last.ckpt, none is best"
+            )
         if t.fast_dev_run:
             n = "one batch" if t.fast_dev_run == 1 else f"{t.fast_dev_run} batches"
             lines.append(f"fast_dev_run: {n} of training, validation and test; no checkpoint, no metrics.csv, no table")

@@ -6,6 +6,7 @@ Modules that load torch are imported late, so that a rank can be stopped before 
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -89,7 +90,7 @@ def fit_in_processes(config: Config, run: Run) -> float:
     best = read_results(run.folder).get("best")
     if not isinstance(best, dict):
         raise RankFailed(f"all ranks succeeded, but rank 0 wrote no result into {run.folder}")
-    return float(best[config.monitor])
+    return float(best.get(config.monitor, math.nan))
 
 
 def launch_ranks(config: Config, run: Run, place: Path, n: int, ask_to_stop: Callable[[], bool]) -> None:

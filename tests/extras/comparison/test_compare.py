@@ -49,7 +49,9 @@ def write_sweep(folder: Path, jobs: list[list[str]]) -> Path:
     return folder
 
 
-def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(tmp_path: Path) -> None:
+def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each method on the same sinograms, which are the same again."""
     words = [*TINY, "data.n_test=4"]
     jobs = [[*words, "model=qn_mixer", f"seed={seed}"] for seed in (1, 2)]
@@ -78,6 +80,11 @@ def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(tmp_path
     assert f"{means[0]:.2f} ± " in markdown
     assert np.asarray(Image.open(found / "comparison.png")).std() > 10
     assert "QN-Mixer" in (found / "comparison.html").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert run("runs=[sweep/0,sweep/1]", "seed=1", "evaluation.n_pictures=1", "noise=field")[::2] == (0, "")
+    (of_runs,) = (tmp_path / "comparisons").glob("comparison_2_runs_*_field")
+    rows = [row for row in csv_rows(found / "comparison.csv") if row["method"] == "QN-Mixer"]
+    assert csv_rows(of_runs / "comparison.csv") == rows
 
 
 def test_a_folder_is_tested_whole_and_training_slices_are_told(tmp_path: Path) -> None:
@@ -136,6 +143,8 @@ def test_one_line_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
         ([], "sweep=latest finds no sweep under"),
         ([f"sweep={sweep}", "data=dicom"], "data.root has no value"),
         ([f"sweep={sweep}", "data=dicom", "data.root=nowhere"], "data.root=nowhere does not exist"),
+        (["runs=[nowhere]"], "no run folder at nowhere"),
+        (["sweep=[]"], "there is nothing to compare: give the folder of a sweep, sweep=DIR, or runs=[RUN,RUN]"),
         ([f"sweep={sweep}", "lr=3"], "unknown key lr: compare has "),
         ([f"sweep={sweep}", f"output={tmp_path}/old"], "old/comparison.csv is a link to another place"),
     ):

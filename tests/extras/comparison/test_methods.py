@@ -57,8 +57,13 @@ def test_methods_are_jobs_that_differ_in_more_than_their_seed_and_their_tags(
 def test_a_method_that_another_sweep_trained_for_longer_has_a_row_of_its_own(tmp_path: Path) -> None:
     equal_steps = sweep(tmp_path / "a", [["model=learn", "seed=1"], ["model=qn_mixer", "seed=1"]])
     equal_time = sweep(tmp_path / "b", [["model=learn", "seed=1", "trainer.max_steps=9000"]])
-    found = methods_of([equal_steps, equal_time])
-    assert [method.name for method in found] == ["LEARN", "QN-Mixer", "LEARN max_steps=9000"]
+    names = ["LEARN", "QN-Mixer", "LEARN max_steps=9000"]
+    assert [method.name for method in methods_of([equal_steps, equal_time])] == names
+    record = {"status": "done", "overrides": ["model=learn", "seed=2", "trainer.max_steps=9000"]}
+    (equal_time / "0" / "results.json").write_text(json.dumps(record))  # as a run has it
+    assert [method.name for method in methods_of([equal_steps], runs=[equal_time / "0"])] == names
+    (same,) = methods_of([], runs=[equal_time / "0", equal_time / "0" / "checkpoints" / "best.ckpt"])
+    assert [job.folder.name for job in same.repeats] == ["best.ckpt"]
 
 
 def test_a_job_that_is_not_done_is_counted(tmp_path: Path) -> None:

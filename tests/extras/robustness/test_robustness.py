@@ -13,12 +13,13 @@ import torch
 from qnmixer import robustness
 from qnmixer.commands.command import TRACEBACK
 from qnmixer.evaluation.evaluate import _values_of
+from qnmixer.evaluation.evaluate_run import in_turn
 from qnmixer.evaluation.metrics import psnr
 from qnmixer.extras.export.card import evaluations
 from qnmixer.extras.robustness.cliff import search
 from qnmixer.extras.robustness.conditions import BEYOND, Condition
 from qnmixer.extras.robustness.perturbations import disc
-from qnmixer.extras.robustness.table import explanation, has_fallen, in_turn, labelled, robustness_figure, table
+from qnmixer.extras.robustness.table import explanation, has_fallen, labelled, robustness_figure, table
 from qnmixer.models import UnrolledNetwork
 from qnmixer.runs.records import read_results
 from qnmixer.runs.tables import NOTHING

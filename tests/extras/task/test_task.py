@@ -76,7 +76,8 @@ def test_each_edge_has_a_panel_without_the_curves_that_noise_hides() -> None:
     """A drawn curve has its interval around it. Those that are left out are named."""
     scores = [dose_scores(photons, "FBP", -50.0, 100.7) for photons in (2e4, 1e5, 4e5)]
     scores += [dose_scores(photons, "QN-Mixer", None, 60.0) for photons in (2e4, 1e5, 4e5)]
-    figure = task_figure(scores)
+    figure = task_figure(scores, torch.zeros(8, 8), [(4.0, 3.0, 2.0)])
+    assert [axes.get_title() for axes in figure.axes if axes.patches] == ["truth", "FBP", "QN-Mixer"]
     panels = [axes for axes in figure.axes if "edge of" in axes.get_title()]
     assert [axes.get_title() for axes in panels] == [f"modulation, edge of {hu} HU" for hu in ("−50", "200", "800")]
     assert [[line.get_color() for line in axes.lines] for axes in panels] == [["C1"], ["C0", "C1"], ["C0", "C1"]]
@@ -90,7 +91,8 @@ def test_each_edge_has_a_panel_without_the_curves_that_noise_hides() -> None:
 
 def test_a_marker_at_full_contrast_is_whole() -> None:
     """A method that keeps all the contrast, without scatter, is far from the edge of its panel."""
-    figure = task_figure([dose_scores(1e5, "FBP", None, 100.7), dose_scores(1e5, "QN-Mixer", None, 60.0)])
+    scores = [dose_scores(1e5, "FBP", None, 100.7), dose_scores(1e5, "QN-Mixer", None, 60.0)]
+    figure = task_figure(scores, torch.zeros(8, 8), [])
     (panel,) = (axes for axes in figure.axes if "contrast kept" in axes.get_title())
     assert panel.get_ylim()[0] == 0
     assert panel.get_ylim()[1] > 104

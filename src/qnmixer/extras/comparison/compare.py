@@ -1,5 +1,6 @@
-"""Evaluate every job of a sweep on the same slices."""
+"""Evaluate every job of a sweep, or several runs, on the same slices."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -12,15 +13,16 @@ from qnmixer.extras.comparison.methods import Comparison, methods_of
 from qnmixer.parallel.devices import choose_device
 
 
-def compare(config: CompareConfig, sweeps: list[Path], overrides: list[str]) -> Comparison:
-    """Evaluate every finished job of a sweep, or of several together.
+def compare(config: CompareConfig, sweeps: list[Path], overrides: list[str], runs: Sequence[Path] = ()) -> Comparison:
+    """Evaluate every finished job of sweeps, and runs, all together.
 
     Raises ConfigError if no job is done, and CheckpointError, ConfigError or DataError for slices that do not fit.
     """
-    comparison = Comparison(sweeps, methods_of(sweeps, config.checkpoint, config.trust))
+    sources = [*sweeps, *runs]
+    comparison = Comparison(sources, methods_of(sweeps, config.checkpoint, config.trust, runs))
     jobs = [(method, job) for method in comparison.methods for job in method.jobs]
     if not jobs:
-        raise ConfigError(f"no job of {', '.join(map(str, sweeps))} is done: train them first")
+        raise ConfigError(f"no job of {', '.join(map(str, sources))} is done: train them first")
     device = choose_device(config.accelerator)
     for method, job in jobs:
         say(visible(f"{method.name}, job {job.folder.name}"))

@@ -16,7 +16,8 @@ class CompareConfig(ScoringConfig):
     command: ClassVar[str] = "compare"
 
     evaluation: EvaluationConfig
-    sweep: Texts  # folders; several count as one
+    sweep: Texts | None  # folders; several count as one; None: the latest, if there are no runs
+    runs: Texts
     seed: Seed  # of test phantoms and noise
     output: str | None
     symmetries: Symmetries

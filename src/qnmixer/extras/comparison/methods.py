@@ -31,9 +31,9 @@ _OF_NO_METHOD = ("seed", "data.seed", "tags", "test_after_training")
 
 @dataclass
 class ComparedJob:
-    """One job of a sweep that is done, and what its evaluation gave."""
+    """One job of a sweep, or a run, that is done, and what its evaluation gave."""
 
-    folder: Path
+    folder: Path  # of a run also a file
     results: dict[str, Any]
     config: Config
     scores: list[ImageScore] = field(default_factory=list)
@@ -111,7 +111,7 @@ class ComparedMethod:
 class Comparison:
     """The result of `compare`."""
 
-    sweeps: list[Path]
+    sources: list[Path]  # sweeps and runs
     methods: list[ComparedMethod]  # sorted by PSNR; those without a score come last
     titles: dict[str, str] = field(default_factory=dict)  # headings of all metrics by name
     # By test and number, by all methods, to look at.
@@ -142,14 +142,17 @@ class Comparison:
 Words = dict[str, str]  # the overrides of a job, by key
 
 
-def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collection[str] = ()) -> list[ComparedMethod]:
-    """Group the jobs of sweeps into methods: jobs that trained the same, but for their seeds. Each has its own name.
+def methods_of(
+    sweeps: Sequence[Path], checkpoint: str = "best", trust: Collection[str] = (), runs: Sequence[Path] = ()
+) -> list[ComparedMethod]:
+    """Group the jobs of sweeps, and runs, into methods: jobs that trained the same, but for their seeds.
 
-    A job that is not done belongs to a method whose jobs have the same words.
+    Each has its own name. A job that is not done belongs to a method whose jobs have the same words.
 
     Raises PluginError for a job with the user's own code, unless `trust` has its modules.
     """
     words = {folder: _words(overrides) for sweep in sweeps for folder, overrides in jobs_of(sweep).items()}
+    words |= {run: _words(read_results(run).get("overrides", [])) for run in runs}
     done = {folder: job for folder in words if (job := _job(folder, checkpoint, trust)) is not None}
     # What a job that is not done would have trained, only its words can say: those of a job that is done, or its own.
     methods = {folder: job.method for folder, job in done.items()}
@@ -244,13 +247,13 @@ def _without_group(override: str) -> str:
 
 def _job(folder: Path, checkpoint: str, trust: Collection[str]) -> ComparedJob | None:
     results = read_results(folder)
-    if results.get("status") != "done":
+    if folder.is_dir() and results.get("status") != "done":  # a file has weights, and no record
         return None
     path = find_checkpoint(folder, checkpoint)
     config, _ = read_checkpoint(path)
     check_trusted(str(folder), built_from(config, "data.", "metrics."), [*trust, *own_modules(folder)])
     trained = what_is_trained(settings_of(path))
-    if start := values_of(results.get("overrides", [])).get("finetune"):  # a resumed run has read its weights before
-        trained["finetune"] = start
+    words = values_of(results.get("overrides", []))  # a resumed run has read its weights before
+    trained |= {key: words[key] for key in ("finetune", "finetune_strict") if key in words}
     trained |= {f"code.{module}": mark[:6] for module, mark in results.get("code", {}).items()}
     return ComparedJob(folder, results, checked(config, "model", "noise"), trained=trained)

@@ -36,7 +36,7 @@ def write_comparison(folder: Path, comparison: Comparison, console: Console) -> 
         of_test = f" of test {number}" if warning else ""
         tables += [_methods(comparison, methods, of_test), _pairs(comparison, methods, of_test)]
     tables = [table for table in tables if table.rows]
-    title = f"Comparison of {', '.join(sweep.name for sweep in comparison.sweeps)}"
+    title = f"Comparison of {shortlist([source.name for source in comparison.sources])}"
     parts = [f"# {title}"]
     if warning:
         parts.append(f"**{warning}**")

@@ -1,7 +1,6 @@
 """A network under other conditions than those of its training, beside FBP and total variation: one table, one plot."""
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from math import isfinite, log10
 from pathlib import Path
 from statistics import mean
@@ -14,7 +13,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.errors import ConfigError, UserError, first_line, say
 from qnmixer.evaluation.evaluate import RunData, evaluate, evaluated_name
-from qnmixer.evaluation.evaluate_run import on_test
+from qnmixer.evaluation.evaluate_run import first_slices, on_test
 from qnmixer.evaluation.logs import log_scores, name_in_logs
 from qnmixer.evaluation.pictures import save_figure
 from qnmixer.evaluation.scores import Evaluation, by_patient, log_prefix
@@ -43,14 +42,7 @@ Scores = dict[str, dict[str, dict[str, float]]]
 
 def chosen_slices(slices: RunData, part: str, first: int | None, scene: Scene | None = None) -> RunData:
     """The first slices of a part, from all patients in turn, with the truth that a condition makes of each batch."""
-    chosen = copy(slices)
-    if isinstance(chosen, OwnDataModule):  # nobody knows its patients
-        chosen.first = first
-    else:
-        chosen.setup()
-        slices_of_part = chosen.parts[part]
-        patients = slices_of_part.patients or range(len(slices_of_part.source))
-        chosen.parts = chosen.parts | {part: slices_of_part.only(in_turn(patients)[:first])}
+    chosen = first_slices(slices, part, first)
     if scene is not None:
         move = chosen.transfer_batch_to_device
         chosen.transfer_batch_to_device = lambda *args: scene(move(*args))  # type: ignore[method-assign]
@@ -64,19 +56,6 @@ def described(slices: RunData, config: RobustnessConfig) -> str:
         return str(chosen.parts[config.split])
     n = chosen.count(config.split)
     return f"{'all' if n is None else n} slices of its {config.split}_dataloader"
-
-
-def in_turn(patients: Sequence[int]) -> list[int]:
-    """The indices of slices, first the middle one of each patient, then its next one, until all are named."""
-    places: dict[int, list[int]] = {}
-    for index, patient in enumerate(patients):
-        places.setdefault(patient, []).append(index)
-    turns: dict[int, int] = {}
-    for indices in places.values():
-        middle = (len(indices) - 1) / 2
-        nearest = sorted(range(len(indices)), key=lambda place: (abs(place - middle), place))
-        turns |= {indices[place]: turn for turn, place in enumerate(nearest)}
-    return sorted(turns, key=lambda index: (turns[index], index))
 
 
 def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[str]) -> dict[Condition, Scores]:
@@ -132,7 +111,15 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
         log(loggers, results, folder)
         record["evaluated"] = {"weights": digest_of_weights(module.state_dict())}
     console.print(cells.terminal())
-    console.print(*edge_lines, *refusals, f"plot: {folder / PLOT}", sep="\n", soft_wrap=True, highlight=False)
+    console.print(
+        *edge_lines,
+        *refusals,
+        f"table: {folder / 'table.md'}",
+        f"plot: {folder / PLOT}",
+        sep="\n",
+        soft_wrap=True,
+        highlight=False,
+    )
     return results
 
 
@@ -234,7 +221,7 @@ def numbers(results: Mapping[Condition, Scores]) -> Table:
 
 
 def robustness_figure(results: Mapping[Condition, Scores], trained: Mapping[str, float]) -> Figure:
-    """PSNR against each condition. The value of training is in each panel that has one, and the legend in none."""
+    """PSNR against each condition, with the value of training; dotted where the axis has none. The legend is above."""
     axes_names = list(dict.fromkeys(condition.axis for condition in results))
     reference = next(iter(results.values()))
     n_columns = min(4, len(axes_names))
@@ -254,6 +241,10 @@ def robustness_figure(results: Mapping[Condition, Scores], trained: Mapping[str,
             psnr = [mean(scores[name]["psnr"].values()) for _, scores in points]
             panel.plot(places, psnr, "o-" if is_number else "o", label=name, markersize=4)
         logarithmic = axis.startswith("dose") or axis.endswith("scatter") or axis == VIEWS
+        if axis not in trained:  # a lone dot would say nothing
+            for n, name in enumerate(_methods(results)):
+                level = mean(reference[name]["psnr"].values()) if name in reference else float("nan")
+                panel.axhline(level, color=f"C{n}", linestyle=":", linewidth=1)
         panel.set_xscale("log" if logarithmic else "linear")
         labelled_values = labelled(values, trained.get(axis), logarithmic) if is_number else values
         labels = [(f"{value:g}" if is_number else value) if value in labelled_values else "" for value in values]

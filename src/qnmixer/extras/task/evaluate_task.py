@@ -52,7 +52,10 @@ def evaluate_task(config: EvaluateTaskConfig, folder: Path, overrides: list[str]
         insert = f"inserts of {task.insert_hu:g} HU and {task.insert_diameter:g} mm"
         title = f"{insert}, {geometry.n_views} views, {task.n_images} images of each kind and dose"
         record["evaluated"] = {"weights": digest_of_weights(module.state_dict()), "data": "task", "noise": "physical"}
-        picture = write_task(folder, title, scores, console)
+        inserts = [Disc(x, y, task.insert_diameter / 2, task.insert_hu) for x, y in phantom.places]
+        body = phantom.draw(phantom.size, np.random.default_rng((task.seed, 0, 0)))  # as in the images
+        truth = phantom.around_body(body + phantom.draw_discs(phantom.size, inserts))
+        picture = write_task(folder, title, scores, truth, phantom.around_inserts(task.insert_diameter), console)
         record["picture"] = str(picture)
         log_scores(loggers, scores_by_name(scores), ("task/picture", picture), [picture, folder / "table.csv"], folder)
     console.print(f"picture: {record['picture']}", soft_wrap=True)

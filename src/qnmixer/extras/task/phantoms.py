@@ -70,8 +70,16 @@ class TaskPhantom:
 
     def around_body(self, image: Tensor) -> Tensor:
         """The middle of an image [H, W], which has all of any body and little more."""
-        margin = int((0.5 - _BODY * (1 + _VARIED) - _MOVED) * self.size)
-        return image[margin : self.size - margin, margin : self.size - margin]
+        return image[self._margin : self.size - self._margin, self._margin : self.size - self._margin]
+
+    def around_inserts(self, diameter: float) -> list[tuple[float, float, float]]:
+        """Column, row and radius in pixels of a circle around each insert, in an image as `around_body` gives."""
+        middle, radius = (self.size - 1) / 2 - self._margin, 0.8 * diameter / self.pixel_size + 1
+        return [(x / self.pixel_size + middle, y / self.pixel_size + middle, radius) for x, y in self.places]
+
+    @property
+    def _margin(self) -> int:
+        return int((0.5 - _BODY * (1 + _VARIED) - _MOVED) * self.size)
 
     def regions(self, images: Tensor) -> Tensor:
         """The region around each place [n, places, N, N] of images [n, H, W]."""

@@ -6,6 +6,7 @@ from math import isnan
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Circle
 from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
@@ -28,6 +29,8 @@ _NOTE = (
     "is that of a channelised Hotelling observer with three difference-of-Gaussians channels."
 )
 _SHOWN = (-20.0, 100.0)  # HU, narrow
+Mark = tuple[float, float, float]
+"""Column, row and radius of a circle on an image, in pixels."""
 
 
 @dataclass
@@ -75,7 +78,9 @@ def _numbers(value: float, half: float) -> tuple[float | None, float | None]:
     return (None, None) if isnan(value) else (value, half)
 
 
-def write_task(folder: Path, title: str, scores: Sequence[DoseScores], console: Console) -> Path:
+def write_task(
+    folder: Path, title: str, scores: Sequence[DoseScores], truth: Tensor, marks: Sequence[Mark], console: Console
+) -> Path:
     """Write table.md, table.csv and the picture, and print the table. Returns the picture."""
     names = [*scores[0].scores]
     rows = [
@@ -89,14 +94,15 @@ def write_task(folder: Path, title: str, scores: Sequence[DoseScores], console: 
     ]
     columns = [part for name in names for part in (name, f"± of {name}")]
     write_text(folder / "table.csv", Table([*_FIRST, *columns], numbers).csv())
-    figure = task_figure(scores)
+    figure = task_figure(scores, truth, marks)
     save_figure(figure, folder / PICTURE)
     console.print(table.terminal(words=2))
+    console.print(f"table: {folder / 'table.md'}", soft_wrap=True, highlight=False)
     return folder / PICTURE
 
 
-def task_figure(scores: Sequence[DoseScores]) -> Figure:
-    """Images of the middle dose; below them scores of all doses; last a panel for each edge, at the middle dose.
+def task_figure(scores: Sequence[DoseScores], truth: Tensor, marks: Sequence[Mark]) -> Figure:
+    """Truth and images of the middle dose; below them scores of all doses; last a panel for each edge, at that dose.
 
     An edge without a value in the table has no curve. The panel names its method.
     """
@@ -107,9 +113,12 @@ def task_figure(scores: Sequence[DoseScores]) -> Figure:
     upper, middle, lower = figure.subfigures(3, 1, squeeze=False, height_ratios=(1.1, 1, 1))[:, 0]
     low, high = (f"{value:g}".replace("-", "−") for value in _SHOWN)
     upper.suptitle(f"images with inserts, {dose:,.0f} photons a ray, {low} to {high} HU", fontsize=10)
-    for result, axes in zip(middle_scores, upper.subplots(1, len(middle_scores), squeeze=False)[0], strict=True):
-        axes.imshow(result.example.numpy(), "gray", vmin=_SHOWN[0], vmax=_SHOWN[1], interpolation="nearest")
-        axes.set_title(result.method, fontsize=10)
+    images = {"truth": truth} | {result.method: result.example for result in middle_scores}
+    for (name, image), axes in zip(images.items(), upper.subplots(1, len(images), squeeze=False)[0], strict=True):
+        axes.imshow(image.numpy(), "gray", vmin=_SHOWN[0], vmax=_SHOWN[1], interpolation="nearest")
+        for x, y, radius in marks:  # around the inserts: with few photons they cannot be seen
+            axes.add_patch(Circle((x, y), radius, fill=False, color="C1", linewidth=0.8))
+        axes.set_title(name, fontsize=10)
         axes.set_axis_off()
     panels = middle.subplots(1, 3)
     for k, result in enumerate(middle_scores):

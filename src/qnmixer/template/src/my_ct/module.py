@@ -58,7 +58,7 @@ class MyModule(RunModule):
         image = self.network(y)
         return (batch["weight"] * self.loss(image, batch["image"])).mean()
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Loss and metrics of each image. Their means over all devices are logged as val/NAME."""
         y = self.measure(batch, "val")
         image = self.network(y)
