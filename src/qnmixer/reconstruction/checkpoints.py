@@ -110,15 +110,17 @@ def load_weights(module: Any, run: str | Path, strict: Strictness = True) -> Non
 
 def _require_same_network(path: Path, config: Config, current: Config) -> None:
     """Raise CheckpointError unless the weights of one config are those of a network of the other."""
-    way = "or load what fits with finetune_strict=false"
     if config.data.image_size != current.data.image_size:
         raise CheckpointError(
             f"{path} was trained at data.image_size={config.data.image_size}, this run has {current.data.image_size}: "
-            f"the two must be equal, {way}"
+            "the two must be equal, or load what fits with finetune_strict=false"
         )
     if _differing(config, current, "model"):
         words = shlex.join(_words_for(config, current))
-        raise CheckpointError(f"{path} has another network: to build the same one, set {words}, {way}")
+        raise CheckpointError(  # the words last, so that they can be pasted
+            f"load what fits with finetune_strict=false, as {path} has another network: to build the same one, set "
+            f"{words}"
+        )
 
 
 def _load_fitting(network: nn.Module, state: dict[str, Any], path: Path, repeat: bool) -> dict[str, Tensor]:
