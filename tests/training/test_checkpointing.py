@@ -134,6 +134,7 @@ def test_the_best_is_by_its_mode_and_never_nan(tmp_path: Path, mode: str, scores
     checkpointing, saved = Checkpointing(tmp_path, "val/x", None, mode), list[tuple[str, str]]()
     strategy = SimpleNamespace(reduce_boolean_decision=bool)
     trainer: Any = SimpleNamespace(strategy=strategy, callback_metrics={}, fast_dev_run=False, is_global_zero=True)
+    trainer.lightning_module = None
     (tmp_path / "checkpoints").mkdir()
     trainer.save_checkpoint = lambda path, **_: path.write_text(str(trainer.global_step))
     for trainer.global_step, score in enumerate(scores):
