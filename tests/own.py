@@ -55,6 +55,14 @@ class Speckle(KeyedNoise):
         return p * (1 + self.strength * rng.standard_normal(p.shape))
 
 
+class OfSinograms(ReconstructionModule):
+    """A x must be near y: it looks at no truth."""
+
+    def training_step(self, batch, batch_idx):
+        y = self.measure(batch, "train")
+        return ((self.projector(self.network(y)) - y).square().mean((1, 2, 3)) * batch["weight"]).mean() / 1e4
+
+
 class MyNetwork(UnrolledNetwork):
     title = "Mine"
 

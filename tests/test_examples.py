@@ -21,7 +21,7 @@ from .conftest import csv_rows, environment
 from .pages import ROOT
 from .warm import Done, Warm
 
-EXAMPLES = sorted((ROOT / "notebooks" / "examples").glob("*.py"))
+EXAMPLES = sorted(path for path in (ROOT / "notebooks" / "examples").glob("*.py") if path.stem != "with_deepinv")
 
 Again = Callable[[], Done]
 
@@ -65,6 +65,27 @@ def check_example(path: Path, tmp_path: Path, warm: Warm) -> None:
     assert [*tmp_path.iterdir(), *(tmp_path / "runs").iterdir(), *folder.parent.iterdir()] == [
         tmp_path / "runs", folder.parent, folder,
     ]  # fmt: skip  # it writes nowhere else
+
+
+@pytest.mark.long
+def test_with_deepinv(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In few steps: its A and Aᵀ are adjoint, its FBP is ours, and each method gives an image of the slice."""
+    runpy.run_path(str(ROOT / "notebooks" / "benchmarks" / "operators.py"))["stand_in_for_torchvision"]()
+    pytest.importorskip("deepinv")
+    names = runpy.run_path(str(ROOT / "notebooks" / "examples" / "with_deepinv.py"))
+    projector = FanBeamProjector(names["SCAN"]).double()
+    physics = names["Scan"](projector)
+    x = torch.rand(2, 1, 64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert abs(float(physics.adjointness_test(x))) < 1e-9 * float(physics.A(x).square().sum())
+    assert float(physics.compute_norm(x[:1], verbose=False)) == pytest.approx(1, rel=0.01)
+    torch.testing.assert_close(physics.A_dagger(physics.A(x)), projector.fbp(projector(x)))
+    for constant, smaller in {"STEPS": 6, "DENOISER_STEPS": 20, "N_TEST": 1, "SAMPLES": 2}.items():
+        monkeypatch.setitem(names["denoiser"].__globals__, constant, smaller)
+    names["main"]()
+    values = [float(cells[1]) for cells in table(capsys.readouterr().out)]
+    assert len(values) == 5
+    assert all(value > 8 for value in values)
+    assert values[4] > values[3]  # a mean of samples has less noise than one
 
 
 def own_step(name: str, r: torch.Tensor, earlier: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

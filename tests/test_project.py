@@ -1,5 +1,6 @@
 """The project that `qnmixer.new` writes: its own tests pass, its notebook runs, and it is what its user owns."""
 
+import importlib
 import json
 import os
 import re
@@ -9,10 +10,12 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from qnmixer import new
+from qnmixer.train import train
 
 from .conftest import environment
 from .public import PRIVATE
@@ -87,6 +90,42 @@ def test_its_own_tests_pass(project: Path) -> None:
     done = subprocess.run(words, cwd=project, capture_output=True, text=True, env=variables(project))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 passed" in done.stdout
+
+
+SPLIT = """
+from qnmixer.lightning import Split
+
+class Smooth(Split):
+    def __init__(self, weight, **others):
+        super().__init__(**others)
+        self.weight = weight
+
+    def training_step(self, batch, batch_idx):
+        image, losses = self.prediction(self.measure(batch, "train"))
+        return (batch["weight"] * (losses + self.weight * image.diff(dim=-1).abs().mean((1, 2, 3)))).mean()
+"""
+
+
+def test_a_module_of_its_own_trains_without_truth(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On sinograms alone, with its own network and fit."""
+    project = Path(shutil.copytree(project, tmp_path / "nice_ct"))
+    (project / "src" / "nice_ct" / "smooth.py").write_text(SPLIT)
+    (project / "scans").mkdir()
+    bump = np.tile(100 * np.hanning(24), (8, 1))
+    for k in range(3):
+        np.save(project / "scans" / f"{k}.npy", bump + k)
+    monkeypatch.syspath_prepend(project / "src")
+    monkeypatch.chdir(project)
+    words = ["data=sinograms", "data.root=scans", "data.unit=value", "monitor=val/residual", "trainer.max_steps=1"]
+    words += ["data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40"]
+    words += ["data.num_workers=0", "trainer.accelerator=cpu", "test_after_training=false", "hydra.run.dir=smooth"]
+    trained = train(*words, "module=split", "module._target_=nice_ct.smooth.Smooth", "+module.weight=0.1")
+    assert trained.best > 0
+    module = importlib.import_module("nice_ct.smooth").Smooth.load_from_checkpoint(trained.checkpoint)
+    assert module.hparams == {"parts": 2, "weight": 0.1}
+    assert type(module.network).__module__ == "nice_ct.network"
 
 
 @pytest.mark.slow

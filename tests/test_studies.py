@@ -131,3 +131,9 @@ def test_a_scan_says_its_disc_and_the_curve_of_its_beam() -> None:
     assert disc.photons == pytest.approx(8e4, rel=0.1)
     p = -np.log((np.exp(-0.03 * 25) + np.exp(-0.06 * 25)) / 2)
     assert disc.curve @ (p, p**2) == pytest.approx(25, abs=0.3)
+
+
+def test_what_the_choice_without_truth_costs_and_where_a_search_of_weights_ends() -> None:
+    names = SCRIPTS["without_truth"]
+    assert names["cost_of_choice"]([(2.0, 30.0), (1.0, 29.5), (3.0, 31.0)]) == 1.5
+    assert names["best_power"](lambda weight: -abs(math.log10(weight) - 2), 1.0) == pytest.approx(100)

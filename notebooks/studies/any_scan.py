@@ -41,6 +41,12 @@ Rows = dict[tuple[str, str, str], float]
 """PSNR in dB by scan, method and patient."""
 
 
+def split_in(file: Path) -> dict[str, list[str]]:
+    """The validation and test patients of a file of overrides."""
+    line = file.read_text()
+    return {part: re.search(rf"{part}_patients=\[(.*?)\]", line)[1].split(",") for part in ("val", "test")}  # type: ignore[index]
+
+
 def middle_slices(root: Path, patients: list[str]) -> Tensor:
     """One slice of each patient as attenuation from 0 to 1, [B, 1, 512, 512]."""
     volumes = [np.load(root / patient / "slices.npy", mmap_mode="r") for patient in patients]
@@ -123,9 +129,7 @@ def main() -> None:
     output, root, split_file, *scans = sys.argv[1:]
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    line = Path(split_file).read_text()
-    split = {part: re.search(rf"{part}_patients=\[(.*?)\]", line)[1].split(",") for part in ("val", "test")}  # type: ignore[index]
-    file, rows = folder / "rows.csv", Rows()
+    split, file, rows = split_in(Path(split_file)), folder / "rows.csv", Rows()
     if file.exists():
         with file.open(newline="") as stream:
             rows = {(scan, method, patient): float(value) for scan, method, patient, value in csv.reader(stream)}

@@ -8,7 +8,6 @@ pixels, with field noise. It goes on where it was stopped. The table is OUTPUT/m
 """
 
 import math
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from any_scan import middle_slices, psnr  # type: ignore[import-not-found]  # a study beside this one
+from any_scan import middle_slices, psnr, split_in  # type: ignore[import-not-found]  # a study beside this one
 from torch.nn.functional import avg_pool2d
 
 import qnmixer
@@ -42,7 +41,6 @@ _CAPTION = (
     "none). TV: 400 iterations, the best of six weights for five other patients. One for all draws 24 to 96 views and "
     "arcs of 150 to 360° for each of as many steps as the others have. Written by notebooks/studies/many_scans.py."
 )
-Split = dict[str, list[str]]
 
 
 def trained(folder: Path, words: list[str]) -> Path:
@@ -55,7 +53,9 @@ def trained(folder: Path, words: list[str]) -> Path:
 
 
 @torch.no_grad()
-def scores_of(scan: str, networks: dict[tuple[str, int], Path], root: Path, split: Split) -> dict[str, Scores]:
+def scores_of(
+    scan: str, networks: dict[tuple[str, int], Path], root: Path, split: dict[str, list[str]]
+) -> dict[str, Scores]:
     """PSNR in dB of each method at a scan, for the test patients. TV has the best of `WEIGHTS` for the val patients."""
     change = SCANS[scan]
     geometry = qnmixer.load_pretrained(networks["48 views", 1], **change).projector.geometry
@@ -104,15 +104,13 @@ def table(scores: dict[str, dict[str, Scores]]) -> str:
 def main() -> None:
     """Train and score what is missing, and write the table."""
     output, root, split_file = map(Path, sys.argv[1:])
-    line = split_file.read_text()
-    patients = {part: re.search(rf"{part}_patients=\[(.*?)\]", line) for part in ("val", "test")}
-    split: Split = {part: match[1].split(",") for part, match in patients.items() if match}
+    split = split_in(split_file)
     words = [
         "--config-dir=notebooks/studies",
         "experiment=many_scans",
         f"data.root={root}",
         "logger=csv",
-        *line.split(),
+        *split_file.read_text().split(),
     ]
     networks = {
         (name, seed): trained(output / f"{name} {seed}".replace(" ", "_"), [*words, f"seed={seed}", *own])

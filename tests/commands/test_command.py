@@ -73,6 +73,12 @@ LINES = {
 }
 
 
+def test_none_is_null() -> None:
+    """As `wandb agent` and people who write Python have it."""
+    words = command.completed(["finetune=None", "--trainer.gradient_clip_val=None", 'monitor="None"'], Config)
+    assert words == ["finetune=null", "trainer.gradient_clip_val=null", 'monitor="None"']
+
+
 @pytest.mark.parametrize("words", LINES, ids=lambda it: it[:40])
 def test_a_wrong_word_is_one_short_line(typed: Typed, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     monkeypatch.delenv("COMP_LINE", raising=False)

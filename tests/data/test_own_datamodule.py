@@ -177,8 +177,8 @@ def of_pixel(value: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("batch", "line"), [
-    ([torch.zeros(2, 1, 16, 16)] * 3, r"^my_file.Mine gives a list of 3: give a dict with image, or a pair "),
-    ({"x": torch.zeros(1)}, r"^my_file.Mine gives a dict without image: give"),
+    ([torch.zeros(2, 1, 16, 16)] * 3, r"^my_file.Mine gives a list of 3: give a dict with image or sinogram, or a "),
+    ({"x": torch.zeros(1)}, r"^my_file.Mine gives a dict without image and sinogram: give"),
     ((torch.zeros(2, 1, 20, 20), torch.zeros(2, 1, 8, 24)), r"image \[2, 1, 20, 20\], not .*data.image_size=20$"),
     ((torch.zeros(2, 1, 16, 16), torch.zeros(2, 1, 9, 24)), r"sinogram \[2, 1, 9, 24\], not \[2, 1, 8, 24\]"),
     ((np.zeros((2, 1, 16, 16)), np.zeros((2, 1, 8, 24))), r"image as ndarray, not a tensor \[B, 1, 16, 16\]$"),

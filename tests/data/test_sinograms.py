@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning import LightningDataModule
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from qnmixer.data.batch import Batch
+from qnmixer.commands.checkup.checks import check_run
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError, DataError, PluginError
 from qnmixer.evaluation.evaluate import evaluate
@@ -16,8 +18,11 @@ from qnmixer.evaluation.evaluate_config import EvaluateConfig
 from qnmixer.evaluation.evaluate_run import on_test
 from qnmixer.fit import fit
 from qnmixer.measurement.build import build_geometry, build_projector
-from qnmixer.measurement.pairs import check_pairs
-from qnmixer.module import ReconstructionModule
+from qnmixer.memory.plan import Planner
+from qnmixer.module.build import build_module
+from qnmixer.module.parts import build_optimizer
+from qnmixer.parallel.devices import resolve_devices
+from qnmixer.parallel.tracker import PeakTracker, make_state
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.runs.records import read_results
 from qnmixer.runs.run import Run
@@ -28,14 +33,6 @@ from ..conftest import TINY, config_of, csv_rows, last_checkpoint
 
 RESIDUAL = "monitor=val/residual"
 N = 6
-
-
-class OfSinograms(ReconstructionModule):
-    """A x must be near y: it looks at no truth."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        y = self.measure(batch, "train")
-        return ((self.projector(self.network(y)) - y).square().mean((1, 2, 3)) * batch["weight"]).mean() / 1e4
 
 
 class Mine:
@@ -103,7 +100,9 @@ def test_each_file_or_folder_is_a_patient_and_batches_have_no_image(root: Path) 
     (lambda y: y[:, ::2], r"skipped 1 of .*sinograms of \[\d+, \d+\], not \[\d+, \d+\], as geometry\.n_views and"),
     (lambda y: np.where(np.arange(y.shape[0])[:, None] == 1, np.nan, y), "1 of its \\d+ views are missing"),
     (lambda y: np.where(y == y.max(), np.nan, y), "NaN or infinite values in part of a view"),
-], ids=["bins", "missing", "dead"])  # fmt: skip
+    (lambda y: 1e5 * np.exp(-y), "line integrals to 1.736e"),
+    (lambda y: np.exp(-y), "less attenuation in the middle of the detector than at both ends"),
+], ids=["bins", "missing", "dead", "counts", "transmission"])  # fmt: skip
 def test_sinograms_that_do_not_fit_the_scan_are_named(root: Path, change: Any, line: str) -> None:
     np.save(root / "scan1.npy", change(np.load(root / "scan1.npy")))
     data = module_of(config(root))
@@ -112,14 +111,14 @@ def test_sinograms_that_do_not_fit_the_scan_are_named(root: Path, change: Any, l
     assert sum(len(part.source) for part in data.parts.values()) == N - 1
 
 
-def test_counts_and_mirrored_sinograms_are_refused_or_doubted(root: Path) -> None:
-    run = config(root)
-    batch: Any = next(iter(module_of(run).val_dataloader()))
-    projector = build_projector(run)
-    check_pairs(run, projector, batch, "val")
-    counts = {**batch, "sinogram": 1e5 * torch.exp(-batch["sinogram"] * 0.05)}
-    with pytest.raises(DataError, match=r"fits no image|would be an object"):
-        check_pairs(run, projector, counts, "val")  # type: ignore[arg-type]
+def test_sinograms_of_another_arc_are_refused_before_the_first_step(root: Path, tmp_path: Path) -> None:
+    """Each file passes the checks of single values, and one product A x says it."""
+    for path in root.rglob("*.npy"):
+        np.save(path, np.roll(np.load(path), 7, axis=-1))
+    with pytest.raises(DataError, match=r"fits no image"):
+        fit(config(root, RESIDUAL, "module=split"), Run(tmp_path / "run"))
+    assert read_results(tmp_path / "run")["status"] == "failed"
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_class_with_sinograms_alone_needs_no_load() -> None:
@@ -127,6 +126,8 @@ def test_a_class_with_sinograms_alone_needs_no_load() -> None:
     batch = next(iter(module_of(run).val_dataloader()))
     assert "image" not in batch
     assert batch["sinogram"][:, 0, 0, 0].tolist() == [2, 3]
+    with pytest.raises(ConfigError, match="no truth, which monitor=val/psnr needs"):
+        build_module(run)
     with pytest.raises(PluginError, match="load, or sinogram"):
         config_of(*TINY[:-1], "data=custom", "data._target_=collections.Counter").data.load()
 
@@ -143,7 +144,7 @@ def test_keys_of_images_are_refused(tmp_path: Path, key: str, line: str) -> None
 
 
 def test_a_run_without_truth_trains_resumes_and_is_evaluated(root: Path, tmp_path: Path) -> None:
-    mine = f"module._target_={__name__}.OfSinograms"
+    mine = "module._target_=tests.own.OfSinograms"
     with pytest.raises(ConfigError, match="no truth, which monitor=val/psnr needs: give monitor=val/residual"):
         fit(config(root, mine), Run(tmp_path / "psnr"))
     with pytest.raises(ConfigError, match="module=default needs the truth, which data=sinograms does not have"):
@@ -161,7 +162,7 @@ def test_a_run_without_truth_trains_resumes_and_is_evaluated(root: Path, tmp_pat
     fit(again, Run(half, resume=str(half)))
     for name, weight in last_checkpoint(run)["state_dict"].items():
         assert torch.equal(weight, last_checkpoint(half)["state_dict"][name]), name
-    scoring = EvaluateConfig.parse(compose("evaluate", [f"run={run}", "accelerator=cpu", f"trust=[{__name__}]"]))
+    scoring = EvaluateConfig.parse(compose("evaluate", [f"run={run}", "accelerator=cpu", "trust=[tests.own]"]))
     with pytest.raises(ConfigError, match="data=sinograms has no truth to compare with"):
         on_test(scoring, str(run), [])
     module, data, _ = on_test(scoring, str(run), [], needs_truth=False)
@@ -169,3 +170,61 @@ def test_a_run_without_truth_trains_resumes_and_is_evaluated(root: Path, tmp_pat
     assert evaluation.means() == read_results(run)["test"]
     with pytest.raises(ConfigError, match="symmetries=4 turns views"):
         evaluate(module, data, "test", scoring.evaluation, torch.device("cpu"), 4)
+
+
+class Loaders(LightningDataModule):
+    """Loaders of somebody's own, whose batches have sinograms alone."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__()
+        self.data = module_of(config(Path(root)))
+
+    def pairs(self, part: str) -> DataLoader[Any]:
+        data = self.data.dataset(part)
+        return DataLoader([{"sinogram": data[k]["sinogram"]} for k in range(len(data))], batch_size=2)  # type: ignore[arg-type]  # a sequence
+
+    def train_dataloader(self) -> Any:
+        return self.pairs("train")
+
+    def val_dataloader(self) -> Any:
+        return self.pairs("val")
+
+    def test_dataloader(self) -> Any:
+        return self.pairs("test")
+
+
+def test_own_loaders_of_sinograms_alone_train_and_are_evaluated(root: Path, tmp_path: Path) -> None:
+    own = [*TINY[:-1], f"datamodule._target_={__name__}.Loaders", f"+datamodule.root={root}"]
+    words = [*own, "trainer.max_steps=2", "trainer.val_every_n_steps=null", "test_after_training=true"]
+    with pytest.raises(
+        ConfigError, match=r"^datamodule._target_=\S+Loaders has no truth, which monitor=val/psnr needs"
+    ):
+        fit(config_of(*words, "module=split"), Run(tmp_path / "psnr"))
+    with pytest.raises(ConfigError, match=r"needs the truth, which datamodule._target_=\S+Loaders does not have"):
+        fit(config_of(*words, RESIDUAL), Run(tmp_path / "default"))
+    fit(config_of(*words, RESIDUAL, "module=split"), Run(tmp_path / "run"))
+    assert {*read_results(tmp_path / "run")["test"]["QN-Mixer"]} == {"residual"}
+
+
+@pytest.mark.parametrize("module", ["split", "equivariant"])
+def test_plan_and_doctor_know_sinograms_alone(root: Path, module: str) -> None:
+    """The plan has the peak of a real step, without images."""
+    run = config(root, RESIDUAL, f"module={module}", "noise=physical")
+    checks = {check.name: check.status for check in check_run(resolve_devices(run))}
+    assert {name for name, status in checks.items() if status == "PASS"} == {
+        "training", "gradients", "sharding", "memory growth", "finite values"
+    }  # fmt: skip
+    real = build_module(run)
+    make_state(optimizer := build_optimizer(run.optimizer, real.network))
+    real.validation_step(next(iter(module_of(run).val_dataloader())), 0)  # type: ignore[arg-type]
+    batch: Any = next(iter(module_of(run).train_dataloader()))
+    tracker = PeakTracker()
+    tracker.track(real, optimizer, *(value for value in batch.values() if isinstance(value, Tensor)))
+    with tracker:
+        loss = real.training_step(batch, 0)
+        optimizer.zero_grad()
+        loss.backward()
+        del loss
+        torch.nn.utils.clip_grad_norm_(real.network.parameters(), 1.0)
+        optimizer.step()
+    assert Planner(run).estimate(run).peak == pytest.approx(tracker.peak_bytes, rel=0.01)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.evaluate import evaluate
+from qnmixer.measurement.build import build_geometry
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.module.base import RunModule
 from qnmixer.module.build import build_module
@@ -124,7 +125,7 @@ def train(
     )
     if exact:
         trainer.strategy.precision_plugin = DoublePrecision()
-    data = SliceDataModule(config.data)
+    data = SliceDataModule(config.data, geometry=build_geometry(config))
     terms = {} if world_size() > 1 or scale or measure or resume or exact else magnitudes(module, config)
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     if save:
@@ -151,6 +152,7 @@ def main(job: Path) -> None:
         print(k, task["folder"], flush=True)
 
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for a module of tests/own.py
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(Path(sys.argv[1]))

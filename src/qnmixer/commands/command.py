@@ -276,9 +276,9 @@ def _further_flags(arguments: list[str]) -> set[str]:
 def _in_hydras_form(arguments: list[str]) -> list[str]:
     """Arguments as Hydra takes them.
 
-    `wandb agent` passes --KEY=VALUE, and None instead of null. ~ is the user's home: Hydra would make a folder `~`.
+    `wandb agent` passes --KEY=VALUE, and None instead of null, as people do too. ~ is the user's home: Hydra would make
+    a folder `~`.
     """
-    by_agent = "WANDB_SWEEP_ID" in os.environ
     words = []
     for argument in arguments:
         key, equal, value = argument.partition("=")
@@ -286,7 +286,7 @@ def _in_hydras_form(arguments: list[str]) -> list[str]:
             key = key.removeprefix("--")
         if key_of(key) in ("hydra.run.dir", "hydra.sweep.dir"):
             value = re.sub(r"""^(["']?)~(?=/)""", lambda match: match[1] + os.path.expanduser("~"), value)
-        words.append(f"{key}=null" if by_agent and value == "None" else f"{key}{equal}{value}")
+        words.append(f"{key}=null" if value == "None" else f"{key}{equal}{value}")
     return words
 
 

@@ -105,8 +105,7 @@ class SliceDataModule(LightningDataModule):
     @property
     def has_truth(self) -> bool:
         """Whether each slice has a true image."""
-        self.setup()
-        return all(part.has_truth for part in self.parts.values())
+        return self.config.has_truth
 
     def trained(self, part: str, record: SplitRecord) -> Overlap:
         """How many slices of train, val or test a network was trained on, by the record of its split."""

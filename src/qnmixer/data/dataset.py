@@ -196,7 +196,6 @@ class Part:
     # Whether the source has `sinogram(index)`, [V, D], value × mm; otherwise sinograms are simulated
     measured: bool = False
     scaling: Scaling | None = None  # that of slices with a unit of their own, whose x may be below 0 or above 1
-    has_truth: bool = True  # whether it has slices; otherwise measured sinograms alone
 
     def __str__(self) -> str:
         n = len({*self.patients})
@@ -226,7 +225,7 @@ class SliceDataset(Dataset[Sample]):
         measure: Callable[[Sample], Tensor] | None = None,  # makes a sinogram from `fine`, or from the measured one
     ) -> None:
         self.part, self.config, self.augment, self.measure = part, config, augment, measure
-        self.stream = stream
+        self.stream, self.has_truth = stream, config.has_truth
         self.source: Any = part.source  # has `sinogram` too, if it has measured ones
 
     def __len__(self) -> int:
@@ -236,7 +235,7 @@ class SliceDataset(Dataset[Sample]):
         n, weight, step = item if isinstance(item, Pick) else Pick(item, 1.0)
         index = n if self.source.endless else n % len(self.source)
         scaling, hu = self.part.scaling or Scaling(*self.config.hu_scaling), None
-        if self.part.has_truth:
+        if self.has_truth:
             hu = self._turned(self._drawn(self.source.load, index, n), n)
             brightest = float(hu.max())
             hu = paste_disc(hu, brightest) if self.config.disc else hu

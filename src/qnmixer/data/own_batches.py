@@ -18,6 +18,11 @@ _LEAST_DENSE = -3500.0
 """HU, between the lowest padding of scanners (−3024) and the air of images that were scaled to −1 to 1 (−4000)."""
 
 
+def content_of(batch: Mapping[str, Any]) -> Any:
+    """What tells the slices of a batch from others: their images, or their sinograms if there are none."""
+    return batch["image"] if "image" in batch else batch["sinogram"]
+
+
 class OwnBatches:
     """Completes and checks the batches of one part, in the order in which its loader gives them."""
 
@@ -45,7 +50,7 @@ class OwnBatches:
         The number of a sample is one of its pixels and the epoch, so noise is the same in each validation.
 
         Args:
-            batch: a dict with image and any other keys of `SHAPES`, or a pair (image, sinogram).
+            batch: a dict with image, sinogram or both, and any other keys of `SHAPES`; or a pair (image, sinogram).
             begun: differs between two passes over the loader, so that slices are counted from 0 in each.
 
         Raises:
@@ -53,7 +58,7 @@ class OwnBatches:
                 weights.
         """
         entries = self._shaped(batch)
-        contents = [zlib.crc32(image.numpy(force=True).tobytes()) for image in entries["image"]]
+        contents = [zlib.crc32(values.numpy(force=True).tobytes()) for values in content_of(entries)]
         digests, (offset, scale) = [epoch << 32 | content for content in contents], self.config.hu_scaling
         n = len(contents)
         complete = {
@@ -88,13 +93,13 @@ class OwnBatches:
         """The entries of a batch, with their shapes checked, and numbers as float32."""
         if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
             batch = {"image": batch[0], "sinogram": batch[1]}
-        if not isinstance(batch, Mapping) or "image" not in batch:
+        if not isinstance(batch, Mapping) or not {"image", "sinogram"} & batch.keys():
             kind = type(batch).__name__
             if isinstance(batch, Mapping):
-                kind += " without image"
+                kind += " without image and sinogram"
             elif isinstance(batch, Sequence):
                 kind += f" of {len(batch)}"
-            raise DataError(f"{self.name} gives a {kind}: give a dict with image, or a pair (image, sinogram)")
+            raise DataError(f"{self.name} gives a {kind}: give a dict with image or sinogram, or a pair of both")
         sizes: dict[str, int] = {
             "1": 1, "S": self.config.image_size, "V": self.geometry.n_views, "D": self.geometry.n_detectors,
         }  # fmt: skip
@@ -155,6 +160,8 @@ class OwnBatches:
             raise DataError(f"{self.name} gives a weight below 0 {place}: give 0 for a slice that does not count")
         if (bad := ranges["hu_scale"][0] <= 0).any():
             raise DataError(f"{self.name} gives an hu_scale that is not above 0 {self._place(batch, bad, is_named)}")
+        if "image" not in batch:
+            return
         low, high = (batch["hu_offset"] + batch["hu_scale"] * end for end in ranges["image"])
         if (bad := (low < _LEAST_DENSE) | (high > DENSEST)).any():
             b = int(bad.int().argmax())
@@ -168,6 +175,8 @@ class OwnBatches:
 
     def _warn_of_air(self, batch: Mapping[str, Any]) -> None:
         """Warn of a first batch that shows nothing but air, as images in another unit, such as attenuation, do."""
+        if "image" not in batch:
+            return
         hu = batch["hu_offset"] + batch["hu_scale"] * batch["image"].flatten(1).amax(1)
         if self.part != "predict" and float(hu.max()) < NO_AIR:
             warn_once(

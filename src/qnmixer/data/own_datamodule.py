@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from qnmixer.data.batch import SHAPES
-from qnmixer.data.own_batches import OwnBatches
+from qnmixer.data.own_batches import OwnBatches, content_of
 from qnmixer.data.samplers import drawn_alike, drawn_by, has_distributed_sampler, share_of, shared, shares_itself
 from qnmixer.data.splits import Overlap
 from qnmixer.errors import DataError
@@ -34,8 +34,9 @@ _STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
 class OwnDataModule(LightningDataModule):
     """Wraps any LightningDataModule whose loaders yield batches as dicts, or pairs (image, sinogram).
 
-    A dict has image [B, 1, S, S], and may have the other keys of a `Batch`. What is missing is added. On several
-    devices each gets its share of the batches that a DataLoader's own sampler draws. An IterableDataset shares itself.
+    A dict has image [B, 1, S, S] or sinogram [B, 1, V, D], and may have the other keys of a `Batch`. What is missing is
+    added, except an image. On several devices each gets its share of the batches that a DataLoader's own sampler draws.
+    An IterableDataset shares itself.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class OwnDataModule(LightningDataModule):
         self.part = part
         self.first: int | None = None  # how many slices it looks at; None: all
         self.batch_size: int | None = None  # slices of the first training batch of this process; None before
-        self._has_sinograms: bool | None = None
+        self._keys: frozenset[str] = frozenset()  # of a batch
         self._batches: dict[str, dict[int, OwnBatches]] = {}  # of the loaders of the parts of training
         self._ready: set[str | None] = set()
         self._to_compare = False
@@ -120,14 +121,14 @@ class OwnDataModule(LightningDataModule):
             completed = self._batches["train"][0].completed(batch, trainer.current_epoch, begun=trainer.current_epoch)
         else:
             completed = self._batches["val"][dataloader_idx].completed(batch, begun=trainer.global_step)
-        self.note_sinograms(completed)
+        self.note_keys(completed)
         loaders = loaders_of(trainer.train_dataloader if trainer.training else trainer.val_dataloaders)
         share = share_of(loaders[dataloader_idx])
         if share is not None:
             completed["weight"] = completed["weight"] * share.weights.popleft()
         if trainer.training:
-            self.batch_size = self.batch_size or len(completed["image"])
-            self._require_other_batches(completed["image"])
+            self.batch_size = self.batch_size or len(completed["weight"])
+            self._require_other_batches(content_of(completed))
         return completed
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -152,18 +153,25 @@ class OwnDataModule(LightningDataModule):
 
     # What an evaluation needs, as of a `SliceDataModule`
 
-    has_truth = True  # a batch without image is refused
+    @property
+    def has_truth(self) -> bool:
+        """Whether its batches have images."""
+        return "image" in self._first_keys()
 
     @property
     def measured(self) -> bool:
-        """Whether its batches have sinograms. It looks at the first one of the part."""
-        if self._has_sinograms is None:
-            next(iter(self.loader(self.part)))
-        return bool(self._has_sinograms)
+        """Whether its batches have sinograms."""
+        return "sinogram" in self._first_keys()
 
-    def note_sinograms(self, batch: Mapping[str, Any]) -> None:
-        """Remember whether its batches have sinograms."""
-        self._has_sinograms = "sinogram" in batch
+    def _first_keys(self) -> frozenset[str]:
+        """What its batches have. If none is noted yet, it looks at the first one of the part."""
+        if not self._keys:
+            next(iter(self.loader(self.part)))
+        return self._keys
+
+    def note_keys(self, batch: Mapping[str, Any]) -> None:
+        """Remember what its batches have."""
+        self._keys = frozenset(batch)
 
     def describe(self) -> str:
         """Whose batches these are, and what is not promised with them."""
@@ -242,13 +250,13 @@ class OwnDataModule(LightningDataModule):
         place = [self.trainer.current_epoch, self.trainer.global_step] if self.trainer and part == "train" else []
         return [self.config.seed, zlib.crc32(part.encode()), *place]
 
-    def _require_other_batches(self, image: Tensor) -> None:
+    def _require_other_batches(self, content: Tensor) -> None:
         """Raise DataError if a loader that shares itself gives all devices the same first batch."""
         if not self._to_compare:
             return
         self._to_compare = False
         digests: list[int | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(digests, zlib.crc32(image.numpy(force=True).tobytes()))
+        dist.all_gather_object(digests, zlib.crc32(content.numpy(force=True).tobytes()))
         if len({*digests}) == 1:
             raise DataError(
                 f"{self.name}.train_dataloader gives all devices the same batch: an IterableDataset shares itself, by "
@@ -273,8 +281,8 @@ class Numbered:
             batch = data.data_module.on_before_batch_transfer(of_loader, 0)
             is_named = isinstance(batch, Mapping) and "name" in batch
             batch = batches.completed(batch)
-            data.note_sinograms(batch)
-            n = len(batch["image"])
+            data.note_keys(batch)
+            n = len(batch["weight"])
             batch["number"] = torch.arange(start, start + n)
             if not is_named:
                 batch["name"] = [f"{self.part}_{number}" for number in range(start, start + n)]

@@ -105,9 +105,25 @@ class SinogramReader:
         y, missing = regrid_scan(file.decode(k), file.angles, file.scanner, self.geometry, "the sinogram")
         if missing.any():  # what is interpolated would be trained on as if it were measured
             raise SkipFile(f"{missing.sum()} of its {len(missing)} views are missing")
-        if self.unit == "value":
-            return y
-        return y / np.float32(attenuation_per_value(file.water or self.water, self.hu_max))
+        if self.unit == "attenuation":
+            y = y / np.float32(attenuation_per_value(file.water or self.water, self.hu_max))
+        require_line_integrals(y, self.geometry)
+        return y
+
+
+def require_line_integrals(y: FloatArray, geometry: FanBeamGeometry) -> None:
+    """Raise SkipFile for values [V, D], in value × mm, that no object in the field has: counts, or transmissions.
+
+    This needs no product A x. One such product for a whole folder finds the rest: `qnmixer.measurement.pairs`.
+    """
+    bins, most = y.shape[1], 2 * geometry.field_of_view
+    if (largest := float(y.max())) > most:
+        raise SkipFile(f"line integrals to {largest:.4g} value × mm, and those of a field full of x = 2 are {most:g}")
+    left, middle, right = (
+        float(y[:, cut].mean()) for cut in np.s_[: bins // 16 or 1, bins // 4 : 3 * bins // 4, -bins // 16 :]
+    )
+    if min(left, right) > middle:
+        raise SkipFile("less attenuation in the middle of the detector than at both ends: is it transmission?")
 
 
 def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeamGeometry, FloatList]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from qnmixer.data.cache import SliceCache, open_cache, to_square
 from qnmixer.data.dataset import Part, SinogramView, SliceView
+from qnmixer.data.sinograms import require_line_integrals
 from qnmixer.data.slices import (
     SkipFile,
     SliceSource,
@@ -97,8 +98,7 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
             check_untouched(config)
         fine = build_slices(part, config.simulation_factor) if config.simulation_factor > 1 else None
         patients = _numbered(getattr(slices, "patients", ())) if isinstance(config, PairData) else ()
-        has_truth = hasattr(slices, "load")
-        parts[part] = Part(source, patients, fine, measured, getattr(slices, "scaling", None), has_truth)
+        parts[part] = Part(source, patients, fine, measured, getattr(slices, "scaling", None))
     return parts
 
 
@@ -137,6 +137,8 @@ class OwnSlices:
                 raise SkipFile(f"a sinogram of shape {[*y.shape]}, not {[*shape]}, as geometry has views and bins")
             if not np.isfinite(y).all():
                 raise SkipFile("NaN or infinite values in its sinogram")
+            if self.geometry is not None and not hasattr(self.slices, "load"):  # else it is compared with its image
+                require_line_integrals(y, self.geometry)
         return y
 
     def name(self, index: int) -> str:
@@ -175,7 +177,6 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
             _numbered(patients[i] for i in indices),
             fine and SliceView(fine, indices),
             measured=scan is not None,
-            has_truth=scan is None,
         )
         for part, indices in split.items()
     }

@@ -113,7 +113,7 @@ def on_test(
         slices = test.datamodule.build(data, split=split, geometry=build_geometry(test), measure=measure)
     else:
         slices = build_own_data(test, config.split)
-    source = f"data={data.name}" if test.datamodule.is_of_slices else test.datamodule.as_typed
+    source = test.source_as_typed
     if needs_truth and not slices.has_truth:
         raise ConfigError(f"{source} has no truth to compare with: give slices, as data=dicom, or use plain evaluate")
     if config.noise is not None and slices.measured and not for_measured:

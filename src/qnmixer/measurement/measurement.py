@@ -50,7 +50,7 @@ class Measurement(nn.Module):
         self._finer = finer or partial(matrix_at, projector.geometry)
         self.fine_matrix: ScanMatrix | None = None
         self.scans = nn.ModuleList()
-        self._half: FanBeamProjector | None = None  # of every second view, from its first use on
+        self._half: FanBeamProjector | None = None
 
     def at_scan(self, number: int = -1) -> "Measurement":
         """The measurement of a scan of `scans`, by default that of this one. The projector becomes that of the scan.
@@ -98,9 +98,7 @@ class Measurement(nn.Module):
         """
         self.at_scan()
         whole = copy.copy(self.projector)
-        if self._half is None:
-            self._half = part_of(whole, 2)
-        self.projector.become(self._half.to(y.device))
+        self.projector.become(self.half_scan().to(y.device))
         try:
             image = reconstruct(y[:, :, : 2 * self.projector.geometry.n_views : 2].contiguous())
         finally:
@@ -112,6 +110,12 @@ class Measurement(nn.Module):
         counts = variance > 0
         shares = torch.where(counts, squares / variance.where(counts, 1), 0.0)
         return (shares.sum((1, 2, 3)) / counts.sum((1, 2, 3))).sqrt()
+
+    def half_scan(self) -> FanBeamProjector:
+        """The projector of every second view, for `residual`. It is built when it is first used."""
+        if self._half is None:
+            self._half = part_of(self.projector, 2)
+        return self._half
 
     def project(self, image: Tensor, fine: Tensor | None = None) -> Tensor:
         """A x [B, 1, V, D] of images [B, 1, S, S], or of the same images on the finer grid [B, 1, f·S, f·S] if given.

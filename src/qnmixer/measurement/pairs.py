@@ -1,13 +1,13 @@
-"""Whether measured sinograms are those of their images. One product A x of the first batch says it."""
+"""Whether measured sinograms are those of their images, or of any. One product A x of the first batch says it."""
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from qnmixer.data.batch import Batch
+from qnmixer.data.slices import warn_once
 from qnmixer.errors import DataError
 from qnmixer.measurement.scans import doubts_of_scan, noise_of
 from qnmixer.physics import FanBeamProjector
@@ -34,14 +34,16 @@ def check_pairs(config: Config, projector: FanBeamProjector, batch: Batch, part:
         return
     y = batch["sinogram"][counts]
     if "image" not in batch:
+        unit = f"data.unit={config.data.arguments['unit']}" if "unit" in config.data.arguments else "value × mm"
         names = [batch["name"][k] for k in counts.nonzero()[:, 0].tolist()]
-        lines = [*_doubts(config, projector, y, names)]
-        for line in lines[: 1 if rank() == 0 else 0]:
-            warnings.warn(line, stacklevel=2)
+        for name, sinogram in zip(names, y.split(1), strict=True):
+            scaling, roughness = config.data.hu_scaling, noise_of(sinogram)
+            for line in doubts_of_scan(name, projector, sinogram, scaling, unit, noise=roughness):
+                warn_once(line)
         return
     with torch.no_grad():
         p = projector(batch["image"][counts])
-    source = f"data={config.data.name}" if config.datamodule.is_of_slices else config.datamodule.as_typed
+    source = config.source_as_typed
     if p.any() and not y.any():
         raise DataError(f"{source}: all sinograms of the first batch of {part} are 0, but not their images")
     distance, noise = _distance(p, y)
@@ -66,14 +68,6 @@ def check_pairs(config: Config, projector: FanBeamProjector, batch: Batch, part:
         "sinograms line integrals in value × mm, with the bins and angles of geometry, not mirrored, of these images?",
         stacklevel=2,
     )
-
-
-def _doubts(config: Config, projector: FanBeamProjector, y: Tensor, names: Sequence[str]) -> Iterator[str]:
-    """Lines of what may be wrong with sinograms [B, 1, V, D] of these names that have no images."""
-    unit = f"data.unit={config.data.arguments['unit']}" if "unit" in config.data.arguments else "value × mm"
-    for name, sinogram in zip(names, y.split(1), strict=True):
-        scaling = config.data.hu_scaling
-        yield from doubts_of_scan(name, projector, sinogram, scaling, unit, noise=noise_of(sinogram))
 
 
 def _distance(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

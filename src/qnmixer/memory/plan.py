@@ -18,7 +18,7 @@ from qnmixer.measurement.build import build_geometry, build_measurement, fine_si
 from qnmixer.measurement.measurement import matrix_at
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.module.base import RunModule
-from qnmixer.module.build import build_module
+from qnmixer.module.build import build_module, check_module
 from qnmixer.module.parts import build_optimizer
 from qnmixer.parallel.device_memory import MIB, DevicePlan, Footprint
 from qnmixer.parallel.parallelism import parallelism_of
@@ -84,21 +84,22 @@ class Planner:
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
         """The plan of each device that works on one batch, first stage first. Only a pipeline has several."""
-        config = with_assumed_devices(config)
+        asked = config = with_assumed_devices(config)
         config = config.changed(geometry=self.geometry, data=config.data.changed(views=[], arcs=[]))
         if (key := repr(config)) not in self._plans:
             fine_matrices = self._fine_matrices(config)
             try:
-                self._plans[key] = self._planned(config, fine_matrices)
+                self._plans[key] = self._planned(asked, config, fine_matrices)
             except UserError:
                 raise
             except Exception as error:  # a user's code without data can raise anything
                 raise _not_planned(f"without data it raises {type(error).__name__}, {first_line(error)}") from error
         return self._plans[key]
 
-    def _planned(self, config: Config, fine_matrices: list[ScanMatrix]) -> tuple[DevicePlan, ...]:
+    def _planned(self, asked: Config, config: Config, fine_matrices: list[ScanMatrix]) -> tuple[DevicePlan, ...]:
         with without_data():
             module = build_module(config, copy.copy(self.projector))  # a step may leave it at a part of the scan
+            check_module(module, asked)
             if not module.automatic_optimization:
                 raise _not_planned(f"{type(module).__name__} optimizes by itself (automatic_optimization=False)")
             if self._others:  # the devices have the matrices of all scans
@@ -140,7 +141,10 @@ def with_assumed_devices(config: Config) -> Config:
 
 
 def _measured_batch(module: RunModule, n: int) -> Any:
-    """A batch of n with its sinograms. A run makes them one by one. All take the same, so the plan makes one."""
+    """A batch of n with its sinograms. A run makes them one by one. All take the same, so the plan makes one.
+
+    Measured ones may have no images.
+    """
     measurement, size = module.measurement, module.config.data.image_size
     scan, image, fine_image = measurement.projector.geometry, torch.rand(n, 1, size, size), {}
     if measurement.fine_matrix is not None:
@@ -148,7 +152,8 @@ def _measured_batch(module: RunModule, n: int) -> Any:
     with torch.no_grad():
         sinogram = measurement.project(image[-1:], *(images[-1:] for images in fine_image.values()))
     other_sinograms = torch.empty(n - 1, 1, scan.n_views, scan.n_detectors)
-    return batch_of(image, torch.ones(n), torch.cat([other_sinograms, sinogram])) | fine_image
+    batch = batch_of(image, torch.ones(n), torch.cat([other_sinograms, sinogram])) | fine_image
+    return batch if module.config.data.has_truth else {key: batch[key] for key in batch if key != "image"}
 
 
 def advice(planner: Planner, config: Config, available: float) -> str:

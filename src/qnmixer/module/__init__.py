@@ -138,6 +138,8 @@ class ReconstructionModule(RunModule):
 class AllIterates(ReconstructionModule):
     """Trains on x_1 … x_T, all with the same weight, in place of x_T alone. Validation is of x_T."""
 
+    takes_stages = False
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean of the losses of x_1 … x_T, over the iterations and the images."""
         _, *iterates = self.network.iterates(self.measure(batch, "train"))
@@ -157,6 +159,8 @@ class Passes(ReconstructionModule):
             eigenvector grows in a step with λ_t ρ above 2, and on another scan nothing may damp it.
         parts: as of `ReconstructionModule`.
     """
+
+    takes_stages = False
 
     def __init__(
         self, network: UnrolledNetwork[Any], n_passes: int = 2, step_penalty: float = 0.0, **parts: Any
@@ -197,8 +201,10 @@ class Split(ReconstructionModule):
         parts: n, which divides the number of views. The network sees one part, all others are the target.
         others: as of `ReconstructionModule`; `loss` is of validation alone.
 
-    Raises ConfigError if n does not divide the views, and in a step if training has several scans.
+    Raises ConfigError if n does not divide the views.
     """
+
+    takes_scans = takes_stages = False
 
     def __init__(self, network: UnrolledNetwork[Any], parts: Annotated[int, Ge(2)] = 2, **others: Any) -> None:
         super().__init__(network, **others)
@@ -213,9 +219,6 @@ class Split(ReconstructionModule):
     def prediction(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """The images [B, 1, H, W] from a part of y [B, 1, V, D], and their loss [B] on the rays of the other parts."""
         n, measurement = len(self.parts), getattr(self, "measurement", None)  # a script with sinograms may have none
-        if measurement and measurement.scans:
-            name = type(self).__name__
-            raise ConfigError(f"data.views, data.arcs: {name} trains with the views of one scan: leave them out")
         k = random.Random(f"part {self.network.step_key}").randrange(n)
         self.network.projector.become(self.parts[k])  # type: ignore[arg-type]  # a ModuleList has no type of its own
         image = self.network(y[:, :, k::n])
@@ -274,7 +277,7 @@ class Equivariant(Split):
         self,
         network: UnrolledNetwork[Any],
         parts: Annotated[int, Ge(1)] = 1,
-        alpha: Annotated[float, Gt(0)] = 10000.0,
+        alpha: Annotated[float, Gt(0)] = 100000.0,
         shift: Annotated[float, Ge(0), Le(0.5)] = 0.05,
         **others: Any,
     ) -> None:

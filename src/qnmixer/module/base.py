@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import lightning as L
 import torch
@@ -47,12 +47,16 @@ class RunModule(L.LightningModule):
     In a script without a run, `measurement` may be set; else it is the scan of the network, without noise.
 
     Attributes:
+        takes_scans: whether its training steps can have several scans, of data.views and data.arcs.
+        takes_stages: whether its training step needs no more of the network than x_T from y, as in a pipeline.
         network: it alone is evaluated. Other networks of the module, such as a discriminator, are trained and saved.
         config: of the run; a script has none.
         measurement: the scan and its noise.
         settings: the config as plain data, for checkpoints; empty in a script.
     """
 
+    takes_scans: ClassVar[bool] = True
+    takes_stages: ClassVar[bool] = True
     network: UnrolledNetwork[Any]
     config: Config
     measurement: Measurement

@@ -65,34 +65,37 @@ class OnATerminal:
     look: dict[str, Any]
 
     def __rich_console__(self, _: Any, options: ConsoleOptions) -> Iterator[RichTable]:
-        parts, table = self._parts(options.max_width), self.table
+        table, numbers = self.table, range(len(self.table.headings))
+        is_wide = sum(self._width(n, whole=True) + _BESIDE_A_CELL for n in numbers) >= options.max_width
+        parts = self._parts(options.max_width) if is_wide else [[*numbers]]
         for n, columns in enumerate(parts):
             title, note = table.title * (n == 0), table.note * (n == len(parts) - 1)
             printed = RichTable(**{"title": title, "caption": note, "title_justify": "left"} | self.look)
             for number in columns:
-                is_cut = number >= self.words and len(parts) > 1
-                heading, width = Text(_shown(table.headings[number])), self._width(number) if is_cut else None
+                is_fixed = number >= self.words and is_wide
+                heading, width = Text(_shown(table.headings[number])), self._width(number) if is_fixed else None
                 printed.add_column(heading, justify="left" if number < self.words else "right", width=width)
             for row in table.rows:
                 printed.add_row(*(Text(_shown(row[number])) for number in columns))
             yield printed
 
     def _parts(self, width: int) -> list[list[int]]:
-        """The columns of each part, for a console of this width."""
+        """The columns of each part, for a console of this width. Words may be broken, and have half of it at most."""
         first, parts, room = [*range(self.words)], list[list[int]](), 0
         for number in range(self.words, len(self.table.headings)):
             needed = self._width(number) + _BESIDE_A_CELL
             if needed > room:
                 parts.append([*first])
-                room = width - 1 - sum(self._width(column) + _BESIDE_A_CELL for column in first)
+                room = width - 1 - min(sum(self._width(column) + _BESIDE_A_CELL for column in first), width // 2)
             parts[-1].append(number)
             room -= needed
         return parts or [first]
 
-    def _width(self, number: int) -> int:
-        """The cells of a column as they are, and the longest word of its heading."""
+    def _width(self, number: int, whole: bool = False) -> int:
+        """The cells of a column as they are, and the whole heading, or the longest word of it."""
         cells = [line for row in self.table.rows for line in _shown(row[number]).split("\n")]
-        return max(map(cell_len, [*cells, *_shown(self.table.headings[number]).split(), ""]))
+        heading = _shown(self.table.headings[number])
+        return max(map(cell_len, [*cells, *(heading.split("\n") if whole else heading.split()), ""]))
 
 
 _BESIDE_A_CELL = 3

@@ -73,6 +73,12 @@ class DataConfig(Target):
         return -1000.0, self.hu_max + 1000.0
 
     @property
+    def has_truth(self) -> bool:
+        """Whether each slice has a true image: its class has `load`, or reads files that are no sinograms."""
+        loaded = self.load()
+        return hasattr(loaded, "load") or (hasattr(loaded, "read") and not self.measured)
+
+    @property
     def at_true_size(self) -> bool:
         """Whether a source resamples its slices at the size that their files give."""
         sources = self.by_section().values()

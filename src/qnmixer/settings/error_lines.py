@@ -42,7 +42,10 @@ def _explain(error: BaseException, config_name: str, words: list[str]) -> str | 
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):  # from submitit
         return "hydra/launcher=slurm needs SLURM, but this machine has no srun: use it on a cluster, or leave it out"
     if isinstance(error, OverrideParseException):
-        why = re.sub(r"^Error parsing override '.*?' (?=.)| ?See https:.*", "", " ".join(str(error).split()))
+        twice = (
+            r"^(Error when parsing index: .*?\]\. )?(Error parsing override '.*?' (?=.))?| ?See https:.*"  # the words
+        )
+        why = re.sub(twice, "", " ".join(str(error).split()))
         return f"{error.override} cannot be read as KEY=VALUE ({why})"
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name, words)

@@ -86,6 +86,11 @@ class Config(Section):
         """The same config with other sections, which are checked already."""
         return self.model_copy(update=sections)
 
+    @property
+    def source_as_typed(self) -> str:
+        """What gives the slices: data=NAME, or the key of a LightningDataModule of the user's."""
+        return f"data={self.data.name}" if self.datamodule.is_of_slices else self.datamodule.as_typed
+
 
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     """Parse and check a config: a composed one, or the result of `plain`. Raises ConfigError, which names the key."""

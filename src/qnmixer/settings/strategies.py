@@ -33,6 +33,7 @@ class StrategyConfig(Section):
     takes_weight_means: ClassVar[bool] = True  # callbacks=ema, which copies all weights
     takes_own_data: ClassVar[bool] = True  # a LightningDataModule of the user's, whose batches may differ in size
     takes_manual_optimization: ClassVar[bool] = True  # a module that calls its optimizers by itself
+    takes_all_modules: ClassVar[bool] = True  # also one that needs more of the network than x_T from y
     one_in_flight: ClassVar[str] = "strategy=pipeline strategy.schedule=sequential"
     """Overrides from this strategy to the one that takes the least memory on each of several devices."""
     on_buffers: ClassVar[str] = (
@@ -113,7 +114,7 @@ class PipelineConfig(StrategyConfig):
     """The T iterations in stages, which run one after the other on the devices."""
 
     parallelism = "qnmixer.parallel.pipeline.PipelineParallel"
-    takes_weight_means = takes_own_data = takes_manual_optimization = False
+    takes_weight_means = takes_own_data = takes_manual_optimization = takes_all_modules = False
     one_in_flight = "strategy.schedule=sequential"
     on_buffers = (
         "updated once for each micro-batch; those that several devices change are averaged after each batch. One "

@@ -29,6 +29,7 @@ from qnmixer.evaluation.metrics import psnr
 from qnmixer.evaluation.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.measurement.pairs import check_pairs
 from qnmixer.module.base import RunModule
+from qnmixer.module.build import require_residual
 from qnmixer.parallel.device_memory import MIB, read_usage
 from qnmixer.parallel.gather import gather
 from qnmixer.parallel.tracker import PeakTracker
@@ -52,8 +53,8 @@ def callback_of(trainer: L.Trainer, kind: type[_T]) -> _T:
 class DataCheck(Callback):
     """Checks what only a run can see of measured sinograms and of loaders of the user's own.
 
-    At the first batch of training and of validation: whether sinograms are those of their images. After each pass:
-    whether any slice had a weight.
+    At the first batch of training and of validation: whether sinograms are those of their images, and whether the run
+    needs images that are not there. After each pass: whether any slice had a weight.
     """
 
     def __init__(self) -> None:
@@ -76,8 +77,11 @@ class DataCheck(Callback):
             return
         self._checked.add((part, loader))
         data: Any = getattr(trainer, "datamodule", None)
-        if getattr(data, "measured", False) and "sinogram" in batch:
+        is_own = isinstance(data, OwnDataModule)
+        if getattr(data, "measured", False) and "sinogram" in batch and ("image" in batch or is_own):
             assert isinstance(module, RunModule)
+            if "image" not in batch:
+                require_residual(module.config)
             check_pairs(module.config, module.projector, batch, part)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar, RichModelSummary
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from torch.profiler import schedule
+from torch.utils.data import default_collate
 
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.splits import RunSplit, seen_by
@@ -26,10 +27,11 @@ from qnmixer.evaluation.evaluate import RunData, count_of, evaluate, what_was_ev
 from qnmixer.evaluation.logs import log_evaluation
 from qnmixer.evaluation.metrics import try_metrics
 from qnmixer.files import write_text
+from qnmixer.measurement.pairs import check_pairs
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner, advice, channels_of
 from qnmixer.module.base import RunModule
-from qnmixer.module.build import build_data_module, build_module
+from qnmixer.module.build import build_data_module, build_module, needs_truth
 from qnmixer.parallel.buffers import buffer_means
 from qnmixer.parallel.device_memory import MIB, is_out_of_memory, memory_of
 from qnmixer.parallel.devices import allow_tf32, compile_blocks
@@ -44,7 +46,6 @@ from qnmixer.runs.processes.process import rank, stop_signals, world_size
 from qnmixer.runs.records import read_results
 from qnmixer.runs.run import Run, resume_hint
 from qnmixer.runs.trained_settings import digest_of_training
-from qnmixer.settings.logged_names import RESIDUAL
 from qnmixer.settings.parts import mode_of
 from qnmixer.settings.plugins import digests_of_code, untrusted_modules
 from qnmixer.settings.run import Config, effective_batch, targets_of
@@ -199,11 +200,6 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> RunData:
     assert isinstance(data, SliceDataModule)
     data.setup("fit")  # here, so that bad slices end the run before its loggers start
     run.record["sinograms"] = "measured" if data.measured else "simulated"
-    if not data.has_truth and config.monitor != f"val/{RESIDUAL}":
-        raise ConfigError(
-            f"data={config.data.name} has no truth, which monitor={config.monitor} needs: give monitor=val/{RESIDUAL}, "
-            "and a module that trains without truth, as module=split"
-        )
     if checkpoint is not None:  # nothing has refused its settings
         run.record_resume(steps_of(checkpoint))
     return data
@@ -273,6 +269,9 @@ def training(config: Config, run: Run, trainer: L.Trainer, module: RunModule, da
     with trainer.detect_anomaly.
     """
     print_start(config, module, data, trainer, run.console)
+    if isinstance(data, SliceDataModule) and not data.has_truth:  # pairs are checked at the first batch
+        for part in ("train", "val"):
+            check_pairs(config, module.projector, default_collate([data.dataset(part)[0]]), part)
     debugging = naming_nan_gradients() if config.trainer.detect_anomaly else nullcontext()
     advising = out_of_memory_advice(config, module, trainer)
     with recording_training(run, trainer), advising, debugging, naming_truth(config), interrupts_as_raised():
@@ -321,10 +320,7 @@ def naming_truth(config: Config) -> Iterator[None]:
     except KeyError as error:
         if error.args != ("image",):
             raise
-        raise ConfigError(
-            f"module={config.module.name} needs the truth, which data={config.data.name} does not have: choose one "
-            "that trains without truth, as module=split"
-        ) from error
+        raise needs_truth(config) from error
 
 
 @contextmanager

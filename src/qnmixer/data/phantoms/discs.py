@@ -24,7 +24,7 @@ class _Drawing:
     """Signed distances [n, n] to random shapes, from the coordinates of the pixels in mm."""
 
     def __init__(self, n: int, width: float, rng: np.random.Generator) -> None:
-        axis = ((np.arange(n, dtype=np.float32) + 0.5) / n - 0.5) * np.float32(width)
+        axis = (((np.arange(n) + 0.5) / n - 0.5) * width).astype(np.float32)
         self.x, self.y, self.rng = axis[None, :], axis[:, None], rng
 
     def uniform(self, low: float, high: float) -> float:
@@ -44,8 +44,9 @@ class _Drawing:
     def common(self, distances: list[FloatArray], rounding: float) -> FloatArray:
         """What all shapes have in common, with corners of about this radius in mm."""
         scaled = [distance / rounding for distance in distances]
-        largest = np.maximum.reduce(np.broadcast_arrays(*scaled))
-        return rounding * (largest + np.log(sum(np.exp(distance - largest) for distance in scaled)))
+        largest: FloatArray = np.maximum.reduce(scaled)
+        total: FloatArray = np.log(sum(np.exp(distance - largest) for distance in scaled))
+        return np.float32(rounding) * (largest + total)
 
     def hole(self, x: float, y: float, radius: float) -> FloatArray:
         """A circle, an ellipse, a polygon or a slit within a circle."""
@@ -99,10 +100,10 @@ class _Drawing:
 
     def cut(self, shapes: list[FloatArray], x: float, y: float, n: int) -> list[FloatArray]:
         """Shapes without n bars that pass near a point."""
-        bars = []
+        bars = list[FloatArray]()
         for _ in range(n):
             turn, right, down = self.uniform(0, 2 * np.pi), self.uniform(-14, 14), self.uniform(-14, 14)
-            bars.append(self.uniform(0.5, 2.2) - np.abs(self.half_plane(x + right, y + down, turn)))
+            bars.append(np.float32(self.uniform(0.5, 2.2)) - np.abs(self.half_plane(x + right, y + down, turn)))
         return [np.maximum.reduce([shape, *bars]) for shape in shapes]
 
 

@@ -27,6 +27,8 @@ from qnmixer.settings.run import Config, checked
 
 _OF_NO_METHOD = ("seed", "data.seed", "tags", "test_after_training")
 """Keys that change no method. Jobs that differ in these only are one method."""
+_OF_NO_NAME = ("logger", "evaluation", "resume", "trainer.accelerator")
+"""What the words of runs may have too, and no name of a method."""
 
 
 @dataclass
@@ -202,7 +204,7 @@ def _names(words: Sequence[Words], jobs: Sequence[ComparedJob | None]) -> list[s
     Methods with equal overrides have the settings in which they differ, or a digest of their code, in their names.
     """
     # What all methods have in common tells none from another.
-    varying = [key for key in _varying(words) if key not in _OF_NO_METHOD]
+    varying = [key for key in _varying(words) if key not in _OF_NO_METHOD and not key.startswith(_OF_NO_NAME)]
     overrides = [[f"{key}={own[key]}" for key in varying if key in own] for own in words]
     networks = [job.config.model.title if job else "" for job in jobs]
     names = [_name_of(own, network, overrides, networks) for own, network in zip(overrides, networks, strict=True)]

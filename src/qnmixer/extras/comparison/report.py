@@ -43,7 +43,7 @@ def write_comparison(folder: Path, comparison: Comparison, console: Console) -> 
         console.warn(warning, style="bold red")
     for table in tables:
         parts.append(table.markdown("## {}"))
-        console.print(table.terminal(box=SIMPLE_HEAD, caption=None))
+        console.print(table.terminal(1 + ("minus" in table.headings), box=SIMPLE_HEAD, caption=None))
         console.print(f"{table.note}\n", soft_wrap=not console.is_terminal, highlight=False)
     write_text(folder / "comparison.csv", _statistics(comparison).csv())
     write_text(folder / "images.csv", _images(comparison).csv())
