@@ -88,12 +88,12 @@ class OwnDataModule(LightningDataModule):
     def train_dataloader(self) -> Any:
         """The user's training batches; on several devices the share of this one."""
         share = getattr(self.trainer and self.trainer.strategy, "distributed_sampler_kwargs", {})
-        return self._shared("train", self._given("train"), **share)
+        return self._shared("train", self._user_loaders("train"), **share)
 
     def val_dataloader(self) -> Any:
         """The user's validation batches, of a list or dict of loaders too; on several devices the share of this one."""
         share = {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank} if self.trainer else {}
-        loaders = self._given("val")
+        loaders = self._user_loaders("val")
         names, self._batches["val"] = loader_names(loaders), {}
         if not names:
             one = loaders_of(loaders)
@@ -196,7 +196,7 @@ class OwnDataModule(LightningDataModule):
 
         Raises DataError in several processes for a loader that shares its slices itself: nobody could number them.
         """
-        loader = self._one(part, self._given(part))
+        loader = self._checked_loader(part, self._user_loaders(part))
         if self.trainer and self.trainer.world_size > 1 and shares_itself(loader):
             raise DataError(f"{self.name}.{part}_dataloader shares itself, so one process evaluates it: evaluate run=…")
         return Numbered(self, part, loader)
@@ -207,7 +207,7 @@ class OwnDataModule(LightningDataModule):
         """What completes and checks the batches of a loader; see `OwnBatches`."""
         return OwnBatches(str(self.name), part, self.config, self.geometry, loader, device)
 
-    def _given(self, part: str) -> Any:
+    def _user_loaders(self, part: str) -> Any:
         """What the user's method gives for a part. Raises DataError without one."""
         if self.trainer is None:  # else Lightning has prepared its files
             self.prepare_data()
@@ -218,7 +218,7 @@ class OwnDataModule(LightningDataModule):
         except MisconfigurationException:  # of Lightning's own method
             raise DataError(f"{self.name} has no {method}") from None
 
-    def _one(self, part: str, loader: Any) -> Any:
+    def _checked_loader(self, part: str, loader: Any) -> Any:
         """A loader of a part. Raises DataError for none, several or an empty one."""
         method = f"{part}_dataloader"
         if isinstance(loader, Mapping | Sequence | CombinedLoader):
@@ -234,7 +234,7 @@ class OwnDataModule(LightningDataModule):
 
         `number`: its place among several.
         """
-        own = self._one(part, loader)
+        own = self._checked_loader(part, loader)
         batches = self.batches_of(part, loader, rank if num_replicas > 1 else None)
         self._batches.setdefault(part, {})[number] = batches
         if num_replicas > 1:

@@ -73,10 +73,10 @@ class OnATerminal:
             printed = RichTable(**{"title": title, "caption": note, "title_justify": "left"} | self.look)
             for number in columns:
                 is_fixed = number >= self.words and is_wide
-                heading, width = Text(_shown(table.headings[number])), self._width(number) if is_fixed else None
+                heading, width = Text(_visible_text(table.headings[number])), self._width(number) if is_fixed else None
                 printed.add_column(heading, justify="left" if number < self.words else "right", width=width)
             for row in table.rows:
-                printed.add_row(*(Text(_shown(row[number])) for number in columns))
+                printed.add_row(*(Text(_visible_text(row[number])) for number in columns))
             yield printed
 
     def _parts(self, width: int) -> list[list[int]]:
@@ -93,8 +93,8 @@ class OnATerminal:
 
     def _width(self, number: int, whole: bool = False) -> int:
         """The cells of a column as they are, and the whole heading, or the longest word of it."""
-        cells = [line for row in self.table.rows for line in _shown(row[number]).split("\n")]
-        heading = _shown(self.table.headings[number])
+        cells = [line for row in self.table.rows for line in _visible_text(row[number]).split("\n")]
+        heading = _visible_text(self.table.headings[number])
         return max(map(cell_len, [*cells, *(heading.split("\n") if whole else heading.split()), ""]))
 
 
@@ -102,7 +102,7 @@ _BESIDE_A_CELL = 3
 """Letters of its padding and of a border."""
 
 
-def _shown(cell: str) -> str:
+def _visible_text(cell: str) -> str:
     return visible(cell, keep="\n")
 
 
