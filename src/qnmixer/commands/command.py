@@ -194,7 +194,7 @@ def _show(config_name: str, words: list[str]) -> None:
             compose(config_name, [*filter(is_override, words)])  # for its line about what is wrong
         sys.argv[1:] = words
         hydra.main(config_path=str(CONF), config_name=config_name, **version_base())(lambda cfg: None)()
-    except (argparse.ArgumentError, KeyError, RuntimeError, ValueError, YAMLError) as error:
+    except (argparse.ArgumentError, KeyError, RuntimeError, TypeError, ValueError, YAMLError) as error:
         raise ConfigError(f"{_flags_of(words)} does not work ({first_line(error)})") from error
     finally:
         os.environ.pop(TRACEBACK) if value_before is None else os.environ.update({TRACEBACK: value_before})
