@@ -223,6 +223,9 @@ def test_evaluation_as_trained_is_that_of_the_training(trained: Path, tmp_path: 
         f"picture: {tmp_path / 'picture.png'}", f"to look through: {tmp_path / 'page.html'}",
     ]  # fmt: skip
     assert not {"wandb", "metrics.csv"} & {path.name for path in tmp_path.iterdir()}  # without a logger
+    markdown = (tmp_path / "table.md").read_text()
+    assert "test split of phantoms, 8 views, noise field" in markdown
+    assert "QN-Mixer over FBP: +" in markdown
 
 
 def test_evaluation_of_a_few_slices(trained: Path, tmp_path: Path) -> None:
@@ -230,9 +233,6 @@ def test_evaluation_of_a_few_slices(trained: Path, tmp_path: Path) -> None:
     first = csv_rows(trained / "evaluation" / "images.csv")[0]
     assert csv_rows(tmp_path / "images.csv")[0] == first
     assert {row["slice"] for row in csv_rows(tmp_path / "images.csv")} == {first["slice"]}
-    markdown = (tmp_path / "table.md").read_text()
-    assert "test split of phantoms, 8 views, noise field" in markdown
-    assert "QN-Mixer over FBP: +" in markdown
 
 
 def test_evaluation_with_other_noise_and_another_split(trained: Path, tmp_path: Path) -> None:
