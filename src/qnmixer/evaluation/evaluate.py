@@ -160,22 +160,21 @@ class _Methods:
         self.turns = symmetries_of(module.projector, most_symmetries)
         self.first_order = self.network.first_order() if config.first_order else None
         self.measurement = module.measurement
+        title = self.network.title
+        self.others = {name: method for name, method in self.baselines.items() if name != title}
+        if self.first_order is not None:
+            self.others[f"{title}, H = I"] = self.first_order
 
     def residuals(self, y: Tensor) -> dict[str, Tensor]:
         """`Measurement.residual` [B] of each method, where no truth is known."""
-        title, methods = self.network.title, dict(self.baselines)
-        if self.first_order is not None:
-            methods[f"{title}, H = I"] = self.first_order
-        methods[title] = self.network
+        methods = self.others | {self.network.title: self.network}
         return {name: self.measurement.residual(method, y) for name, method in methods.items()}
 
     @torch.no_grad()
     def __call__(self, y: Tensor) -> dict[str, list[Tensor]]:
         """The images [B, 1, S, S] of each method from the same y [B, 1, V, D]: its iterates, or x_T alone."""
         network, title = self.network, self.network.title
-        images = {name: [method(y)] for name, method in self.baselines.items() if name != title}
-        if self.first_order is not None:
-            images[f"{title}, H = I"] = [self.first_order(y)]
+        images = {name: [method(y)] for name, method in self.others.items()}
         # For a solver with hundreds of iterations only x_T.
         iterates = network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
         images[title] = iterates
