@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, GeometryError
 from qnmixer.memory.plan import Planner
 from qnmixer.module import Equivariant, Split
 from qnmixer.module.build import build_module
@@ -169,9 +169,21 @@ def test_a_subclass_adds_to_the_loss() -> None:
     assert module.hparams == {"parts": 2, "weight": 2}
 
 
+def test_parts_that_do_not_divide_the_views_leave_out_the_last() -> None:
+    """As a scan of 61 views needs: the image of the part and the loss are those of the other views."""
+    module = tiny_module(*SPLIT, "module.parts=3")
+    assert isinstance(module, Split)
+    y = module.measure(batch_of(module), "train")
+    image, losses = module.prediction(y)
+    again, same = module.prediction(torch.cat([y[:, :, :6], 1 + y[:, :, 6:]], 2))
+    assert module.network.projector.geometry.n_views == 2
+    torch.testing.assert_close((image, losses), (again, same), rtol=0, atol=0)
+    assert not torch.equal(losses, module.prediction(torch.cat([1 + y[:, :, :6], y[:, :, 6:]], 2))[1])
+
+
 def test_parts_that_do_not_fit_are_told() -> None:
-    with pytest.raises(ConfigError, match=r"^module.parts=3 does not divide geometry.n_views=8$"):
-        tiny_module(*SPLIT, "module.parts=3")
+    with pytest.raises(GeometryError, match=r"^n_views=8: a scan of so few views has none to hold out$"):
+        tiny_module(*SPLIT, "module.parts=9")
     config = tiny_config(*SPLIT, "data.views=[6,8]")
     for start in (build_module, Planner(config).estimate):
         with pytest.raises(ConfigError, match=r"^data.views, data.arcs: Split trains with the views of one scan: leav"):

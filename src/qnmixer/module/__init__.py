@@ -21,7 +21,6 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from qnmixer.data.batch import Batch
-from qnmixer.errors import ConfigError
 from qnmixer.evaluation.metrics import psnr, ssim_percent
 from qnmixer.losses import mse
 from qnmixer.measurement.measurement import part_of
@@ -192,16 +191,17 @@ class Split(ReconstructionModule):
     follows the noise of y itself, as with photon counts, the above holds to first order. Without a known noise all
     rays count alike. No step reads `batch["image"]`. Validation is with all views.
 
-    Part k of n has the views k, k + n, k + 2n, … In a step k is drawn by seed and optimizer step alone. So it is the
-    same on all devices, in each batch of an accumulated step, and after a resume. A† of a part is scaled so that λ_t
-    stays as near to its bound as with all views.
+    Part k of n has the views k, k + n, k + 2n, … All have as many: what n does not divide is left out of training, at
+    the end of the scan. In a step k is drawn by seed and optimizer step alone. So it is the same on all devices, in
+    each batch of an accumulated step, and after a resume. A† of a part is scaled so that λ_t stays as near to its bound
+    as with all views.
 
     Args:
         network: its projector is that of a part from the forward pass to the end of the backward pass.
-        parts: n, which divides the number of views. The network sees one part, all others are the target.
+        parts: n. The network sees one part, all others are the target.
         others: as of `ReconstructionModule`; `loss` is of validation alone.
 
-    Raises ConfigError if n does not divide the views.
+    Raises GeometryError for fewer than n views.
     """
 
     takes_scans = takes_stages = False
@@ -221,9 +221,10 @@ class Split(ReconstructionModule):
         n, measurement = len(self.parts), getattr(self, "measurement", None)  # a script with sinograms may have none
         k = random.Random(f"part {self.network.step_key}").randrange(n)
         self.network.projector.become(self.parts[k])  # type: ignore[arg-type]  # a ModuleList has no type of its own
-        image = self.network(y[:, :, k::n])
+        n_views = n * self.network.projector.geometry.n_views
+        image, y = self.network(y[:, :, k:n_views:n]), y[:, :, :n_views]
         variance = measurement.noise.variance(y) if measurement else torch.zeros_like(y)
-        squares = (self.whole(image) - y).square() / torch.where(variance > 0, variance, 1)
+        squares = (self.whole(image)[:, :, :n_views] - y).square() / torch.where(variance > 0, variance, 1)
         of_parts = squares.unflatten(2, (-1, n)).mean((1, 2, 4))  # [B, n]
         return image, torch.stack([of_parts[:, j] for j in range(n) if j != k or n == 1]).mean(0)
 
@@ -240,8 +241,6 @@ class Split(ReconstructionModule):
 
 def projectors_of_parts(projector: FanBeamProjector, n: int) -> list[FanBeamProjector]:
     """The projectors of each n-th view of a scan, from view 0, 1, … n − 1 on; see `Split`."""
-    if (n_views := projector.geometry.n_views) % n:
-        raise ConfigError(f"module.parts={n} does not divide geometry.n_views={n_views}")
     with no_dispatch():  # a plan has tensors without data, but needs real matrices
         parts = [part_of(projector, n, k) for k in range(n)]
         for part in parts:
