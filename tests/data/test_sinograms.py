@@ -24,6 +24,8 @@ from qnmixer.module.parts import build_optimizer
 from qnmixer.parallel.devices import resolve_devices
 from qnmixer.parallel.tracker import PeakTracker, make_state
 from qnmixer.physics.noise import attenuation_per_value
+from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
+from qnmixer.reconstruction.sinograms import measured_scans
 from qnmixer.runs.records import read_results
 from qnmixer.runs.run import Run
 from qnmixer.settings.compose import compose
@@ -170,6 +172,16 @@ def test_a_run_without_truth_trains_resumes_and_is_evaluated(root: Path, tmp_pat
     assert evaluation.means() == read_results(run)["test"]
     with pytest.raises(ConfigError, match="symmetries=4 turns views"):
         evaluate(module, data, "test", scoring.evaluation, torch.device("cpu"), 4)
+
+
+@pytest.mark.parametrize(("unit", "of_one"), [("value", 1.0), ("attenuation", 0.09)])
+def test_reconstruct_reads_sinograms_as_the_run_did(unit: str, of_one: float, tmp_path: Path) -> None:
+    settings = config(tmp_path, f"data.unit={unit}", "data.water_attenuation=0.03", "module=split", RESIDUAL)
+    y, file = y_of(settings)[0], tmp_path / "y.npy"
+    np.save(file, y * of_one)  # x = 1 is at 2000 HU: three times the attenuation of water
+    command = compose("reconstruct", ["run=x", f"input={file}", "output=z", "accelerator=cpu"])
+    (scan,) = measured_scans(file, [file], build_module(settings), ReconstructConfig.parse(command))
+    torch.testing.assert_close(scan.sinogram[0, 0], y)
 
 
 class Loaders(LightningDataModule):

@@ -23,8 +23,8 @@ class ReconstructConfig(WithNoise, WithCures):
     kind: Literal["auto", "slices", "sinograms"]
     formats: list[Literal["dicom", "npy", "png"]]
     window: list[float] | None  # HU; None: chosen by the input
-    unit: Literal["attenuation", "value"]
-    water_attenuation: Length  # 1/mm
+    unit: Literal["attenuation", "value"] | None  # None: that of the run's sinograms, or attenuation
+    water_attenuation: Length | None  # 1/mm; None: that of the run's sinograms, or 0.0192
     detector_pitch: Length | None  # mm, of the scan; None: the run's
     angle_span: Length | None  # radians, of the scan; None: the run's
     slice_spacing: Length  # mm, of series without DICOM

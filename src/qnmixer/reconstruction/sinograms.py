@@ -16,7 +16,7 @@ from qnmixer.data.sinograms import SCANS, open_sinograms
 from qnmixer.data.slices import SkipFile, require_size, usable
 from qnmixer.errors import ConfigError, DataError, GeometryError
 from qnmixer.measurement.scans import doubts_of_scan, noise_of
-from qnmixer.physics import FanBeamGeometry
+from qnmixer.physics import FanBeamGeometry, PhysicalNoise
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.reconstructor import Reconstructor
@@ -106,10 +106,11 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
     with usable(file, _FIX):
         source = open_sinograms(file, geometry, _scanner_of_npy(file, geometry, config) if ending == ".npy" else None)
     angles, count = source.angles, source.n_scans
-    attenuation_of_one = 1.0
-    if config.unit == "attenuation":  # of some sets x = 1 is fixed, whatever the attenuation of water is
-        data = module.config.data
-        attenuation_of_water = attenuation_per_value(source.water or config.water_attenuation, data.hu_max)
+    data, attenuation_of_one = module.config.data, 1.0
+    unit = config.unit or data.arguments.get("unit", "attenuation")
+    if unit == "attenuation":  # of some sets x = 1 is fixed, whatever the attenuation of water is
+        of_run = data.arguments.get("water_attenuation", PhysicalNoise.water_attenuation)
+        attenuation_of_water = attenuation_per_value(source.water or config.water_attenuation or of_run, data.hu_max)
         attenuation_of_one = attenuation_of_water if data.attenuation_of_one is None else data.attenuation_of_one
     if abs(turned := angles[0] - geometry.angles()[0]) > 1e-6:
         warn(f"{file} starts {np.degrees(turned):.4g}° from the run's first view, so the image is turned by that angle")
@@ -126,7 +127,7 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
                 missing=torch.from_numpy(missing).to(module.device) if missing.any() else None,
             )  # fmt: skip
             doubts = doubts_of_scan(
-                f"{file}{end}", module.projector, scan.sinogram, (offset, scale), f"unit={config.unit}",
+                f"{file}{end}", module.projector, scan.sinogram, (offset, scale), f"unit={unit}",
                 noise=noise_of(torch.from_numpy(sinogram)), missing=scan.missing, is_body=is_body,
             )  # fmt: skip
             for line in doubts:
