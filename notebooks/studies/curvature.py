@@ -102,7 +102,9 @@ comparison was made.
 NOT_AS_PLANNED = """\
 **Not as planned.** A second commit, also before the first run, changed the fits of the shipped network: their number
 of steps, and the rate of λ. The 90 minutes were of a shared machine. They ended before T = 8 began, and 41 seconds
-before the fits of the shipped network did, which are kept."""
+before the fits of the shipped network did, which are kept. So T = 8 was run 50 minutes later, by commit 845eef2c0c82,
+in 38 minutes more. The results of T = 4 had been read by then. Nothing of the plan was changed for it, and none of its
+results was read before its ten seeds were done. The 360° from x₀ = FBP were not run."""
 ARMS = {"H = I": "identity", "momentum": "momentum", "gradients": "gradients", "paper's H": "bfgs", "trust": "bfgs"}
 """`hessian` of each arm."""
 FITS = {
