@@ -72,8 +72,6 @@ TINY_RUN = [*TINY[:-1], "data.n_train=8", "data.n_val=3", "data.n_test=4"]
 # What of the surroundings of a test would change a command.
 OUTER = ("HYDRA", "SLURM", "TORCHELASTIC", "WANDB", "GIT_")
 
-TinyConfig = Callable[..., "Config"]
-
 
 def every_third(cases: Iterable[Any]) -> list[Any]:
     """Cases of a long table for parametrize: every third is in make test; the others, alike, are long."""
@@ -138,11 +136,6 @@ def tiny_module(*overrides: Any) -> ReconstructionModule:
     """The module of tiny_config, with the same weights every time."""
     L.seed_everything(0, verbose=False)
     return build_module(tiny_config(*overrides))
-
-
-# For who takes them as fixtures.
-_tiny_config = pytest.fixture(lambda: tiny_config, name="tiny_config")
-_tiny_module = pytest.fixture(lambda: tiny_module, name="tiny_module")
 
 
 @pytest.fixture(scope="session")

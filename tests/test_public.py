@@ -10,15 +10,12 @@ from .pages import PAGES, ROOT
 from .public import MODULES, PRIVATE, signatures
 
 FILE = Path(__file__).with_name("public.txt")
+TEMPLATE = ROOT / "src" / "qnmixer" / "template"
 READ_BY_USERS = [
     *PAGES,
     *sorted((ROOT / "notebooks").glob("*.ipynb")),
     *sorted((ROOT / "notebooks" / "examples").glob("*.py")),
-    *(
-        path
-        for path in sorted((ROOT / "src" / "qnmixer" / "template").rglob("*"))
-        if path.suffix in (".py", ".ipynb", ".md")
-    ),
+    *sorted(path for path in TEMPLATE.rglob("*") if path.suffix in (".py", ".ipynb", ".md")),
 ]
 
 

@@ -22,12 +22,6 @@ def test_every_command_is_a_line_of_python_m_qnmixer() -> None:
     assert all(len(line.split()) > 6 for line in lines)
 
 
-def recipe(target: str) -> list[str]:
-    """Commands of a target of the Makefile."""
-    (found,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    return [line.strip().replace("$(BIN)", ".venv/bin") for line in found.splitlines()]
-
-
 def test_the_workflow_does_what_ci_does_on_every_python_that_make_takes() -> None:
     (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
     steps = [step["run"] for step in job["steps"] if "run" in step]
@@ -40,7 +34,9 @@ def test_the_workflow_does_what_ci_does_on_every_python_that_make_takes() -> Non
 def test_a_commit_is_checked_as_by_make_lint() -> None:
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     entries = [hook["entry"].replace(" --force-exclude", "") for hook in repository["hooks"]]
-    assert entries == [command.removesuffix(" .") for command in recipe("lint")]
+    (recipe,) = re.findall(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()]
+    assert entries == [command.removesuffix(" .") for command in commands]
 
 
 def test_the_container_is_made_by_make() -> None:

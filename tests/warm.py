@@ -30,14 +30,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from unittest import mock
 
-COMMANDS = [
-    "train",
-    "evaluate",
-    "reconstruct",
-    "plan",
-    "doctor",
-    *["compare", "export"] * bool(find_spec("qnmixer.extras")),
-]
+COMMANDS = ["train", "evaluate", "reconstruct", "plan", "doctor"]
+COMMANDS += ["compare", "export"] * bool(find_spec("qnmixer.extras"))
 """Each is run as a file of its own, so only what it imports is loaded beforehand, and what these import late."""
 
 GARBAGE = 50_000

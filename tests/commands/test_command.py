@@ -51,18 +51,13 @@ LINES = {
     # what no parser can bear
     f"train {'x' * 300}": "…xxxxxxxxxxxxxxxxxxxx cannot be read as KEY=VALUE (missing EQUAL at '<EOF>')",
     f"train seed={'1' * 5000}": "…11111111111111111111 cannot be read (Exceeds the limit",
-    f"train -m seed={'1' * 5000}": "…11111111111111111111 cannot be read (Exceeds the limit",
     f"train tags={'[' * 400}": "cannot be read",
-    f"train data={'d' * 5000}": "dddddddddd",
     # a part with a target where a rule computes with a number
     "train model.patch_size={_target_:os.system}": "model.patch_size={'_target_': 'os.system'} should be a valid int",
-    "train model=fbpconvnet model.depth=[{_target_:os.system}]": "model.depth=[{'_target_': 'os.system'}] should be a ",
     "train model.codec={_target_:torch.nn.Identity}": "should be 'orthonormal' or 'strided'",
     # flags
     "train --optimizer.lr 3": "--optimizer.lr is not known: write KEY=VALUE, or a flag that --hydra-help lists",
     "train --experimental-rerun=x": "--experimental-rerun=x of Hydra would leave out train.yaml: choose",
-    "train -cn mine": "-cn mine of Hydra would leave out train.yaml: choose a file of your own with --config-dir",
-    "train --experiment demo": "--experiment is not known",
     "train --multi": "--multi is not known",
     "train --config-name=mine": "--config-name=mine of Hydra would leave out train.yaml",
     "train --": "-- is not known",

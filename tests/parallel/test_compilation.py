@@ -15,7 +15,7 @@ from qnmixer.parallel.devices import compile_blocks, resolve_devices
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.settings.sections import MemoryConfig
 
-from ..conftest import TinyConfig
+from ..conftest import tiny_config
 from ..models.conftest import FIGURE
 
 MODES = {name: MemoryConfig(name=name) for name in ("keep", "recompute")}
@@ -58,7 +58,7 @@ def test_a_network_without_blocks_is_told(projector: FanBeamProjector) -> None:
         compile_blocks(FBP(projector))
 
 
-def test_a_missing_compiler_is_told(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
         resolve_devices(tiny_config("compile=true", "trainer.accelerator=cpu"))

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from qnmixer.parallel.device_memory import is_out_of_memory, read_usage
 
@@ -17,21 +16,12 @@ linux = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="read
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def fresh(n: int) -> Tensor:
-    """n float32, all pages written, straight from the system: malloc might use what earlier tests have freed."""
-    pages = mmap.mmap(-1, 4 * n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.float32).fill_(1.0)
-
-
-def touched(device: torch.device = CPU) -> Tensor:
-    """64 MiB, every page of them written."""
-    return fresh(16 * MIB) if device.type == "cpu" else torch.ones(16 * MIB, device=device)
-
-
 @linux
 def test_tensors_are_allocated_and_reserved() -> None:
+    """64 MiB, all pages written, straight from the system: malloc might use what earlier tests have freed."""
     before = read_usage(CPU)
-    kept = touched()
+    pages = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    kept = torch.frombuffer(pages, dtype=torch.float32).fill_(1.0)
     after = read_usage(CPU)
     assert after.allocated - before.allocated == pytest.approx(kept.nbytes, abs=SLACK)
     assert after.reserved - before.reserved == pytest.approx(kept.nbytes, abs=SLACK)
@@ -43,8 +33,8 @@ def test_cuda_counts_the_same_way() -> None:
     device = torch.device("cuda")
     torch.cuda.reset_peak_memory_stats(device)
     before = read_usage(device)
-    kept = touched(device)
-    touched(device)
+    kept = torch.ones(16 * MIB, device=device)
+    torch.ones(16 * MIB, device=device)
     after = read_usage(device)
     assert after.allocated - before.allocated == kept.nbytes
     assert after.peak - before.allocated == 2 * kept.nbytes

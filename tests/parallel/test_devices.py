@@ -7,7 +7,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.parallel.devices import check_precision, choose_device, gpu_problem, resolve_devices, runs_on
 from qnmixer.training.steps import build_trainer
 
-from ..conftest import TinyConfig
+from ..conftest import tiny_config
 from ..nvidia import fake_nvidia_smi
 
 CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -39,23 +39,14 @@ def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("accelerator", ["auto", "gpu"])
-@pytest.mark.parametrize(
-    ("gpu", "cuda", "said", "fix"),
-    [
-        (V100, None, "is built for the CPU and cannot use the GPU here", "make install TORCH=cu126, "),
-        ("8.0, 535.104.05", "13.0", "cannot use the GPU here", "make install TORCH=cu126, "),  # too old for cu130
-        ("8.0, 470.256.02", "13.0", "cannot use the GPU here", "needs 525.60.13 or newer: update the driver"),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "cuda", "words"), [
+    (V100, None, ["is built for the CPU and cannot use the GPU here", "make install TORCH=cu126, "]),
+    # too old for cu130
+    ("8.0, 535.104.05", "13.0", ["cannot use the GPU here", "make install TORCH=cu126, "]),
+    ("8.0, 470.256.02", "13.0", ["cannot use the GPU here", "needs 525.60.13 or newer: update the driver"]),
+])  # fmt: skip
 def test_a_gpu_that_torch_cannot_use_is_never_silently_left_out(
-    gpu: str,
-    cuda: str | None,
-    said: str,
-    fix: str,
-    accelerator: str,
-    machine: Path,
-    tiny_config: TinyConfig,
-    monkeypatch: pytest.MonkeyPatch,
+    gpu: str, cuda: str | None, words: list[str], accelerator: str, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     fake_nvidia_smi(machine, gpu)
@@ -63,8 +54,7 @@ def test_a_gpu_that_torch_cannot_use_is_never_silently_left_out(
         resolve_devices(tiny_config(f"trainer.accelerator={accelerator}"))
     line = str(error.value)
     assert line.startswith(f"trainer.accelerator={accelerator}, but torch ")
-    assert said in line
-    assert fix in line
+    assert all(word in line for word in words)
     assert line.endswith(", or use trainer.accelerator=cpu")
     assert resolve_devices(tiny_config("trainer.accelerator=cpu")).trainer.accelerator == "cpu"
 
@@ -82,17 +72,10 @@ def test_a_driver_that_does_not_answer_is_no_reason_for_the_cpu(machine: Path) -
         choose_device("auto")
 
 
-@pytest.mark.parametrize(
-    ("capability", "built", "runs"),
-    [
-        ((7, 0), CU130, False),
-        ((8, 9), ["sm_86"], True),
-        ((8, 0), ["sm_86"], False),
-        ((9, 0), ["sm_50", "compute_70"], True),
-        ((7, 0), ["compute_75"], False),
-        ((12, 1), CU130, True),
-    ],
-)
+@pytest.mark.parametrize(("capability", "built", "runs"), [
+    ((7, 0), CU130, False), ((8, 9), ["sm_86"], True), ((8, 0), ["sm_86"], False),
+    ((9, 0), ["sm_50", "compute_70"], True), ((7, 0), ["compute_75"], False), ((12, 1), CU130, True),
+])  # fmt: skip
 def test_which_builds_run_on_which_gpus(capability: tuple[int, int], built: list[str], runs: bool) -> None:
     assert runs_on(capability, built) == runs
 
@@ -116,7 +99,7 @@ def test_a_gpu_without_kernels_in_this_torch_is_refused(monkeypatch: pytest.Monk
     assert choose_device("auto").type == "cuda"
 
 
-def test_32_is_float32_in_convolutions_too(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_32_is_float32_in_convolutions_too(tmp_path: Path) -> None:
     """Torch lets cuDNN round to TF32 by default. A run says whether it may; what it leaves is undone."""
     switches = torch.backends.cuda.matmul, torch.backends.cudnn
     for overrides, allowed in (((), False), (("trainer.tf32=true",), True), ((), False)):

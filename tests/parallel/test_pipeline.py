@@ -11,7 +11,7 @@ import torch.distributed as dist
 from qnmixer.models.qn_mixer import QNMixer, QNState
 from qnmixer.module import ReconstructionModule
 from qnmixer.module.build import build_module
-from qnmixer.parallel.pipeline import Logged, Packing, Stage, layouts, loss_of_part, stages_of, sum_gradients
+from qnmixer.parallel.pipeline import Logged, Packing, loss_of_part, stages_of, sum_gradients
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
 
@@ -50,28 +50,6 @@ def test_a_state_comes_out_of_its_packing_as_it_went_in(overrides: tuple[str, ..
     assert packing.width == (1 + large) * 256 + small  # x; of each pair s, z, ρ and cosine; s, its scale, and r
 
 
-def test_stages_one_after_the_other_are_the_network() -> None:
-    module = module_of()
-    network, y = module.network, torch.rand(2, 1, 8, 24)
-    packings = layouts(network, y, torch.enable_grad)
-    assert len(packings) == 6
-    assert all(p.grad is None for p in network.parameters())
-    packed: tuple[torch.Tensor, ...] = ()
-    for iterations in (range(1), range(1, 3), range(3, 5)):
-        stage = Stage(network, iterations, packings[iterations.start])
-        packed = (stage(*packed, y=y),)
-        if iterations.stop < 5:
-            assert packed[0].shape == (2, packings[iterations.stop].width)
-    packed[0].square().sum().backward()
-    through = [p.grad.clone() for p in network.parameters() if p.grad is not None]
-    network.zero_grad()
-    x = network(y)
-    torch.testing.assert_close(packed[0], x)
-    x.square().sum().backward()
-    for found, p in zip(through, network.parameters(), strict=True):
-        torch.testing.assert_close(found, p.grad, rtol=1e-4, atol=1e-6)
-
-
 class Logging(ReconstructionModule):
     """Logs the means of its images and of its sinograms."""
 
@@ -87,13 +65,9 @@ class Logging(ReconstructionModule):
         return x.mean()
 
 
-def logging(monkeypatch: pytest.MonkeyPatch) -> ReconstructionModule:
-    monkeypatch.setattr("qnmixer.module.ReconstructionModule", Logging)
-    return module_of()
-
-
 def test_micro_batches_log_the_means_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = logging(monkeypatch)
+    monkeypatch.setattr("qnmixer.module.ReconstructionModule", Logging)
+    module = module_of()
     logged: Logged = {}
     names = [set(vars(it)) for it in (module, module.network)]
     x = torch.rand(4, 1, 16, 16)

@@ -37,7 +37,8 @@ defaults: [_self_, {override /loss: huber}, {override /optimizer: lion}, {overri
   {override /noise: speckle}, {override /model: mine}, {override /data: mine}]
 module: {_target_: own.MyModule, smooth: 0.5}
 datamodule: {_target_: own.MyData, same: 2}
-callbacks: {mine: {_target_: own.Counting, path: counted}}""",
+callbacks: {mine: {_target_: own.Counting, path: counted}}
+fit: own.fit""",
 }
 MINE = ["--config-dir=my_conf", "experiment=mine", *TINY]
 # The same without a config file, by words alone.
@@ -113,15 +114,18 @@ def test_every_part_of_the_run_is_the_users(here: Path) -> None:
     assert "mean" in optimizer["state"][0]
     assert metrics(here / "run")["train/lr"] == pytest.approx([0.0, 1e-3 * 0.5 / 0.7])
     assert (here / "counted.0").read_text() == "2"
+    assert (here / "run" / "fitted.0").read_text() == "own.fit"
     assert {"train/loss", "train/roughness", "train/range"} <= rows_of(here / "run")[0].keys()
 
 
 def test_it_is_resumed_without_a_word(here: Path, command: Command) -> None:
-    """The run is this user's, by its signature."""
+    """The run is this user's, by its signature. It goes on by its own function."""
+    (here / "run" / "fitted.0").unlink()
     assert command(here, "train", "resume=run", "trainer.max_steps=3").code == 0
     record = json.loads((here / "run" / "results.json").read_text())
     assert (record["status"], record["steps"], record["resumed"][0]["step"]) == ("done", 3, 2)
     assert (here / "counted.0").read_text() == "3"
+    assert (here / "run" / "fitted.0").is_file()
 
 
 @pytest.mark.parametrize(("name", "words"), [
@@ -165,11 +169,12 @@ def test_a_sweep_is_compared_where_its_code_is_trusted(sweep: Path, command: Com
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "pipeline"))]
 )
 def test_words_alone_name_it_too_over_two_processes(here: Path, command: Command, strategy: str) -> None:
-    callback = ["+callbacks.mine._target_=own.Counting", f"+callbacks.mine.path={strategy}.txt"]
+    callback = ["+callbacks.mine._target_=own.Counting", f"+callbacks.mine.path={strategy}.txt", "fit=own.fit"]
     # Its iterations share weights that it does not name: ddp needs all uses of them in one graph.
     options = [f"strategy={strategy}", "memory=recompute", "trainer.devices=2", f"hydra.run.dir={strategy}"]
     assert command(here, "train", *TINY, *WORDS, *options, *callback).code == 0
     assert [(here / f"{strategy}.txt.{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
+    assert [(here / strategy / f"fitted.{rank}").read_text() for rank in (0, 1)] == ["own.fit"] * 2
     parallel_checkpoint, single_checkpoint = last_checkpoint(here / strategy), last_checkpoint(here / "run")
     assert parallel_checkpoint["state_dict"].keys() == single_checkpoint["state_dict"].keys()
     for part in ("loss", "model", "noise"):
@@ -177,9 +182,8 @@ def test_words_alone_name_it_too_over_two_processes(here: Path, command: Command
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["loss._target_=nowhere.huber"], "loss._target_=nowhere.huber, but there is no module nowhere"),
-    (["loss._target_=huber"], "loss._target_=huber is not module.name"),
     (["+loss.delat=3"], "unknown key loss.delat: did you mean loss.delta?"),
+    (["fit=own.Lion"], "fit=own.Lion is not a function (config, run)"),
     (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
     (["+loss.delta=1"], "Could not append to config. An item is already at 'loss.delta'"),
     (["--config-dir=my_cnf"], "no config folder at my_cnf"),

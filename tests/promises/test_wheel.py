@@ -102,7 +102,9 @@ def test_a_project_of_ones_own_trains(run: Run, tmp_path: Path) -> None:
     overrides = ["trainer.max_steps=2", *sizes, "test_after_training=false", "hydra.run.dir=run"]
     run("python", "-m", "mine.train", *overrides, cwd=tmp_path / "mine")
     assert (tmp_path / "mine" / "run" / "checkpoints" / "best.ckpt").is_file()
-    assert "7 passed" in run("python", "-m", "pytest", "-v", cwd=tmp_path / "mine")
+    makefile = (tmp_path / "mine" / "Makefile").read_text()
+    (command,) = re.findall(r"^test:.*\n\t\$\(BIN\)/python (.*)", makefile, re.MULTILINE)
+    assert "7 passed" in run("python", *command.split(), "-v", cwd=tmp_path / "mine")
 
 
 MORE = """

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from qnmixer.runs.records import read_results
 from qnmixer.runs.run import Run
 from qnmixer.settings.parts import CallbackConfig, Callbacks
 from qnmixer.settings.validation import validated
-from qnmixer.training.callbacks import build_callbacks
+from qnmixer.training.callbacks import EMA, build_callbacks
 
 from ..conftest import tiny_config
 
@@ -112,3 +113,28 @@ def test_a_stop_before_min_steps_is_decided_anew(tmp_path: Path, capsys: pytest.
         fit(tiny_config(*words, "trainer.max_steps=8", *resume), Run(run, resume=str(run) if resume else None))
         assert read_results(run)["steps"] == 7
         assert "early stopping after 7 steps: " in capsys.readouterr().out
+
+
+def test_the_mean_is_of_optimizer_steps_and_stands_for_the_weights_in_a_checkpoint() -> None:
+    """Of two batches each. A stopped run with it resumes as any other: test_checkpointing has that."""
+    module: Any = torch.nn.Linear(1, 1, bias=False)
+    weights = [1.0, 2.0, 4.0, 8.0]
+    trainer: Any = SimpleNamespace(accumulate_grad_batches=2, global_step=0)
+    module.weight.data.fill_(1.0)
+    averaging = EMA(decay=0.75)
+    averaging.on_fit_start(trainer, module)
+    for trainer.global_step, weight in enumerate(weights, 1):
+        averaging.on_train_batch_end(trainer, module, None, None, 0)
+        module.weight.data.fill_(weight)
+        averaging.on_train_batch_end(trainer, module, None, None, 1)
+    mean = ((1 * 0.75 + 2 * 0.25) * 0.75 + 4 * 0.25) * 0.75 + 8 * 0.25
+    for validating in (False, True):
+        if validating:
+            averaging.on_validation_start(trainer, module)
+        assert module.weight.item() == pytest.approx(mean if validating else 8)
+        checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+        averaging.on_save_checkpoint(trainer, module, checkpoint)
+        assert checkpoint["state_dict"]["weight"].item() == pytest.approx(mean)
+        assert checkpoint["trained_weights"]["weight"].item() == pytest.approx(8)
+    averaging.on_validation_end(trainer, module)
+    assert module.weight.item() == pytest.approx(8)

@@ -1,6 +1,5 @@
 import io
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from qnmixer.runs.terminal import Console
 from qnmixer.training.callbacks import EMA, MemoryMonitor
 
 from ..conftest import csv_rows, every_third, tiny_config, tiny_module
-
-TinyModule = Callable[..., ReconstructionModule]
 
 
 def train(module: ReconstructionModule, folder: Path, *callbacks: Callback, **options: Any) -> list[dict[str, str]]:

@@ -13,19 +13,11 @@ SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
 SRUN = SBATCH | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5"}
 
 
-@pytest.mark.parametrize(
-    ("environment", "found"),
-    [
-        ({}, (False, False, 0, 1)),
-        (AGENT, (True, False, 3, 4)),
-        (SBATCH, (False, False, 0, 1)),
-        (SBATCH | AGENT, (True, False, 3, 4)),
-        (SRUN, (True, True, 5, 8)),
-        (SRUN | AGENT, (True, False, 3, 4)),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, (False, False, 0, 1)),
-    ],
-    ids=["plain", "torchrun", "sbatch", "our launcher in sbatch", "srun", "torchrun under srun", "shell of salloc"],
-)
+@pytest.mark.parametrize(("environment", "found"), [
+    ({}, (False, False, 0, 1)), (AGENT, (True, False, 3, 4)), (SBATCH, (False, False, 0, 1)),
+    (SBATCH | AGENT, (True, False, 3, 4)), (SRUN, (True, True, 5, 8)), (SRUN | AGENT, (True, False, 3, 4)),
+    (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, (False, False, 0, 1)),
+], ids=["plain", "torchrun", "sbatch", "our launcher in sbatch", "srun", "torchrun under srun", "salloc"])  # fmt: skip
 def test_who_is_a_rank(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], found: tuple[bool, bool, int, int]
 ) -> None:
