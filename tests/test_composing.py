@@ -34,7 +34,7 @@ def nodes(config: Any, key: str = "") -> Iterator[tuple[Any, ...]]:
 @pytest.fixture
 def plain() -> Iterator[None]:
     """Hydra's own way, until the test ends."""
-    composing.compose_as_hydra()
+    composing.compose_faster(False)
     yield
     composing.compose_faster()
 

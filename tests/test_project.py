@@ -43,10 +43,13 @@ def test_nothing_in_it_has_the_name_of_the_template(project: Path) -> None:
     assert 'name = "nice-ct"' in (project / "pyproject.toml").read_text()
 
 
-def test_it_is_short_and_imports_nothing_private(project: Path) -> None:
+def test_it_is_short_and_imports_nothing_private_and_its_notebook_has_no_outputs(project: Path) -> None:
     files = [path for path in project.rglob("*") if path.is_file()]
     assert sum(len(path.read_text().splitlines()) for path in files) < 700
     assert [path for path in files if PRIVATE.search(path.read_text())] == []
+    (path,) = project.rglob("*.ipynb")
+    code = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [(cell["outputs"], cell["execution_count"]) for cell in code] == [([], None)] * len(code)
 
 
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
@@ -71,12 +74,6 @@ def test_its_wheel_trains_it_from_any_folder(project: Path, tmp_path: Path, warm
     config = yaml.safe_load(done.stdout)
     assert (config["model"]["_target_"], config["fit"]) == ("nice_ct.network.MyNetwork", "nice_ct.fit.fit")
     assert config["loss"]["_target_"] == "qnmixer.losses.l1"
-
-
-def test_its_notebook_has_no_outputs(project: Path) -> None:
-    (path,) = project.rglob("*.ipynb")
-    code = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert [(cell["outputs"], cell["execution_count"]) for cell in code] == [([], None)] * len(code)
 
 
 SPLIT = """

@@ -13,17 +13,16 @@ from qnmixer.settings.run import parse
 from .pages import PAGES, README, ROOT, blocks, commands
 
 
-def test_the_readme_is_for_someone_in_a_hurry() -> None:
-    assert len(README.read_text().splitlines()) <= 140
+def test_the_readme_is_for_someone_in_a_hurry_and_links_every_page() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 140
+    assert [page.name for page in PAGES[1:] if f"](docs/{page.name})" not in text] == []
 
 
-def test_each_command_stands_once() -> None:
+def test_each_command_stands_once_and_what_is_not_run_is_not_of_this_repository() -> None:
     found = commands()
     assert len(found) > 20
     assert len(found) == len(set(found))
-
-
-def test_blocks_that_are_not_run_hold_only_what_this_repository_does_not_have() -> None:
     others = [line for page in PAGES for line in blocks(page, "")]
     assert [line for line in others if not line.startswith(("wandb ", "mkdir all && ", "hf "))] == []
 
@@ -43,11 +42,6 @@ def test_links_and_files_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"`((?:src|conf|tests|notebooks)/[\w/.]+)`", text)
     missing += [name for name in named if "NAME" not in name and not (ROOT / name).exists()]  # NAME: the reader's
     assert [name for name in missing if name != "conf/local/default.yaml"] == []  # a file of the user
-
-
-def test_every_page_is_linked_from_the_readme() -> None:
-    text = README.read_text()
-    assert [page.name for page in PAGES[1:] if f"](docs/{page.name})" not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

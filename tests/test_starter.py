@@ -22,16 +22,14 @@ def test_every_command_is_a_line_of_python_m_qnmixer() -> None:
     assert all(len(line.split()) > 6 for line in lines)
 
 
-def test_the_workflow_does_what_ci_does_on_every_python_that_make_takes() -> None:
+def test_the_workflow_and_a_commit_do_what_ci_and_lint_do_on_every_python_that_make_takes() -> None:
     (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
     steps = [step["run"] for step in job["steps"] if "run" in step]
     assert steps[-1] == ".ci/run"
     assert all(step.startswith("git config") for step in steps[:-1])  # nothing is checked that .ci/run does not
     first, after = re.findall(r"\(3, (\d+)\)", (ROOT / "Makefile").read_text())
     assert job["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(int(first), int(after))]
-
-
-def test_a_commit_is_checked_as_by_make_lint() -> None:
+    # And a commit is checked as by make lint.
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     entries = [hook["entry"].replace(" --force-exclude", "") for hook in repository["hooks"]]
     (recipe,) = re.findall(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)

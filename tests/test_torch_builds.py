@@ -61,6 +61,7 @@ def test_the_fix_is_pinned_and_of_a_build_that_exists(monkeypatch: pytest.Monkey
     pip = f"pip install torch=={TORCH}+cu126 --index-url https://download.pytorch.org/whl/cu126"
     assert fix(gpus(MIDDLE, V100)) == f"make install TORCH=cu126, or {pip}"
     assert "update the driver" in fix(gpus(OLD, A100))
+    assert f"\ntorch=={TORCH} \\\n" in (ROOT / "requirements.lock").read_text()  # the lock has this torch
 
 
 def test_a_word_that_is_no_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +72,3 @@ def test_a_word_that_is_no_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert decide("auto") == ("cpu", "macOS has one build")
     with pytest.raises(NoBuildError, match="has no CUDA"):
         decide("cu126")
-
-
-def test_the_lock_has_this_torch() -> None:
-    assert f"\ntorch=={TORCH} \\\n" in (ROOT / "requirements.lock").read_text()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from qnmixer.errors import ConfigError
 from qnmixer.measurement.build import build_network, system_matrix_at
 from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.memory.plan import Planner
+from qnmixer.memory.plan import Planner, advice, changes
 from qnmixer.memory.plan_config import PlanConfig, device_memory
 from qnmixer.memory.report import as_object, largest_batch, levers_table, print_plan, usable
 from qnmixer.module.build import build_module
@@ -19,21 +19,15 @@ from qnmixer.parallel.shapes import without_data
 from qnmixer.parallel.tracker import PeakTracker, autocast, batch_of, make_state, n_bytes, optimizer_tensors
 from qnmixer.settings.compose import compose
 from qnmixer.settings.override import override
-from qnmixer.settings.run import Config, parse
+from qnmixer.settings.run import Config, effective_batch, parse
 from qnmixer.settings.strategies import PipelineConfig
 
 from ..conftest import every_third
 
 SMALL = [
-    "data.image_size=32",
-    "data.batch_size=3",
-    "geometry.n_detectors=48",
-    "geometry.detector_pitch=20",
-    "geometry.n_views=8",
-    "model.channels=16",
-    "model.n_iterations=8",
-]
-
+    "data.image_size=32", "data.batch_size=3", "geometry.n_detectors=48", "geometry.detector_pitch=20",
+    "geometry.n_views=8", "model.channels=16", "model.n_iterations=8",
+]  # fmt: skip
 SIMPLE = "model=learn model.n_iterations=4 model.channels=8"
 """A network with few operators."""
 
@@ -165,15 +159,11 @@ def test_the_largest_batch_fits_and_one_more_does_not(planner: Planner) -> None:
     assert largest_batch({1: 30.0, 8: 200.0}, limit=20.0) == "none"
 
 
-@pytest.mark.parametrize(("name", "mib"), [("V100-16", 16160), ("24", 24 * 1024), ("24GB", 24 * 1024), ("0.5gb", 512)])
-def test_devices_by_name_and_size(name: str, mib: float) -> None:
-    assert device_memory(name) == mib
-
-
-@pytest.mark.parametrize("name", ["V10-16", "-3", "0", "nan", "infGB", "big"])
-def test_unknown_devices_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"device={name} is not known"):
-        device_memory(name)
+def test_devices_by_name_and_size() -> None:
+    assert [device_memory(name) for name in ("V100-16", "24", "24GB", "0.5gb")] == [16160, 24 * 1024, 24 * 1024, 512]
+    for name in ("V10-16", "-3", "0", "nan", "infGB", "big"):
+        with pytest.raises(ConfigError, match=f"device={name} is not known"):
+            device_memory(name)
 
 
 def test_levers_say_what_they_save(planner: Planner) -> None:
@@ -283,3 +273,34 @@ def test_the_tables_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {line.split()[1] for line in printed.splitlines() if line.startswith("│")}
     assert {"0", "3", "keep", "recompute", "offload", "V100-16"} <= rows
     assert "each device is idle 27% of the time" in printed
+
+
+# What a run that is out of memory is advised to change
+
+
+def test_what_the_run_has_already_or_a_cpu_does_slowly_is_not_advised() -> None:
+    config = config_of("model.n_iterations=2 memory=recompute trainer.precision=16-mixed data.batch_size=1")
+    assert changes(config) == ["model.n_iterations=1", "model.channels=8"]
+    on_cpu, on_gpu = (changes(config_of(f"trainer.accelerator={it}")) for it in ("cpu", "gpu"))
+    assert "trainer.precision=bf16-mixed" in on_cpu
+    assert not [change for change in on_cpu if "=16-mixed" in change]
+    assert "trainer.precision=16-mixed" in on_gpu
+
+
+def test_the_mildest_that_fit_are_advised_or_the_smallest(planner: Planner) -> None:
+    """Each change is an override that makes a step smaller, with the same slices in an optimizer step."""
+    config = config_of("model=learn data.batch_size=4 model.n_iterations=2 trainer.accumulate_grad_batches=2")
+    needed, peaks = planner.estimate(config).peak, {}
+    for change in changes(config):
+        changed = override(config, change)
+        peaks[change] = planner.estimate(changed).peak
+        assert effective_batch(changed) == effective_batch(config)
+    assert max(peaks.values()) < needed
+    line = advice(planner, config, available=0.99 * needed / MIB)
+    assert line.startswith(f"out of memory: a step of this run needs {needed / MIB:,.0f} MiB by the plan")
+    mild = [change for change, peak in peaks.items() if peak <= 0.99 * needed][:3]
+    assert [line.find(change) > 0 for change in mild] == [True] * 3
+    line = advice(planner, config, available=0.0)
+    assert f"no simple change fits, the closest are {min(peaks, key=peaks.__getitem__)} (" in line
+    # By the plan it fits, and still it failed.
+    assert "gaps between tensors, validation or other programs took the rest" in advice(planner, config, 1000.0)

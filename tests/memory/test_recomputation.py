@@ -69,13 +69,6 @@ def test_buffers_and_gradients_are_those_of_one_pass(projector: FanBeamProjector
     assert bool(changed) == (name != "Constant")
 
 
-def test_a_network_of_one_iteration(projector: FanBeamProjector) -> None:
-    """Its blocks are the checkpoints."""
-    network = buffers.BatchNorm(projector, n_iterations=1)
-    expected, results = (trained(network, it) for it in ("keep", "recompute"))
-    assert [name for name, value in expected.items() if not torch.equal(results[name], value)] == []
-
-
 @pytest.mark.parametrize("T", [1, 3])
 def test_compiled_blocks(projector: FanBeamProjector, T: int) -> None:
     """The compiler would run a checkpoint inside a block without its contexts."""
@@ -84,9 +77,11 @@ def test_compiled_blocks(projector: FanBeamProjector, T: int) -> None:
     assert [name for name, value in expected.items() if not torch.allclose(results[name], value)] == []
 
 
-def test_half_precision_with_a_scaler(projector: FanBeamProjector) -> None:
-    network = buffers.Spectral(projector, n_iterations=3)
-    expected, results = (trained(network, it, torch.float16) for it in ("keep", "recompute"))
+@pytest.mark.parametrize(("kind", "T", "dtype"), [(buffers.BatchNorm, 1, None), (buffers.Spectral, 3, torch.float16)])
+def test_one_iteration_and_half_precision(projector: FanBeamProjector, kind: Any, T: int, dtype: Any) -> None:
+    """The blocks of one iteration are the checkpoints."""
+    network = kind(projector, n_iterations=T)
+    expected, results = (trained(network, it, dtype) for it in ("keep", "recompute"))
     assert [name for name, value in expected.items() if not torch.equal(results[name], value)] == []
 
 

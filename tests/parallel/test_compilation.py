@@ -53,12 +53,11 @@ def test_the_same_gradients_from_few_graphs(
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_a_network_without_blocks_is_told(projector: FanBeamProjector) -> None:
+def test_a_network_without_blocks_and_a_missing_compiler_are_told(
+    projector: FanBeamProjector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="has no blocks"):
         compile_blocks(FBP(projector))
-
-
-def test_a_missing_compiler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
         resolve_devices(tiny_config("compile=true", "trainer.accelerator=cpu"))

@@ -157,11 +157,10 @@ def test_a_terminal_shows_that_settings_are_read_before_torch_is_loaded(tmp_path
     assert "reading the settings …" in session.text
 
 
-def test_json_has_no_line_before_it(forked: Python, tmp_path: Path) -> None:
+def test_json_has_no_line_before_it_and_of_several_processes_only_the_first_says_it(
+    forked: Python, tmp_path: Path
+) -> None:
     assert first_lines(forked, tmp_path, "qnmixer.doctor", "format=json") == []
-
-
-def test_of_several_processes_only_the_first_says_it(forked: Python, tmp_path: Path) -> None:
     words = ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "hydra.run.dir=run"]
     variables = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}
     assert first_lines(forked, tmp_path, "qnmixer.train", *words, **variables) == []

@@ -74,10 +74,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     (yaml,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "make_it_yours.md").read_text(), re.DOTALL)
     (place / "my_conf" / "loss").mkdir(parents=True)
     (place / "my_conf" / "loss" / "huber.yaml").write_text(yaml)
-    (place / "my_scans.py").write_text(own("my_scans.py"))
-    (place / "my_module.py").write_text(own("my_module.py"))
-    (place / "my_gan.py").write_text(own("my_gan.py"))
-    (place / "my_slices.py").write_text(own("my_slices.py"))
+    for name in ("my_scans.py", "my_module.py", "my_gan.py", "my_slices.py"):
+        (place / name).write_text(own(name))
     (place / "pairs").mkdir()
     for part in ("train", "val", "test"):
         torch.save((torch.rand(8, 1, 32, 32), torch.rand(8, 1, 32, 48)), place / "pairs" / f"{part}.pt")
@@ -133,12 +131,17 @@ def run(command: str, place: Path, warm: Warm) -> None:
     elif words[2] == "qnmixer.train":
         phantoms = not any(word.startswith(("data=", "experiment=paper")) for word in words)
         words += [*TINY, *(PHANTOMS if phantoms else ["data.cache_dir=cache"] * ("data=custom" not in words))]
+        words += ["callbacks=none"] * ("callbacks" not in command)  # the pictures of `make train` will do
         if "model.n_iterations" not in command:
             words.append("model.n_iterations=2")
         if "hydra/sweeper=search" in command:
             words.append("hydra.sweeper.n_trials=1")
         if "resume=" in command:  # two steps more than it has
-            words = [*words[:3], *command.split()[3:], f"trainer.max_steps={2 + steps_of(words, place)}"]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(place)
+                resumed = latest() if "resume=latest" in words else place / "run"
+                steps = json.loads((resumed / "results.json").read_text())["steps"]
+            words = [*words[:3], *command.split()[3:], f"trainer.max_steps={2 + steps}"]
     elif words[2] == "qnmixer.calibrate" and "geometry=" in command:
         words.append("geometry.n_views=56")
     elif words[2] == "qnmixer.robustness":
@@ -156,14 +159,6 @@ def run(command: str, place: Path, warm: Warm) -> None:
         patch.setattr(sys, "argv", words[2:])
         patch.setenv(TRACEBACK, "1")
         importlib.import_module(words[2]).main()
-
-
-def steps_of(words: list[str], place: Path) -> int:
-    """Optimizer steps of the run that a command resumes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        run = latest() if "resume=latest" in words else place / "run"
-        return json.loads((run / "results.json").read_text())["steps"]
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ In float64, where rounding hides nothing: of a step of four slices in a window f
 weight of 2 is exact in the float32 of a batch: with 4/3 all gradients differ by 3e-8, from that of all slices at once.
 """
 
-import json
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,11 @@ import torch
 
 from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.measurement.build import build_projector
-from qnmixer.runs.processes.launch import launch
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
 
 from ..warm import Warm
-from .test_gradients_of_one_process import COMPETITORS, MODEL, RANK, TINY
+from .test_gradients_of_one_process import COMPETITORS, MODEL, TINY, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
@@ -76,14 +74,7 @@ def recorded(
         task = {"config": config, "folder": str(place), "resume": None, "scale": None, "measure": False}
         jobs[n_processes].append(task | {"save": False, "exact": True})
     for n_processes, tasks in jobs.items():
-        path = folder / f"job_{n_processes}.json"
-        path.write_text(json.dumps(tasks))
-        if n_processes == 1:
-            process = warm.run(str(RANK), str(path), cwd=folder)
-            assert process.returncode == 0, process.stderr
-        else:
-            with warm.forking_ranks():
-                launch([str(RANK), str(path)], n_processes)
+        train(folder, n_processes, tasks, warm)
     return {case: [torch.load(file) for file in sorted(place.glob("rank_*.pt"))] for case, place in places.items()}
 
 

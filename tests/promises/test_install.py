@@ -131,11 +131,6 @@ class Machine:
             versions["cudnn"] = (site / "nvidia" / "cudnn.txt").read_text()
         return versions
 
-    def change_pyproject(self) -> None:
-        """As a pull does: what is installed is now older."""
-        mtime = (self.project / ".venv" / ".installed").stat().st_mtime + 10
-        os.utime(self.project / "pyproject.toml", (mtime, mtime))
-
 
 @pytest.fixture
 def machine(template: Path, tmp_path: Path) -> Callable[..., Machine]:
@@ -195,7 +190,8 @@ def test_the_fix_installs_a_build_that_the_next_install_keeps(machine: Callable[
     host.run(pip)
     assert host.packages() == CU126
     fake_nvidia_smi(host.bin, A100)  # as on another node, with the same files
-    host.change_pyproject()
+    mtime = (host.project / ".venv" / ".installed").stat().st_mtime + 10
+    os.utime(host.project / "pyproject.toml", (mtime, mtime))  # as a pull does: what is installed is now older
     assert "build cu126: kept" in host.run("make install")
     assert host.packages() == CU126
     host.run("make install TORCH=auto")

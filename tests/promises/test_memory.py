@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from qnmixer.data.phantoms.phantoms import phantom
-from qnmixer.module import ReconstructionModule
 from qnmixer.parallel.device_memory import MIB
-from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 
-from ..conftest import environment, tiny_module
-from ..memory.test_advice import TINY
+from ..conftest import TINY as COMMON
+from ..conftest import environment
 from ..memory.test_plan import SMALL
+from ..saved import save
 from ..warm import Warm
 from .commands import Command
 
@@ -57,7 +56,7 @@ import resource, runpy
 resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))
 runpy.run_module("qnmixer.train", run_name="__main__", alter_sys=True)
 """
-    command = ["-c", program, *TINY, "data.image_size=128", "data.batch_size=96", "logger=csv"]
+    command = ["-c", program, *SMALL, "model.n_iterations=2", "data.image_size=128", "data.batch_size=96", "logger=csv"]
     command += ["model.channels=64", "data.num_workers=0", "trainer.max_steps=2", "trainer.accelerator=cpu"]
     command += ["data.n_train=96", "data.n_val=1", "data.n_test=1", f"hydra.run.dir={tmp_path}"]
     process = warm.run(*command, cwd=tmp_path)
@@ -80,20 +79,14 @@ main()
 """
 
 
-def save(module: ReconstructionModule, path: Path) -> None:
-    """As the checkpoint of a run."""
-    content = {"format": 1, "config": module.config.plain(), "largest_norm": 0.0}
-    torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is read from /proc")
 def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
     """Real allocations that the system refuses, 150 MiB above what is there."""
-    save(tiny_module("data.image_size=128", "model.n_iterations=1", "model.channels=32"), tmp_path / "a.ckpt")
+    save(tmp_path / "a", *COMMON, "data.image_size=128", "model.n_iterations=1", "model.channels=32")
     np.save(tmp_path / "a.npy", np.stack([phantom(32, seed=0, part="test", index=k) for k in range(64)]))
     # Freed memory goes back to the system. Else it depends on chance how much of the address space is left.
     variables = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    words = ["run=a.ckpt", "input=a.npy", "output=out", "accelerator=cpu", "formats=[npy]", "batch_size=64"]
+    words = ["run=a", "input=a.npy", "output=out", "accelerator=cpu", "formats=[npy]", "batch_size=64"]
     process = subprocess.run(
         [sys.executable, "-c", _LIMITED, "150", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env=environment(**variables),
@@ -122,15 +115,15 @@ finally:
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_a_long_series_needs_the_memory_of_a_short_one(warm: Warm, tmp_path: Path) -> None:
     """All its slices together have 100 MiB."""
-    save(tiny_module(), tmp_path / "a.ckpt")
-    hu, peaks = phantom(256, seed=0, part="test", index=0).astype(np.float32), []
-    for n in (40, 400):
+    save(tmp_path / "a", *COMMON)
+    hu, peaks = phantom(512, seed=0, part="test", index=0).astype(np.float32), []
+    for n in (10, 100):
         (folder := tmp_path / str(n)).mkdir()
         for k in range(n):
             np.save(folder / f"{k}.npy", hu)
-        words = ["run=a.ckpt", f"input={n}", f"output=out{n}", "accelerator=cpu", "formats=[npy]"]
+        words = ["run=a", f"input={n}", f"output=out{n}", "accelerator=cpu", "formats=[npy]"]
         process = warm.run("-c", _PEAK, *words, cwd=tmp_path, env=environment())
         assert process.returncode == 0, process.stderr
         peaks.append(int(process.stdout.splitlines()[-1]))
-    assert len(list((tmp_path / "out400").iterdir())) == 400
+    assert len(list((tmp_path / "out100").iterdir())) == 100
     assert peaks[1] == pytest.approx(peaks[0], rel=0.08)

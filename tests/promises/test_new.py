@@ -19,40 +19,15 @@ from qnmixer.torch_builds import INDEX, TORCH
 
 from ..conftest import TINY as COMMON
 from ..conftest import metrics
-from .commands import Command, record, weights
+from .commands import Command, weights
 
 TINY = [word for word in COMMON if not word.startswith(("model.n_mixer", "trainer.max"))]
-HELD = ["data.n_train=8", "data.n_held_out=2"]
-MINE = [*TINY, *HELD, "trainer.max_steps=2"]
+MINE = [*TINY, "data.n_train=8", "data.n_held_out=2", "trainer.max_steps=2", "optimizer=sgd", "schedule=constant"]
 GROUPS = (
     "callbacks", "datamodule", "evaluation", "geometry", "logger", "metrics", "noise", "optimizer", "schedule",
     "strategy", "trainer",
 )  # fmt: skip
 """The groups of which a project has one example only to copy."""
-SLICES = """
-import lightning as L
-import torch
-from torch.utils.data import DataLoader
-
-
-class Slices(L.LightningDataModule):
-    def __init__(self, batch_size):
-        super().__init__()
-        self.batch_size = batch_size
-
-    def loader(self, seed, n):
-        images = torch.rand(n, 1, 16, 16, generator=torch.Generator().manual_seed(seed))
-        return DataLoader([{"image": image} for image in images], batch_size=self.batch_size)
-
-    def train_dataloader(self):
-        return self.loader(1, 8)
-
-    def val_dataloader(self):
-        return self.loader(2, 4)
-
-    def test_dataloader(self):
-        return self.loader(3, 3)
-"""
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -161,10 +136,16 @@ def test_a_project_has_this_build_of_torch_and_is_linked_to_this_clone(
 
 @pytest.mark.slow
 def test_its_training_step_is_the_users(tmp_path: Path, command: Command) -> None:
+    """On one device and on two."""
     folder = tmp_path / "mine"
     new.new(folder)
     path = {"PYTHONPATH": str(folder / "src")}
     assert command(folder, "train", *MINE, "hydra.run.dir=before", **path).code == 0
+    two_devices = ["data.batch_size=1", "strategy=ddp", "trainer.devices=2", "hydra.run.dir=two"]
+    assert command(folder, "train", *MINE, *two_devices, **path).code == 0
+    ddp_weights = weights(folder / "two")
+    for name, tensor in weights(folder / "before").items():
+        torch.testing.assert_close(ddp_weights[name], tensor, rtol=1e-5, atol=1e-7)
     source = folder / "src" / "mine" / "module.py"
     loss_line = 'return (batch["weight"] * self.loss(image, batch["image"])).mean()'
     assert loss_line in source.read_text()
@@ -179,30 +160,3 @@ def test_its_training_step_is_the_users(tmp_path: Path, command: Command) -> Non
     assert stranger.error.endswith("add trust=mine.network")
     assert command(folder, "evaluate", *evaluate, **path).code == 0
     assert "| Mine |" in (folder / "evaluated" / "table.md").read_text()
-
-
-@pytest.mark.slow
-def test_its_slices_and_its_module_come_back(tmp_path: Path, command: Command) -> None:
-    """What is trained on a LightningDataModule of one's own, by a RunModule of one's own, on one device and on two."""
-    folder = tmp_path / "mine"
-    new.new(folder)
-    (folder / "src" / "mine" / "slices.py").write_text(SLICES)
-    path = {"PYTHONPATH": str(folder / "src")}
-    words = [*TINY, "datamodule._target_=mine.slices.Slices", "optimizer=sgd", "schedule=constant", "callbacks=none"]
-    words += ["trainer.max_steps=2", "trainer.val_every_n_steps=2"]
-
-    def run_command(name: str, *words: str) -> None:
-        outcome = command(folder, name, *words, **path)
-        assert (outcome.code, outcome.stderr) == (0, "")
-
-    run_command("train", *words, "data.batch_size=4", "test_after_training=true", "hydra.run.dir=one")
-    two_devices = ["data.batch_size=2", "strategy=ddp", "trainer.devices=2", "hydra.run.dir=two"]
-    run_command("train", *words, *two_devices)
-    single_weights, ddp_weights = weights(folder / "one"), weights(folder / "two")
-    for name, tensor in single_weights.items():
-        torch.testing.assert_close(ddp_weights[name], tensor, rtol=1e-5, atol=1e-7)
-
-    results = record(folder / "one")
-    run_command("evaluate", "run=one", "evaluation.n_pictures=1", "hydra.run.dir=again")
-    evaluation = record(folder / "again")
-    assert (evaluation["test"], evaluation["evaluated"]["data"]) == (results["test"], "mine.slices.Slices")

@@ -22,7 +22,6 @@ from qnmixer.reconstruction.checkpoints import read_checkpoint
 
 from ..conftest import PHANTOMS, TINY, Command, environment, rows_without_times
 from ..warm import FORK_RANKS, Warm
-from .commands import training
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resuming")]
 
@@ -188,13 +187,6 @@ def test_every_kind_of_data_and_optimizer_is_the_same_after_a_kill(
     kill_and_go_on(Runs(tmp_path, warm, drawing=False), [("training", 0.1)], *overrides, slices=slices)
 
 
-def test_numbers_that_were_drawn_before_change_nothing(trained: Path, tmp_path: Path) -> None:
-    """As in a notebook: the process has trained, and drawn from every generator."""
-    random.random(), np.random.rand(), torch.rand(3)  # noqa: NPY002
-    assert training(tmp_path / "again", "noise=field", "callbacks=default").code == 0
-    assert rows_without_times(tmp_path / "again") == rows_without_times(trained)
-
-
 def moments(seed: int, start: int, training: int, writing: int, pace: float = 1) -> list[tuple[str, float]]:
     """So many random moments of the start, of training and validation, and of the writing of checkpoints."""
     rng = random.Random(seed)
@@ -205,15 +197,15 @@ def moments(seed: int, start: int, training: int, writing: int, pace: float = 1)
     return draws
 
 
-def test_a_run_that_is_killed_again_and_again_comes_to_the_same(warm: Warm, tmp_path: Path) -> None:
-    overrides = ["trainer.max_steps=50", "trainer.save_every_n_steps=1", "data.num_workers=1"]
-    kill_and_go_on(Runs(tmp_path, warm, drawing=True), moments(0, 1, 2, 2, pace=0.15), *overrides)
-
-
-@pytest.mark.long  # the same, with twenty kills of Pythons that load their libraries
-def test_a_run_that_is_killed_twenty_times_comes_to_the_same(warm: Warm, tmp_path: Path) -> None:
-    overrides = ["trainer.max_steps=500", "trainer.save_every_n_steps=1", "data.num_workers=1"]
-    kill_and_go_on(Runs(tmp_path, warm, drawing=True, cold=True), moments(0, 4, 8, 8), *overrides)
+@pytest.mark.parametrize(("steps", "kills", "cold"), [
+    (50, moments(0, 1, 2, 2, pace=0.15), False),
+    pytest.param(500, moments(0, 4, 8, 8), True, marks=pytest.mark.long),  # of Pythons that load their libraries
+], ids=["5", "20"])  # fmt: skip
+def test_a_run_that_is_killed_again_and_again_comes_to_the_same(
+    warm: Warm, tmp_path: Path, steps: int, kills: list[tuple[str, float]], cold: bool
+) -> None:
+    overrides = [f"trainer.max_steps={steps}", "trainer.save_every_n_steps=1", "data.num_workers=1"]
+    kill_and_go_on(Runs(tmp_path, warm, drawing=True, cold=cold), kills, *overrides)
 
 
 @pytest.mark.parametrize(

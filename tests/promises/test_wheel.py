@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from qnmixer.settings.options import CONF
@@ -21,7 +20,7 @@ from qnmixer.settings.options import CONF
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     "data.image_size=32", "geometry.n_detectors=48", "geometry.detector_pitch=20", "model.n_iterations=2",
-    "model.channels=8", "data.num_workers=0", "data.n_train=8", "data.n_val=2", "data.n_test=2", "logger=csv",
+    "model.channels=8", "data.num_workers=0", "data.n_train=8", "logger=csv",
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
@@ -83,23 +82,14 @@ def test_the_wheel_has_all_configs_but_this_machines(wheel: Path) -> None:
     assert sorted(names) == sorted(f"qnmixer/conf/{path}" for path in paths)
 
 
-@pytest.mark.long  # in CI make dist does so
-def test_commands_run_in_an_empty_folder(run: Run, tmp_path: Path) -> None:
-    run("qnmixer-train", "experiment=demo", "trainer.max_steps=5", *TINY, "hydra.run.dir=run", cwd=tmp_path)
-    assert (tmp_path / "run" / "evaluation" / "table.md").is_file()
-    np.save(tmp_path / "slice.npy", np.full((64, 64), -1000, np.float32))  # air
-    run("qnmixer-reconstruct", "run=pretrained", "input=slice.npy", "output=out", cwd=tmp_path)
-    assert (tmp_path / "out" / "slice.npy").is_file()
-
-
 @pytest.mark.long
 def test_a_project_of_ones_own_trains(run: Run, tmp_path: Path) -> None:
+    """`make dist` runs the commands themselves in an empty folder."""
     run("qnmixer-new", "mine", cwd=tmp_path)
     assert re.search(r'"qnmixer\[train,dicom\] @ file://\S+\.whl"', (tmp_path / "mine" / "pyproject.toml").read_text())
     python = run("python", "-c", "import sys; print(sys.executable)", cwd=tmp_path).strip()
     pip("--python", python, "install", "--no-deps", "--no-build-isolation", "-e", str(tmp_path / "mine"))
-    sizes = [word for word in TINY if not word.startswith(("data.n_val", "data.n_test"))]
-    overrides = ["trainer.max_steps=2", *sizes, "test_after_training=false", "hydra.run.dir=run"]
+    overrides = ["trainer.max_steps=2", *TINY, "test_after_training=false", "hydra.run.dir=run"]
     run("python", "-m", "mine.train", *overrides, cwd=tmp_path / "mine")
     assert (tmp_path / "mine" / "run" / "checkpoints" / "best.ckpt").is_file()
     makefile = (tmp_path / "mine" / "Makefile").read_text()

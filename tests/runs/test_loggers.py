@@ -1,6 +1,5 @@
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from qnmixer.settings.run import Config, parse, parse_file
 from ..conftest import offline_runs, tiny_config
 
 pytestmark = pytest.mark.usefixtures("no_wandb")
-OfflineRuns = Callable[[Path], list[Any]]
 CPU = ["trainer.accelerator=cpu", "trainer.devices=1"]
 
 
@@ -90,16 +88,6 @@ def test_a_sweep_is_one_group(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         assert {"git_commit", "versions", "device"} <= run.config.keys()
 
 
-def test_names_that_are_asked_for(tmp_path: Path) -> None:
-    """A run by itself has its time as its name."""
-    run_in(tmp_path / "2026-01-31" / "12-00-00", 1)
-    asked = ["logger.wandb.name=mine", "logger.wandb.group=ours"]
-    run_in(tmp_path / "anna" / "time2", 1, config=config_of(*asked))
-    first, second = offline_runs(tmp_path)
-    assert (first.name, first.group) == ("qn_mixer-phantoms-32views-seed42-2026-01-31/12-00-00", None)
-    assert (second.name, second.group) == ("mine", "ours")
-
-
 def test_words_beat_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = tmp_path / "runs", tmp_path / "wandb's"
     mine = {"DIR": str(places[1]), "PROJECT": "mine", "NAME": "by hand", "TAGS": "paper, noise", "ENTITY": ""}
@@ -113,7 +101,7 @@ def test_words_beat_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     own = [run.records[0] if "run" in run.records[0] else run.records[1] for run in (one, other)]
     assert [it["run"]["project"] for it in own] == ["mine", "theirs"]
     assert [it["run"].get("notes") for it in own] == [None, "why"]
-    assert (one.name, one.tags[:2]) == ("by hand", ["paper", "noise"])
+    assert (one.name, one.group, one.tags[:2]) == ("by hand", None, ["paper", "noise"])
     assert (other.name, other.tags[:4]) == ("typed", ["b", "paper", "noise", "qn_mixer"])
     monkeypatch.setenv("WANDB_MODE", "disabled")
     modes = [config_of(*given).logger["wandb"].mode for given in ([], ["logger.wandb.mode=online"])]
@@ -128,10 +116,11 @@ def test_words_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (tmp_path / "there" / "wandb").is_dir()
     monkeypatch.setenv("WANDB_RUN_GROUP", "theirs")
     monkeypatch.setenv("WANDB_NOTES", "because")
-    run_in(tmp_path / "b", 1, config=config_of())
+    run_in(tmp_path / "2026-01-31" / "12-00-00", 1, config=config_of())
     runs = {run.name: run for run in offline_runs(tmp_path)}
     mine = runs.pop("mine")
-    ((_, other),) = runs.items()
+    ((name, other),) = runs.items()
+    assert name == "qn_mixer-phantoms-32views-seed42-2026-01-31/12-00-00"  # a run by itself has its time as its name
     records = [next(record["run"] for record in run.records if "run" in record) for run in (mine, other)]
     expected = ("abc", "ours", "check", "why", ["one", "two"])
     kept = [records[0][key] for key in ("run_id", "run_group", "job_type", "notes")]

@@ -38,6 +38,10 @@ def test_an_end_that_nobody_recorded(tmp_path: Path) -> None:
     record = read(tmp_path)
     assert record.pop("started")
     assert record == {**signed(["seed=1"]), "status": "failed", "error": "ValueError: no data"}
+    with contextlib.suppress(SyntaxError), Run(tmp_path / "b", ["seed=1"]).lock():  # before the record begins
+        raise SyntaxError("of fit.py")
+    record = read(tmp_path / "b")
+    assert (record["status"], record["error"]) == ("failed", "SyntaxError: of fit.py")
 
 
 def test_where_a_strangers_run_began_is_not_signed(tmp_path: Path) -> None:
@@ -48,12 +52,6 @@ def test_where_a_strangers_run_began_is_not_signed(tmp_path: Path) -> None:
     with run.recording():
         run.record_resume(3)
     assert read(tmp_path)["overrides"] == ["seed=1"]
-
-
-def test_an_error_between_the_lock_and_the_record_is_recorded(tmp_path: Path) -> None:
-    with contextlib.suppress(SyntaxError), Run(tmp_path, ["seed=1"]).lock():
-        raise SyntaxError("of fit.py")
-    assert (read(tmp_path)["status"], read(tmp_path)["error"]) == ("failed", "SyntaxError: of fit.py")
 
 
 def test_one_process_holds_the_lock_and_a_killed_one_releases_it(tmp_path: Path) -> None:

@@ -50,9 +50,12 @@ class Mine(CSVLogger):
 """
 
 
-def test_a_run_whose_last_validation_is_not_finite_has_failed(tmp_path: Path) -> None:
-    overrides = ["callbacks=early_stopping", "optimizer.lr=0.5", "trainer.val_every_n_steps=1", "trainer.max_steps=20"]
-    with pytest.raises(FloatingPointError, match=r"val/psnr became (nan|-inf) at step 3$"):
+@pytest.mark.parametrize(("overrides", "step"), [
+    (["callbacks=early_stopping", "optimizer.lr=0.5", "trainer.val_every_n_steps=1", "trainer.max_steps=20"], 3),
+    pytest.param(["callbacks=none", "optimizer.lr=1000", "trainer.max_steps=1"], 1, marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_run_whose_last_validation_is_not_finite_has_failed(tmp_path: Path, overrides: list[str], step: int) -> None:
+    with pytest.raises(FloatingPointError, match=rf"val/psnr became (nan|-inf) at step {step}$"):
         fit(tiny_config(*overrides), Run(tmp_path))
     assert read_results(tmp_path)["status"] == "failed"
     assert not (tmp_path / "evaluation").exists()

@@ -64,8 +64,13 @@ def test_a_row_has_the_step_of_the_checkpoint_that_it_goes_with(tmp_path: Path) 
 
 def test_the_scaler_skips_a_step_that_overflows(tmp_path: Path) -> None:
     """Its norm is not the largest."""
-    overflow = LambdaCallback(on_after_backward=_overflow_at_the_second_step)
-    train(tiny_config("trainer.precision=16-mixed", "trainer.max_steps=3"), tmp_path, overflow)
+
+    def overflow(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step == 1:
+            next(p for p in pl_module.parameters() if p.grad is not None).grad.fill_(math.inf)
+
+    callback = LambdaCallback(on_after_backward=overflow)
+    train(tiny_config("trainer.precision=16-mixed", "trainer.max_steps=3"), tmp_path, callback)
     first, *others = (row for row in read_metrics(tmp_path / "metrics.csv") if row["train/grad_norm"])
     assert float(first["train/loss_scale"]) == 65536
     assert float(first["train/lr"]) == pytest.approx(1e-3)
@@ -74,11 +79,6 @@ def test_the_scaler_skips_a_step_that_overflows(tmp_path: Path) -> None:
     norms = [float(row["train/grad_norm"]) for row in (first, *others)]
     assert [math.isfinite(norm) for norm in norms] == [True, False, True]
     assert float(others[-1]["train/grad_norm_max"]) == max(filter(math.isfinite, norms))
-
-
-def _overflow_at_the_second_step(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-    if trainer.global_step == 1:
-        next(p for p in pl_module.parameters() if p.grad is not None).grad.fill_(math.inf)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What the arguments of Lightning's Trainer do in a run."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from lightning.pytorch.callbacks import Callback
 from qnmixer import steps
 from qnmixer.errors import ConfigError
 from qnmixer.fit import fit
+from qnmixer.module import ReconstructionModule
+from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
 from qnmixer.settings.run import Config
 
-from ..conftest import last_checkpoint, tiny_config
+from ..conftest import last_checkpoint, metrics, tiny_config
 
 # Eight slices in batches of two: four steps an epoch. Three validation slices in two batches.
 EPOCHS = ["trainer.max_steps=-1", "trainer.max_epochs=2", "callbacks=none", "noise=field"]
@@ -169,3 +172,48 @@ def test_what_a_run_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "Trainable params" in out
     assert "step 2/2" not in out
+
+
+# Of several arguments at once: debug=
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_overfitting_drives_the_loss_down(tmp_path: Path) -> None:
+    options = ["model.n_iterations=3", "model.channels=16", "optimizer.lr=3e-3", "trainer.val_every_n_steps=40"]
+    fit(tiny_config("debug=overfit", *options, "trainer.max_steps=40"), Run(tmp_path))
+    losses, results = metrics(tmp_path)["train/loss"], read_results(tmp_path)
+    assert losses[-1] < losses[0] / 3
+    assert results["status"] == "done"
+    assert "test" not in results
+
+
+@pytest.mark.slow
+@pytest.mark.long  # make test runs debug=few_batches among the commands of docs
+def test_few_batches_are_a_whole_run(tmp_path: Path) -> None:
+    fit(tiny_config("debug=few_batches", "data.n_train=1000", "data.n_test=1000"), Run(tmp_path))
+    assert read_results(tmp_path)["status"] == "done"
+    assert len((tmp_path / "evaluation" / "images.csv").read_text().splitlines()) == 1 + 2 * 4
+    assert load_run(tmp_path).config.data == tiny_config("data.n_train=1000", "data.n_test=1000").data
+
+
+@pytest.mark.slow
+def test_a_profile_is_a_trace_that_viewers_open(tmp_path: Path) -> None:
+    options = ["debug.warm_up=2", "debug.steps=1", "trainer.max_steps=4", "trainer.val_every_n_steps=3"]
+    fit(tiny_config("debug=profile", *options), Run(tmp_path))
+    trace, *_ = sorted((tmp_path / "profile").glob("*training_step*.json"))
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(event["name"].startswith("ProfilerStep#") for event in events if event["ph"] == "X") == 1
+    (table,) = (tmp_path / "profile").glob("*.txt")
+    assert "Self CPU" in table.read_text()
+
+
+@pytest.mark.slow
+def test_anomaly_detection_names_the_operator_and_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bad_loss(self: ReconstructionModule, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (0 * self.network(self.measure(batch, "train"))).sum().sqrt()
+
+    monkeypatch.setattr(ReconstructionModule, "training_step", bad_loss)
+    line = r"NaN in MulBackward0 of `.*sum\(\)\.sqrt\(\)` \(.*test_words_of_lightning"
+    with pytest.raises(FloatingPointError, match=line):
+        fit(tiny_config("debug=anomaly"), Run(tmp_path))

@@ -9,12 +9,17 @@ from qnmixer.runs.processes import process
 from qnmixer.runs.processes.process import SIGNALS, defer_stop, handle_signals, loading, stop_requested, stop_signals
 
 
-def test_a_signal_waits_until_training_asks_and_its_echo_is_none() -> None:
+def test_a_signal_waits_until_training_asks_its_echo_is_none_and_a_later_one_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with stop_signals():
         defer_stop(True)
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)
         assert stop_requested() == signal.SIGUSR1
+        monkeypatch.setattr(process, "_SECONDS_OF_ECHO", 0)
+        with pytest.raises(Stopped):
+            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize(("number", "code"), [
@@ -35,15 +40,6 @@ def test_one_that_comes_while_libraries_load_ends_the_process_with_the_same_code
             signal.raise_signal(number)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
-
-
-def test_what_comes_later_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_SECONDS_OF_ECHO", 0)
-    with stop_signals():
-        defer_stop(True)
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(Stopped):
-            signal.raise_signal(signal.SIGINT)
 
 
 def test_another_thread_than_the_main_one_leaves_signals_alone() -> None:
