@@ -26,12 +26,13 @@ SLICES = "data.n_train=4 trainer.max_steps=1"
 DEMO = "experiment=demo model.n_iterations=3 "
 DEMO += " ".join(word for word in TINY.split() if not word.startswith(("data.im", "geometry")))
 LONG = {name: f"{TINY} {model}" for name, model in {"qn_mixer": MODEL, **COMPETITORS}.items()}
+TWO = MODEL.replace("n_iterations=4", "n_iterations=2")
 SINOGRAMS = "data=sinograms data.root=scans data.unit=value monitor=val/residual"
 NETWORKS = {
     "qn_mixer of the demo": DEMO,
     "learn of the demo": f"{DEMO} model=learn model.n_iterations=3 model.channels=16",
-    "without truth": f"{TINY} {MODEL} module=equivariant module.parts=2 {SINOGRAMS}",
-    "without truth in stages": f"{TINY} {MODEL} module._target_=tests.own.OfSinograms {SINOGRAMS}",
+    "without truth": f"{TINY} {TWO} module=equivariant module.parts=2 {SINOGRAMS}",
+    "without truth in stages": f"{TINY} {TWO} module._target_=tests.own.OfSinograms {SINOGRAMS}",
 } | LONG
 WHOLE = f"{SLICES} data.batch_size=4"
 WINDOW = f"{SLICES} trainer.accumulate_grad_batches=4"  # of which it has two
