@@ -34,13 +34,12 @@ from qnmixer.parallel.devices import allow_tf32, compile_blocks, has_bf16
 from qnmixer.parallel.parallelism import build_precision
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
-from qnmixer.settings.compose import compose
 from qnmixer.settings.override import override
-from qnmixer.settings.run import Config, parse
+from qnmixer.settings.run import Config
 from qnmixer.training.callbacks import MemoryMonitor
 from qnmixer.training.steps import build_trainer
 
-from ..conftest import PHANTOMS, TINY, metrics
+from ..conftest import PHANTOMS, TINY, config_of, metrics
 from ..promises.test_gradients_of_one_process import COMPETITORS, MODEL
 
 SMALL = [word for word in TINY if not word.startswith("model.")] + ["data.n_train=8", "data.n_val=3", "data.n_test=4"]
@@ -56,7 +55,7 @@ FLOOR = "× as long as the bytes take that must be moved, at the speed of the co
 def small(model: str, memory: str, precision: str) -> Config:
     """The smallest config of a network; the accelerator is not asked."""
     words = f"{NETWORKS[model]} memory={memory} trainer.precision={precision} noise=field"
-    return override(parse(compose("train", SMALL)), words)
+    return override(config_of(*SMALL), words)
 
 
 def loss_and_gradients(config: Config, device: torch.device) -> tuple[float, Tensor]:
@@ -207,7 +206,7 @@ def test_the_measured_peak_is_that_of_the_plan(
     """On a GPU of the default network, with what cuBLAS and the allocator take."""
     if device.type == "cpu" and "offload" in overrides:
         pytest.skip("on a CPU the host is the device")
-    config = override(parse(compose("train", [*size_for(device), "trainer.max_steps=3"])), overrides)
+    config = override(config_of(*size_for(device), "trainer.max_steps=3"), overrides)
     planned = Planner(config).estimate(config).peak
     if device.type == "cuda":
         planned = on_a_gpu(planned, WORKSPACE if torch.cuda.get_device_capability()[0] >= 9 else 8.1 * MIB)
@@ -275,7 +274,7 @@ def test_time_of_a_step(device: torch.device, findings: list[Row], tmp_path: Pat
     if device.type == "cpu" and overrides:
         pytest.skip("one setting shows on a CPU that the body runs")
     n_steps = 20 if device.type == "cuda" else 4
-    config = override(parse(compose("train", [*size_for(device), f"trainer.max_steps={n_steps}"])), overrides)
+    config = override(config_of(*size_for(device), f"trainer.max_steps={n_steps}"), overrides)
     clock, monitor = _Clock(device), MemoryMonitor(Console(quiet=True))
     trained(config, device, tmp_path, monitor, clock)
     steps = [after - before for before, after in zip(clock.marks[1:-1], clock.marks[2:], strict=True)]

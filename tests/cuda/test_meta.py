@@ -14,9 +14,8 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer
 from qnmixer.parallel.tracker import batch_of
-from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse
 
+from ..conftest import config_of
 from .test_gpu import NETWORKS, SMALL
 
 OTHERS = {
@@ -47,7 +46,7 @@ class Watch(TorchDispatchMode):
 def test_a_step_stays_on_its_device(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it asks for a number or a shape that depends on data, which makes a GPU and its host wait, torch raises."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # it does not know this device
-    config = parse(compose("train", [*SMALL, *words.split()]))
+    config = config_of(*SMALL, *words.split())
     module = build_module(config)
     module.projector.safe_step_size()  # numbers that networks ask for once
     module.projector.operator_norm()

@@ -25,10 +25,8 @@ from qnmixer.measurement.build import build_geometry, build_projector
 from qnmixer.module import ReconstructionModule
 from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
-from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse
 
-from ..conftest import TINY, environment, few_conditions, tiny_config
+from ..conftest import TINY, config_of, environment, few_conditions, tiny_config
 from ..warm import FORK_RANKS, Done, Warm
 
 PAGE = Path(__file__).parents[2] / "docs" / "other_loops.md"
@@ -60,7 +58,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_images.py").write_text(IMAGES_ONLY)
     (folder / "pairs").mkdir()
     generator = torch.Generator().manual_seed(0)
-    projector = build_projector(parse(compose("train", TINY)))
+    projector = build_projector(config_of(*TINY))
     for part, n in (("train", 7), ("val", 3), ("test", 3)):
         images = torch.rand(n, 1, 16, 16, generator=generator)
         torch.save((images, projector(images)), folder / "pairs" / f"{part}.pt")
@@ -143,7 +141,7 @@ def test_two_processes_share_its_slices(here: Path, warm: Warm, target: str) -> 
 
 @pytest.fixture
 def own() -> OwnDataModule:
-    config = parse(compose("train", TINY))
+    config = config_of(*TINY)
     return OwnDataModule(LightningDataModule(), "my_file.Mine", config.data, build_geometry(config))
 
 

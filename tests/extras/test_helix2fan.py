@@ -25,9 +25,9 @@ from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.sinograms import holds_sinograms
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse, section
+from qnmixer.settings.run import section
 
-from ..conftest import TINY
+from ..conftest import TINY, config_of
 from ..sets import discs, image_of, write_helix2fan
 
 tifffile = pytest.importorskip("tifffile")
@@ -42,7 +42,7 @@ HELIX = 96  # views of a turn in the files
 
 @cache
 def scan(*overrides: str) -> FanBeamGeometry:
-    return build_geometry(parse(compose("train", [*WORDS, "data.root=set", *overrides])))
+    return build_geometry(config_of(*WORDS, "data.root=set", *overrides))
 
 
 def all_views(geometry: FanBeamGeometry, n_views: int = HELIX) -> FanBeamGeometry:
@@ -161,7 +161,7 @@ def test_a_file_is_reconstructed_as_it_was_trained(tmp_path: Path, capsys: pytes
     """By a network of drawn phantoms too: the file brings its own water and angles."""
     path = write(tmp_path)
     words = [word for word in WORDS if word != "data=helix2fan" and not word.startswith("model.")]
-    trained = build_module(parse(compose("train", [*words, "model=fbp", "data=phantoms"])))
+    trained = build_module(config_of(*words, "model=fbp", "data=phantoms"))
     its = {"format": 1, "config": trained.config.plain()}
     torch.save({CHECKPOINT_KEY: its, "state_dict": trained.state_dict()}, tmp_path / "a.ckpt")
     given = [f"run={tmp_path}/a.ckpt", f"input={path.parent}", f"output={tmp_path}/out", "formats=[npy]"]

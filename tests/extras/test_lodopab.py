@@ -14,9 +14,9 @@ from qnmixer.errors import ConfigError, DataError
 from qnmixer.installed import NotInstalled
 from qnmixer.measurement.build import build_geometry
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse, section
+from qnmixer.settings.run import section
 
+from ..conftest import config_of
 from ..sets import write_lodopab
 
 h5py = pytest.importorskip("h5py")
@@ -25,7 +25,7 @@ VIEWS = 20
 
 def config(*overrides: str) -> Any:
     words = "data=lodopab", "geometry=lodopab", "data.root=set", f"geometry.n_views={VIEWS}", "data.image_size=362"
-    return parse(compose("train", ["model=fbp", "logger=csv", *words, *overrides]))
+    return config_of("model=fbp", "logger=csv", *words, *overrides)
 
 
 @cache

@@ -21,12 +21,12 @@ from qnmixer.module.build import build_data_module, build_module
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse, section
+from qnmixer.settings.run import section
 from qnmixer.train import train
 from qnmixer.training.steps import build_trainer
 from qnmixer.training.terminal import print_start
 
-from ..conftest import TINY, csv_rows
+from ..conftest import TINY, config_of, csv_rows
 from ..saved import save
 from ..sets import write_lodopab, write_two_detect
 from ..warm import Warm
@@ -40,14 +40,14 @@ WORDS = [
 
 def lodopab(root: Path) -> list[str]:
     words = ["data=lodopab", "geometry=lodopab", f"data.root={root}"]
-    geometry = build_geometry(parse(compose("train", [*WORDS, *words])))
+    geometry = build_geometry(config_of(*WORDS, *words))
     write_lodopab(root, geometry, {"train": 3, "validation": 1, "test": 3})
     return words
 
 
 def two_detect(root: Path) -> list[str]:
     words = ["data=two_detect", "geometry=two_detect", f"data.root={root}", "data.mode=1"]
-    geometry = build_geometry(parse(compose("train", [*WORDS, *words])))
+    geometry = build_geometry(config_of(*WORDS, *words))
     write_two_detect(root, root, geometry, [1, 2831, 3931, 4531, 4532, 5000], modes=[1])
     return words
 
@@ -117,13 +117,13 @@ def custom(**keys: Any) -> SliceDataModule:
     config = section(
         "data", "custom", image_size=16, num_workers=0, batch_size=3, **{"_target_": f"{__name__}.Pairs"} | keys
     )
-    return SliceDataModule(config, geometry=build_geometry(parse(compose("train", TINY))))
+    return SliceDataModule(config, geometry=build_geometry(config_of(*TINY)))
 
 
 def test_a_class_of_ones_own_brings_sinograms(tmp_path: Path) -> None:
     data = custom()
     (batch,) = data.test_dataloader()
-    config = parse(compose("train", [*TINY, "trainer.accelerator=cpu", "logger=csv"]))
+    config = config_of(*TINY, "trainer.accelerator=cpu", "logger=csv")
     assert title_of(config, config.geometry.n_views, data, "test").endswith("8 views, measured")
     trainer, text = build_trainer(config, tmp_path, [], []), io.StringIO()
     print_start(config, build_module(config), data, trainer, Console(file=text))
@@ -140,7 +140,7 @@ INSERT = ["noise=insert", "noise.dose=0.25", "noise.photons=1e4"]
 def test_a_lower_dose_is_inserted_into_what_was_measured(tmp_path: Path) -> None:
     """In training and in evaluation. New in each epoch, and for validation and test always the same."""
     own = ["data=custom", f"data._target_={__name__}.Pairs", "data.num_workers=0"]
-    config = parse(compose("train", [*TINY, *own, "trainer.accelerator=cpu", "logger=csv", *INSERT]))
+    config = config_of(*TINY, *own, "trainer.accelerator=cpu", "logger=csv", *INSERT)
     data = build_data_module(config)
     twice = [torch.cat([batch["sinogram"] for batch in data.test_dataloader()]) for _ in range(2)]
     assert torch.equal(*twice)
@@ -172,4 +172,4 @@ def test_sinograms_of_another_scan_and_images_that_change_are_refused() -> None:
 def test_public_sets_stand_alone() -> None:
     words = ["data=mixed", "data.sources.slices.root=x", "+data.sources.more={share: 0.0, name: lodopab, root: y}"]
     with pytest.raises(ConfigError, match="more has images and sinograms of its own: take it alone"):
-        parse(compose("train", words))
+        config_of(*words)

@@ -14,9 +14,9 @@ from qnmixer.errors import ConfigError, DataError
 from qnmixer.extras.pairs import views_of
 from qnmixer.measurement.build import build_geometry
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse, section
+from qnmixer.settings.run import section
 
+from ..conftest import config_of
 from ..sets import write_two_detect
 
 tifffile = pytest.importorskip("tifffile")
@@ -28,7 +28,7 @@ SIZE = 256
 @cache
 def scan(*overrides: str, size: int = SIZE) -> FanBeamGeometry:
     words = "data=two_detect", "geometry=two_detect", "data.root=set", "geometry.n_views=12", f"data.image_size={size}"
-    return build_geometry(parse(compose("train", ["model=fbp", "logger=csv", *words, *overrides])))
+    return build_geometry(config_of("model=fbp", "logger=csv", *words, *overrides))
 
 
 def module(root: Path, *overrides: str, **keys: Any) -> SliceDataModule:

@@ -19,12 +19,10 @@ from qnmixer.measurement.build import build_projector
 from qnmixer.measurement.pairs import check_pairs
 from qnmixer.physics import PhysicalNoise
 from qnmixer.runs.run import Run
-from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse
 
-from ..conftest import TINY, tiny_config
+from ..conftest import TINY, config_of, tiny_config
 
-DEMO = parse(compose("train", ["experiment=demo", "data.image_size=32", f"datamodule._target_={__name__}.Mirrored"]))
+DEMO = config_of("experiment=demo", "data.image_size=32", f"datamodule._target_={__name__}.Mirrored")
 A = build_projector(DEMO)
 HU = torch.stack([torch.from_numpy(qnmixer.phantom(32, seed=0, part="train", index=k)).float()[None] for k in range(3)])
 IMAGES = (HU.clamp(-1000, 2000) + 1000) / 3000
@@ -85,7 +83,7 @@ def test_sinograms_of_zeros_are_refused() -> None:
 class Mirrored(LightningDataModule):
     def pairs(self) -> DataLoader[Any]:
         images = torch.nn.functional.avg_pool2d(IMAGES, 2)
-        sinograms = build_projector(parse(compose("train", TINY)))(images).flip(-1)
+        sinograms = build_projector(config_of(*TINY))(images).flip(-1)
         return DataLoader([*zip(images, sinograms, strict=True)], 3)
 
     train_dataloader = val_dataloader = test_dataloader = pairs

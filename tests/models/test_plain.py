@@ -13,10 +13,8 @@ from qnmixer.errors import ConfigError, PluginError
 from qnmixer.measurement.build import build_network, build_projector
 from qnmixer.models.plain import PlainNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse
 
-from ..conftest import PHANTOMS, TINY, environment
+from ..conftest import PHANTOMS, TINY, config_of, environment
 from ..data.conftest import make_ct
 from ..warm import Warm
 
@@ -91,7 +89,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("target", ["UNet", "OfSinogram"])
 def test_it_gets_fbp_or_the_sinogram(here: Path, target: str) -> None:
-    config = parse(compose("train", [*WORDS, f"model._target_=my_plain.{target}", "+model.width=6"]))
+    config = config_of(*WORDS, f"model._target_=my_plain.{target}", "+model.width=6")
     projector = build_projector(config)
     network: Any = build_network(config, projector)
     y = projector(torch.rand(2, 1, 16, 16))
@@ -109,13 +107,13 @@ def test_it_gets_fbp_or_the_sinogram(here: Path, target: str) -> None:
 ])  # fmt: skip
 def test_what_needs_steps_says_so(here: Path, words: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
-        parse(compose("train", [*WORDS, *words.split()]))
+        config_of(*WORDS, *words.split())
 
 
 def test_of_qnmixer_only_networks_are_taken() -> None:
     """A file of somebody else may name what is in qnmixer."""
     with pytest.raises(PluginError, match=r"is not a subclass of qnmixer\.models\.UnrolledNetwork"):
-        parse(compose("train", [*WORDS, "model._target_=qnmixer.physics.FanBeamProjector"]))
+        config_of(*WORDS, "model._target_=qnmixer.physics.FanBeamProjector")
 
 
 @pytest.mark.parametrize(("words", "line"), [
@@ -127,7 +125,7 @@ def test_of_qnmixer_only_networks_are_taken() -> None:
 def test_names_of_methods_and_lazy_modules_are_one_line(here: Path, words: str, line: str) -> None:
     """torch takes a module named like a method, and then calls the method."""
     (here / "misnamed.py").write_text(MISNAMED)
-    config = parse(compose("train", [*WORDS, *f"model._target_=misnamed.{words}".split()]))
+    config = config_of(*WORDS, *f"model._target_=misnamed.{words}".split())
     with pytest.raises(ConfigError, match=line):
         build_network(config, build_projector(config))
 

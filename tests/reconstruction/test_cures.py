@@ -24,8 +24,8 @@ from qnmixer.reconstruction.cures import (
     spread_steps,
 )
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
-from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse
+
+from ..conftest import config_of
 
 TRAINED = FanBeamGeometry.paper(16, image_size=64)
 
@@ -157,7 +157,7 @@ SCAN = ["experiment=demo", "data.image_size=16", "geometry.n_views=16", "geometr
 @pytest.mark.parametrize("words", NETWORKS)
 @torch.no_grad()
 def test_every_unrolled_network_starts_at_an_image(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    trained = Reconstructor(parse(compose("train", [*SCAN, *words, "model.n_iterations=2"])))
+    trained = Reconstructor(config_of(*SCAN, *words, "model.n_iterations=2"))
     network = on_scan(trained, trained.config, Cures(passes=2, start="tv", mix=0.25)).network
     said = capsys.readouterr().out
     assert "start=tv: 400 iterations of TV come first; passes=2: 2 times 2 iterations; mix=0.25: 25%" in said
@@ -174,7 +174,7 @@ def test_every_unrolled_network_starts_at_an_image(words: list[str], capsys: pyt
 
 
 def test_a_u_net_has_no_start(capsys: pytest.CaptureFixture[str]) -> None:
-    trained = Reconstructor(parse(compose("train", [*SCAN, "model=fbpconvnet", "model.channels=4"])))
+    trained = Reconstructor(config_of(*SCAN, "model=fbpconvnet", "model.channels=4"))
     on_scan(trained, trained.config, Cures(passes=3))
     assert capsys.readouterr().out == "FBPConvNet has no start: passes, start and mix change nothing\n"
 

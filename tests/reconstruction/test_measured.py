@@ -19,8 +19,8 @@ from qnmixer.physics.projector import system_matrix
 from qnmixer.reconstruction.reconstruct import reconstruct_input
 from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse
 
+from ..conftest import config_of
 from ..saved import TINY, save
 
 SIZE = 64
@@ -185,7 +185,7 @@ def test_matlab_files_that_are_no_scan(tmp_path: Path, fault: str) -> None:
 def test_measured_scans_have_the_geometry_of_the_config(real_ct: Path, name: str) -> None:
     """Their object is a disc of 70 mm, which the rays of the config place at the same spot from every view."""
     pytest.importorskip("scipy.io")
-    geometry = build_geometry(parse(compose("train", ["geometry=htc2022"])))
+    geometry = build_geometry(config_of("geometry=htc2022"))
     sinogram, measured, angles = read_mat(real_ct / "measured" / f"{name}_category7.mat", geometry)
     found, missing = regrid_scan(sinogram, angles, measured, geometry, name)
     assert not missing.any()
@@ -209,7 +209,7 @@ def test_a_matlab_scan_of_another_arc_has_its_geometry(tmp_path: Path, capsys: p
     """A network of a full turn gets a scan of 90° and another source: its step sizes follow."""
     run = save(tmp_path / "run", *TINY)
     keys = ["geometry.n_views=12", f"geometry.angle_span={math.pi / 2}", "geometry.source_to_axis=700"]
-    geometry = build_geometry(parse(compose("train", [*TINY, *keys])))
+    geometry = build_geometry(config_of(*TINY, *keys))
     x = torch.from_numpy((phantom(geometry.image_size, seed=0, part="test", index=2) + 1000) / 1000 * 0.0192)
     y = FanBeamProjector(geometry)(x[None, None])[0, 0].numpy()
     rays = {"distanceSourceOrigin": 700.0, "distanceSourceDetector": 700 + geometry.axis_to_detector}

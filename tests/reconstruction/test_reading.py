@@ -16,10 +16,8 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.reconstruction.checkpoints import encode, load_run, read_checkpoint, resumable, split_of
 from qnmixer.reconstruction.pretrained import Outline, load
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, find_checkpoint
-from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse
 
-from ..conftest import TINY, other_config, tiny_module
+from ..conftest import TINY, config_of, other_config, tiny_module
 
 
 def save(module: ReconstructionModule, run: Path, name: str = "best") -> Path:
@@ -104,7 +102,7 @@ def test_a_config_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_may_move_before_a_run_is_resumed(tmp_path: Path) -> None:
-    config = parse(compose("train", [*TINY, "data=numpy", "data.root=/old"]))
+    config = config_of(*TINY, "data=numpy", "data.root=/old")
     checkpoint: dict[str, object] = {"state_dict": {}}
     checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": config.plain()}
     torch.save(checkpoint, tmp_path / "a.ckpt")

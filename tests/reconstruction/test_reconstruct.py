@@ -32,9 +32,9 @@ from qnmixer.reconstruction.scan import Scan
 from qnmixer.reconstruction.sinograms import holds_sinograms, measured_scans, sinogram_files
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse, section
+from qnmixer.settings.run import section
 
-from ..conftest import TINY, tiny_module
+from ..conftest import TINY, config_of, tiny_module
 from ..data.conftest import make_ct
 from ..sets import write_lodopab, write_two_detect
 
@@ -63,7 +63,7 @@ def at_true_size(*overrides: str) -> ReconstructionModule:
     """FBP at the size that DICOM says."""
     words = [word for word in TINY if not word.startswith("model.")]
     words += ["model=fbp", "data=dicom", "data.root=x", "data.pixel_size=header"]
-    return build_module(parse(compose("train", [*words, *overrides]))).eval()
+    return build_module(config_of(*words, *overrides)).eval()
 
 
 def series(path: Path, count: int, size: int = 16) -> Path:
@@ -157,7 +157,7 @@ def test_a_sinogram_of_a_public_set_is_reconstructed_as_evaluated(reader: tuple[
     pytest.importorskip(library)
     words = ["model=fbp", f"data={name}", f"geometry={name}", f"data.root={tmp_path}", "geometry.n_views=8"]
     keys = ["data.image_size=32", "data.num_workers=0", "logger=csv"]
-    config = parse(compose("train", [*words, *keys]))
+    config = config_of(*words, *keys)
     module = build_module(config).eval()
     if name == "lodopab":
         write_lodopab(tmp_path, module.projector.geometry, {"test": 1})
@@ -317,7 +317,7 @@ def scan(module: ReconstructionModule, photons: float = 0, **changes: Any) -> np
 @pytest.fixture(scope="module")
 def fbp_module() -> ReconstructionModule:
     words = [word for word in TINY if not word.startswith(("model.", "geometry.", "data.image_size"))]
-    return build_module(parse(compose("train", [*words, *SCANNER]))).eval()
+    return build_module(config_of(*words, *SCANNER)).eval()
 
 
 def check(module: ReconstructionModule, path: Path, y: np.ndarray, **keys: object) -> None:

@@ -15,9 +15,8 @@ from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.reconstruction.checkpoints import load_weights
 from qnmixer.reconstruction.cures import outside_of_training
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
-from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse
 
+from ..conftest import config_of
 from ..saved import save
 
 SCAN = ["experiment=demo", "data.image_size=16", "geometry.n_views=16", "geometry.n_detectors=32"]
@@ -46,7 +45,7 @@ def step_sizes(module: Reconstructor | RunModule) -> Tensor:
 @pytest.mark.parametrize("change", [{"n_views": 10}, {"angle_span": 2.0}, {"fbp_filter": "hann"}])
 def test_step_sizes_follow_the_scan(words: list[str], change: dict, capsys: pytest.CaptureFixture[str]) -> None:
     """λ of a trained network stays the same part of 2/ρ(A†A), for every network with steps along FBP."""
-    trained = Reconstructor(parse(compose("train", [*SCAN, *words])))
+    trained = Reconstructor(config_of(*SCAN, *words))
     with torch.no_grad():
         for step_size in trained.network.step_sizes:
             step_size.fill_(0.3)
@@ -98,14 +97,14 @@ def test_who_loads_a_network_for_such_a_scan_is_told(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize("words", [["model=learn", "model.data_term=adjoint"], ["model=fbpconvnet"]])
 def test_what_has_the_scale_of_its_scan_stays(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SCAN, *words, "model.channels=4", *(["model.n_iterations=2"] if "model=learn" in words else [])]
-    trained = Reconstructor(parse(compose("train", words)))
+    trained = Reconstructor(config_of(*words))
     scanned = on_scan(trained, trained.config.changed(geometry=trained.config.geometry.changed(n_views=10)))
     assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), scanned.parameters(), strict=True))
     assert capsys.readouterr().out.splitlines()[0] == "the network was trained with geometry.n_views=16, not 10"
 
 
 def test_on_its_own_scan_a_network_stays_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
-    trained = Reconstructor(parse(compose("train", [*SCAN, "model=qn_mixer_small", "model.n_iterations=2"])))
+    trained = Reconstructor(config_of(*SCAN, "model=qn_mixer_small", "model.n_iterations=2"))
     # The same angle, written out.
     same = trained.config.changed(geometry=trained.config.geometry.changed(first_angle=torch.pi / 16, name="other"))
     scanned = on_scan(trained, same)
@@ -116,9 +115,7 @@ def test_on_its_own_scan_a_network_stays_bit_for_bit(capsys: pytest.CaptureFixtu
 
 def test_total_variation_knows_the_noise_that_slices_get_now() -> None:
     """Also that of an evaluation, which may be another than the config began with."""
-    config, quiet = (
-        parse(compose("train", ["experiment=demo", "model=tv", f"noise={it}"])) for it in ("physical", "none")
-    )
+    config, quiet = (config_of("experiment=demo", "model=tv", f"noise={it}") for it in ("physical", "none"))
     network = build_network(config, build_projector(config))
     assert isinstance(network, TotalVariation)
     y = torch.full((1, 1, 2, 3), 50.0)
@@ -132,7 +129,7 @@ def test_step_sizes_follow_where_a_run_is_trained_further_on_another_scan(
 ) -> None:
     words = [*SCAN, "model=qn_mixer_small", "model.n_iterations=2", "model.channels=8"]
     run = save(tmp_path / "run", *words)
-    modules = [build_module(parse(compose("train", [*words, *more]))) for more in ([], ["geometry.n_views=10"])]
+    modules = [build_module(config_of(*words, *more)) for more in ([], ["geometry.n_views=10"])]
     for module in modules:
         load_weights(module, run)
     assert "geometry.n_views=16, not 10: its step sizes follow the scan" in capsys.readouterr().out

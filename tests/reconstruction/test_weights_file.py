@@ -15,11 +15,9 @@ from qnmixer.reconstruction import weights
 from qnmixer.reconstruction.checkpoints import encode, load_run, load_weights, read_checkpoint, resumable
 from qnmixer.reconstruction.pretrained import decode, digest_of_weights
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED, check_weights, find_checkpoint
-from qnmixer.settings.compose import compose
 from qnmixer.settings.plugins import module_of
-from qnmixer.settings.run import Config, parse
 
-from ..conftest import tiny_module
+from ..conftest import config_of, tiny_module
 from ..public import PRIVATE
 from .test_reading import refusal
 
@@ -68,7 +66,7 @@ CUSTOM = ["data=custom", "data._target_=collections.Counter", "+data.root=/home/
 
 @pytest.mark.parametrize("overrides", [FOLDER, CUSTOM], ids=["folder", "custom"])
 def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str], tmp_path: Path) -> None:
-    config: Config = parse(compose("train", [*overrides, "data.image_size=32", "data.hu_max=1500"]))
+    config = config_of(*overrides, "data.image_size=32", "data.hu_max=1500")
     path = tmp_path / "a.safetensors"
     path.write_bytes(encode(config, {}))
     assert b"secret" not in path.read_bytes()
@@ -79,7 +77,7 @@ def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str],
 
 @pytest.mark.parametrize("target", ["os.system", "qnmixer.data.batch.to_hu"])
 def test_what_a_file_names_is_looked_at_before_it_is_called(tmp_path: Path, target: str) -> None:
-    plain = parse(compose("train", [])).plain()
+    plain = config_of().plain()
     plain["model"]["_target_"] = plain["optimizer"]["_target_"] = plain["loss"]["_target_"] = target
     torch.save({CHECKPOINT_KEY: {"config": plain}, "state_dict": {}}, tmp_path / "a.ckpt")
     if not target.startswith("qnmixer."):
@@ -167,7 +165,7 @@ def test_pretrained_is_what_the_package_ships(
 def test_files_name_what_is_public(module: ReconstructionModule) -> None:
     """A checkpoint with most kinds of targets in it, a weights file, and the weights that are shipped."""
     trained = tiny_module("callbacks=ema", "logger=[csv,wandb]", "metrics=rmse_hu")
-    trained.settings["data"] = parse(compose("train", ["data=dicom", "data.root=."])).data.plain()
+    trained.settings["data"] = config_of("data=dicom", "data.root=.").data.plain()
     checkpoint = {"state_dict": trained.state_dict(), "epoch": 1}
     trained.on_save_checkpoint(checkpoint)
     settings = json.dumps(checkpoint[CHECKPOINT_KEY])

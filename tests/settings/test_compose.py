@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from qnmixer.errors import ConfigError
 from qnmixer.settings.compose import compose, compose_sweep, quoted, values_of, with_search_path
 from qnmixer.settings.options import CONF
-from qnmixer.settings.run import parse
 
+from ..conftest import config_of
 from ..pages import SEARCH_PATH
 
 ROOT, SLICES = "data.root=/ct", "data.sources.slices.root=/ct"
@@ -39,7 +39,7 @@ ROOT, SLICES = "data.root=/ct", "data.sources.slices.root=/ct"
 ])  # fmt: skip
 def test_an_option_keeps_its_own_values(overrides: str, values: dict[str, Any]) -> None:
     """An experiment's sizes are those of its own network, scanner and optimizer; the setting stays."""
-    config = OmegaConf.create(parse(compose("train", overrides.split())).plain())
+    config = OmegaConf.create(config_of(*overrides.split()).plain())
     assert {key: OmegaConf.select(config, key) for key in values} == values
 
 
@@ -48,7 +48,7 @@ def test_the_setting_stays_and_typed_keys_still_fail() -> None:
     assert (config.data.image_size, config.geometry.n_views, config.geometry.n_detectors) == (64, 16, 888)
     assert (config.model.n_iterations, config.trainer.max_steps) == (50, 700)
     with pytest.raises(ConfigError, match=r"^unknown key model\.channels"):
-        parse(compose("train", ["experiment=demo", "model=tv", "+model.channels=3"]))
+        config_of("experiment=demo", "model=tv", "+model.channels=3")
 
 
 @pytest.mark.parametrize("text", [

@@ -14,6 +14,7 @@ from qnmixer.settings.options import CONF
 from qnmixer.settings.run import Config, parse
 from qnmixer.settings.typed_text import _keys_of_texts, with_texts
 
+from ..conftest import config_of
 from ..schemas import EXTRAS, SCHEMAS
 from ..typed import Typed
 
@@ -27,10 +28,10 @@ DICOM = ["data=dicom", "data.root=/ct", "data.split=explicit"]
     ('["1.10",a]', ["1.10", "a"]),
 ])  # fmt: skip
 def test_patients_are_those_that_were_typed(typed: str, patients: list[str]) -> None:
-    config = parse(compose("train", with_texts([*DICOM, f"data.val_patients={typed}"], Config)))
+    config = config_of(*with_texts([*DICOM, f"data.val_patients={typed}"], Config))
     assert config.plain()["data"]["val_patients"] == patients
     mixed = ["data=mixed", "data.sources.slices.root=/ct", "data.sources.slices.split=explicit"]
-    config = parse(compose("train", with_texts([*mixed, f"data.sources.slices.val_patients={typed}"], Config)))
+    config = config_of(*with_texts([*mixed, f"data.sources.slices.val_patients={typed}"], Config))
     assert config.plain()["data"]["sources"]["slices"]["val_patients"] == patients
 
 
@@ -67,7 +68,7 @@ def test_a_number_in_place_of_text_is_refused(word: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"^{word.lstrip('+').partition('=')[0]}=.* should be text, .* put quotes around"
     ):
-        parse(compose("train", [*DICOM, word]))
+        config_of(*DICOM, word)
 
 
 def test_an_argument_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +77,7 @@ def test_an_argument_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     mine = ["loss=custom", "loss._target_=named_loss.loss"]
     for word in ("+loss.name=1.10", "+loss.name=a +loss.names=[1.10]"):
         with pytest.raises(ConfigError, match="should be text, not a number: put quotes around it"):
-            parse(compose("train", [*mine, *word.split()]))
+            config_of(*mine, *word.split())
 
 
 TEXT_OF = {
@@ -217,4 +218,4 @@ def test_signs_that_hydra_does_not_take(key: str, text: str, typed: Typed) -> No
 
 def test_from_a_program() -> None:
     words = command.completed(["experiment=demo", "tags=[1.10]"], SCHEMAS["train"])
-    assert parse(compose("train", words)).tags == ["1.10"]
+    assert config_of(*words).tags == ["1.10"]

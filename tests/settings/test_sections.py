@@ -8,10 +8,11 @@ import pytest
 
 from qnmixer.runs.public_config import without_places
 from qnmixer.settings import compose as composing
-from qnmixer.settings.compose import compose
 from qnmixer.settings.options import CONF
 from qnmixer.settings.parts import CallbackConfig, LoggerConfig, MetricConfig, OptimizerConfig, modes_of
 from qnmixer.settings.run import parse, parse_file, section
+
+from ..conftest import config_of
 
 METRIC, CALLBACK = "+metrics.mine._target_=collections.Counter", "+callbacks.mine._target_=collections.Counter"
 LOGGER = ["logger._target_=collections.Counter", "+logger.key=3"]
@@ -30,15 +31,15 @@ LOGGER = ["logger._target_=collections.Counter", "+logger.key=3"]
     ("logger", ["~logger"], []),
 ])  # fmt: skip
 def test_they_are_chosen_added_and_dropped(group: str, overrides: list[str], names: list[str]) -> None:
-    config = parse(compose("train", overrides))
+    config = config_of(*overrides)
     assert sorted(getattr(config, group)) == names
     assert parse(config.plain()) == config
 
 
 def test_arguments_stand_beside_our_keys() -> None:
     of_metric = [METRIC, "+metrics.mine.mode=min", "+metrics.mine.in_hu=true", "+metrics.mine.width=5"]
-    config = parse(compose("train", [*of_metric, "monitor=val/mine", CALLBACK, "+callbacks.mine.every=5",
-                                     "logger=custom", *LOGGER]))  # fmt: skip
+    config = config_of(*of_metric, "monitor=val/mine", CALLBACK, "+callbacks.mine.every=5",
+                                     "logger=custom", *LOGGER)  # fmt: skip
     counter = "collections.Counter"
     assert config.metrics["mine"] == MetricConfig(_target_=counter, mode="min", in_hu=True, width=5).at("metrics.mine")
     assert config.callbacks["mine"] == CallbackConfig(_target_=counter, every=5).at("callbacks.mine")
@@ -56,9 +57,9 @@ def test_what_is_this_machines_is_under_the_command_line(tmp_path: Path, monkeyp
     monkeypatch.setattr(composing, "CONF", conf)
     (conf / "local").mkdir()
     (conf / "local" / "default.yaml").write_text("# @package _global_\nseed: 7\nlogger: {wandb: {entity: us}}\n")
-    config = parse(compose("train", []))
+    config = config_of()
     assert (config.seed, config.plain()["logger"]["wandb"]["entity"]) == (7, "us")
-    assert [*parse(compose("train", ["logger=csv"])).logger] == ["csv"]  # its settings of another logger
+    assert [*config_of("logger=csv").logger] == ["csv"]  # its settings of another logger
 
 
 @pytest.mark.parametrize(("keys", "lr", "weight_decay"), [

@@ -11,8 +11,9 @@ from qnmixer.module.parts import build_loss
 from qnmixer.reconstruction.checkpoints import load_run, load_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
-from qnmixer.settings.compose import compose
 from qnmixer.settings.run import Config, parse, parse_file
+
+from ..conftest import config_of
 
 MINE = """
 from typing import Annotated, Literal
@@ -22,6 +23,8 @@ from annotated_types import Ge
 from pydantic import Field
 
 from qnmixer.models import LEARN, UnrolledNetwork
+
+from ..conftest import config_of
 
 class Net(UnrolledNetwork):
     def __init__(
@@ -77,7 +80,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def train(*overrides: str) -> Config:
     small = ["data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40"]
-    return parse(compose("train", [*small, *overrides]))
+    return config_of(*small, *overrides)
 
 
 def save(config: Config, path: Path) -> Path:

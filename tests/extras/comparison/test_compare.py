@@ -16,9 +16,8 @@ from qnmixer.module.build import build_module
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY
 from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse
 
-from ...conftest import TINY, csv_rows, every_third
+from ...conftest import TINY, config_of, csv_rows, every_third
 from ...pages import SEARCH_PATH, STUDIES
 from ...saved import run as run_command
 
@@ -32,7 +31,7 @@ def write_sweep(folder: Path, jobs: list[list[str]]) -> Path:
     """A sweep whose jobs are done, with random weights."""
     for number, overrides in enumerate(jobs):
         torch.manual_seed(number)
-        module = build_module(parse(compose("train", overrides)))
+        module = build_module(config_of(*overrides))
         data = SliceDataModule(module.config.data)
         data.setup()
         checkpoint = {
@@ -62,7 +61,7 @@ def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(
     assert (code, stderr) == (0, "")
     found = sweep / "comparison_field"
     images = csv_rows(found / "images.csv")
-    config = parse(compose("train", [*jobs[0], "noise=field", "data.seed=1"]))
+    config = config_of(*jobs[0], "noise=field", "data.seed=1")
     torch.manual_seed(0)
     module = Reconstructor(config)
     module.load_state_dict(torch.load(sweep / "0" / "checkpoints" / "best.ckpt")["state_dict"])
@@ -167,7 +166,7 @@ def test_every_method_of_a_comparison_composes(path: Path) -> None:
     experiments = {"small": "compare_small", "published": "compare_64"}
     base = experiments.get(group) or {"curvature": "ablation_qn", "parts": "ablation_parts", "study": "studies"}[group]
     of_slices = ["data.sources.slices.root=."] if group == "study" else []
-    config = parse(compose("train", [SEARCH_PATH, f"experiment={base}", f"experiment/{group}={path.stem}", *of_slices]))
+    config = config_of(SEARCH_PATH, f"experiment={base}", f"experiment/{group}={path.stem}", *of_slices)
     own = {"leaky_relu": "notebooks.studies.leaky_relu.LeakyQNMixer"}
     assert config.model.name == (path.stem if group in experiments else own.get(path.stem, "qn_mixer"))
 

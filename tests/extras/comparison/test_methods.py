@@ -13,9 +13,8 @@ from qnmixer.errors import ConfigError, PluginError
 from qnmixer.extras.comparison import compare as comparing
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, methods_of
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
-from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse
 
+from ...conftest import config_of
 from ...settings.test_texts import ODD, is_plain
 
 
@@ -24,7 +23,7 @@ def sweep(folder: Path, jobs: list[list[str]]) -> Path:
     described = {"overrides": [], "varying": [], "jobs": dict(enumerate(jobs))}
     for number, words in enumerate(jobs):
         (folder / str(number) / "checkpoints").mkdir(parents=True)
-        ours = {"format": 1, "config": parse(compose("train", words)).plain()}
+        ours = {"format": 1, "config": config_of(*words).plain()}
         torch.save({"state_dict": {}, CHECKPOINT_KEY: ours}, folder / str(number) / "checkpoints" / "best.ckpt")
         (folder / str(number) / "results.json").write_text(json.dumps({"status": "done"}))
     (folder / "sweep.json").write_text(json.dumps(described))

@@ -13,10 +13,8 @@ from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Compa
 from qnmixer.extras.comparison.report import write_comparison
 from qnmixer.files import digest_of_bytes
 from qnmixer.runs.terminal import Console
-from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse
 
-from ...conftest import csv_rows
+from ...conftest import config_of, csv_rows
 
 IMAGE = torch.zeros(32, 32).index_fill(0, torch.arange(8), 500.0)
 
@@ -28,7 +26,7 @@ def score(number: int, psnr: float, patient: int | None = None, name: str = "") 
 
 
 def method(name: str, values: dict[int, list[ImageScore]], n_seeds: int) -> ComparedMethod:
-    config = parse(compose("train", []))
+    config = config_of()
     configs = {seed: config.model_copy(update={"seed": seed, "data": config.data.changed(seed=7)}) for seed in values}
     jobs = [
         ComparedJob(Path(f"{name}{seed}"), {"steps": 4}, configs[seed], its, title="test split")
