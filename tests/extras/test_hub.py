@@ -22,12 +22,14 @@ def test_weights_that_were_exported_are_loaded_from_a_hub(hub_server: HubServer,
     folder, output = save(tmp_path / "run", *TINY), tmp_path / "my.safetensors"
     assert run(export, check, "export", f"run={folder}", f"output={output}")[0] == 0
     hub_server.files["me/a-b.c"] = {"model.safetensors": output.read_bytes()}
-    ours, theirs = (qnmixer.load_pretrained(it).state_dict() for it in (output, "hf://me/a-b.c"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    networks = [qnmixer.load_pretrained(it).state_dict() for it in (folder, output, "hf://me/a-b.c")]
+    assert all(torch.equal(networks[0][name], other[name]) for other in networks[1:] for name in networks[0])
     np.save(tmp_path / "slice.npy", phantom(48, seed=0, part="test", index=0))
-    words = ["run=hf://me/a-b.c", f"input={tmp_path}/slice.npy", f"output={tmp_path / 'out'}", "formats=[npy]"]
-    code, _, stderr = run(reconstruct, check_reconstruct, "reconstruct", *words)
-    assert code == 0, stderr
+    for number, weights in enumerate((folder, "hf://me/a-b.c")):
+        words = [f"run={weights}", f"input={tmp_path}/slice.npy", f"output={tmp_path}/{number}", "formats=[npy]"]
+        code, _, stderr = run(reconstruct, check_reconstruct, "reconstruct", *words)
+        assert code == 0, stderr
+    assert (tmp_path / "0" / "slice.npy").read_bytes() == (tmp_path / "1" / "slice.npy").read_bytes()
 
 
 def test_what_no_hub_has_is_refused(hub_server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,7 @@ def test_no_mean_is_over_jobs_with_another_scan_or_noise(tmp_path: Path) -> None
         markdown = written(tmp_path, *a.by_conditions())
         assert "| A | 1 | 30.00 |" in markdown
         assert "| A | 1 | 40.00 |" in markdown
+        assert [line["test"] for line in csv_rows(tmp_path / "images.csv")] == ["1", "2"]
         assert f"which differ in {next(iter(other))}, so each has its own table. Jobs of test 1: " in markdown
 
 

@@ -76,6 +76,7 @@ def blurred_disc(blur: float, x: float, y: float, radius: float) -> Tensor:
 
 
 def test_the_transfer_function_of_a_gaussian_blur_is_a_gaussian() -> None:
+    """Also of an edge of negative contrast."""
     blur, radius, centres = 1.5, 25.0, [(0.3, -0.2), (4.1, 2.7), (-3.3, 1.9)]
     profiles = torch.stack([
         edge_profile(blurred_disc(blur, x, y, radius), x, y, radius, PIXEL) for x, y in centres
@@ -83,6 +84,7 @@ def test_the_transfer_function_of_a_gaussian_blur_is_a_gaussian() -> None:
     frequencies, modulation = task_transfer(profiles, PIXEL)
     expected = torch.exp(-2 * (math.pi * blur * frequencies) ** 2)
     assert (modulation - expected).abs().max() < 0.02
+    assert torch.allclose(task_transfer(profiles * torch.tensor([[-1.0], [1.0]]), PIXEL)[1], modulation)
     assert math.isclose(half_modulation(profiles, PIXEL), math.sqrt(math.log(2) / 2) / (math.pi * blur), rel_tol=0.02)
 
 
@@ -101,11 +103,8 @@ def test_the_shown_transfer_function_ends_where_noise_takes_over() -> None:
         assert whole[end:].mean() > 10 * expected[end:].mean()
         ends.append(end)
     assert 201 > ends[0] > ends[1] > ends[2] > 10
-
-
-def test_a_transfer_function_without_noise_is_shown_as_far_as_it_is_above_zero() -> None:
-    profiles = edge_profile(blurred_disc(0.3, 0.3, -0.2, 25.0), 0.3, -0.2, 25.0, PIXEL).expand(3, -1, -1)
-    assert len(shown_transfer(profiles, PIXEL)[0]) == 201
+    without_noise = edge_profile(blurred_disc(0.3, 0.3, -0.2, 25.0), 0.3, -0.2, 25.0, PIXEL).expand(3, -1, -1)
+    assert len(shown_transfer(without_noise, PIXEL)[0]) == 201  # as far as it is above zero
 
 
 @pytest.mark.parametrize("blur", [1, 2, 3, 4, 5, 6, 12])
@@ -128,12 +127,6 @@ def test_an_edge_in_noise_has_little_contrast_to_noise() -> None:
     per_bin = 4 * 2 * math.pi * 25 * PIXEL / 4 / PIXEL**2  # pixels of four images
     assert math.isclose(found[0], 50 / 5 * math.sqrt(per_bin), rel_tol=0.2)
     assert found[1] < 5
-
-
-def test_an_edge_of_negative_contrast_has_the_same_transfer_function() -> None:
-    image = blurred_disc(1.5, 0.3, -0.2, 25.0)
-    two = [edge_profile(of, 0.3, -0.2, 25.0, PIXEL)[None] for of in (image, -image)]
-    assert torch.allclose(task_transfer(two[0], PIXEL)[1], task_transfer(two[1], PIXEL)[1])
 
 
 def test_channels_are_around_the_middle_and_blind_to_a_constant() -> None:
@@ -214,13 +207,10 @@ def test_what_is_equal_at_a_place_in_every_image_is_no_noise() -> None:
     assert torch.isclose(detected(absent + places, present + places)[0], detected(absent, present)[0])
 
 
-def test_the_interval_of_a_mean_is_that_of_its_standard_error() -> None:
+def test_the_interval_of_a_mean_is_that_of_its_standard_error_and_of_few_values_wide_enough() -> None:
     values = white(3, 100)
     score, half = with_interval(torch.mean, values)
     assert score == values.mean()
     assert math.isclose(half, 1.98 * values.std() / 10, rel_tol=0.2)
-
-
-def test_the_interval_of_few_values_is_wide_enough() -> None:
     pairs = [with_interval(torch.mean, white(seed, 6)) for seed in range(150)]
     assert 0.93 <= sum(abs(score) < half for score, half in pairs) / 150 < 1

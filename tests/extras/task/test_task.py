@@ -162,6 +162,8 @@ def test_what_an_insert_leaves_in_fbp_does_not_depend_on_the_noise(network: Path
     (["data.disc=true"], "evaluation=task draws its own phantoms: leave out data=…"),
     (["split=val"], "evaluation=task draws its own phantoms: leave out split=…"),
     (["noise=field"], "evaluation=task draws photon counts: give doses, as evaluation.photons=[1e5], not field"),
+    (["symmetries=8"], "evaluation=task is of the network itself, on its own scan: leave out symmetries=…"),
+    (["geometry.n_views=6"], "evaluation=task is of the network itself, on its own scan: leave out geometry=…"),
     (["evaluation.window=[0,1]"], "unknown key evaluation.window: evaluation=task has photons, "),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_line(network: Path, tmp_path: Path, given: list[str], says: str) -> None:

@@ -62,9 +62,7 @@ def test_the_deviation_is_smooth_and_never_zero() -> None:
     assert groups_of(noise, body)[body].bincount().tolist() == pytest.approx([200] * 10, abs=1)
 
 
-def test_one_command_scales_on_validation_slices_and_another_writes_the_map(
-    tmp_path: Path,
-) -> None:
+def test_one_command_scales_on_validation_slices_and_another_writes_the_map(tmp_path: Path) -> None:
     network = save(tmp_path / "run", *TINY, "data.n_val=2", "data.n_test=3")
     path = network / "checkpoints" / "best.ckpt"
     checkpoint = torch.load(path, weights_only=True)
@@ -120,11 +118,3 @@ def test_one_command_scales_on_validation_slices_and_another_writes_the_map(
     )
     assert (code, stderr.count("\n")) == (1, 1)
     assert "choose 0.68, 0.95" in stderr
-
-
-@pytest.mark.parametrize("key", ["symmetries=8", "geometry.n_views=6"])
-def test_an_evaluation_by_task_takes_neither(key: str, tmp_path: Path) -> None:
-    network = save(tmp_path / "run", *TINY)
-    code, _, stderr = run(evaluate, check, "evaluate", f"run={network}", "evaluation=task", key)
-    assert code == 1
-    assert stderr.endswith(f"leave out {key.partition('.')[0].partition('=')[0]}=…\n")
