@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from qnmixer.data.slices import SkipFile
-
 SECONDS = 20  # for one frame
 _MEMORY = 2 * 2**30  # bytes of the child's address space, beside those of the file
 
@@ -26,6 +24,8 @@ def decode_apart(path: str, frame: int, seconds: int = SECONDS) -> np.ndarray[An
 
     Raises SkipFile if the decoder fails, dies or is too slow.
     """
+    from qnmixer.data.slices import SkipFile  # loads torch, without which the child starts sooner
+
     process, pipe = _child_of(os.getpid())
     try:
         pipe.send((os.path.abspath(path), frame, seconds))
