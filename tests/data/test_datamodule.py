@@ -53,17 +53,6 @@ def test_a_batch_is_what_the_network_needs() -> None:
     assert moved["name"] == batch["name"]
 
 
-def test_epochs_bring_new_phantoms_to_training_only() -> None:
-    module = phantoms()
-    loader: Any
-    for loader, fixed in ((module.train_dataloader(), False), (module.val_dataloader(), True)):
-        seen = []
-        for epoch in range(2):
-            loader.sampler.set_epoch(epoch)
-            seen.append(torch.cat([batch["image"] for batch in loader]))
-        assert torch.equal(seen[0], seen[1]) == fixed
-
-
 def test_few_training_slices_are_the_same_in_every_epoch() -> None:
     module = phantoms(train_slices=2, simulation_factor=2)
     loader: Any = module.train_dataloader()

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.slices import SliceInfo, clean_hu, doubted, unit_signs
@@ -64,9 +63,12 @@ OTHER_UNITS: dict[str, Callable[[Stack], Stack]] = {
 
 @pytest.mark.parametrize("unit", OTHER_UNITS)
 def test_a_patient_in_another_unit_is_named(unit: str, tmp_path: Path) -> None:
+    """Also from the cache, and in a mix."""
     root = stacks(tmp_path / "root", OTHER_UNITS[unit])
-    for _ in range(2):  # the second time from the cache
-        (line,) = told("numpy", root)
+    folder = {"share": 0.5, "name": "numpy", "root": str(root), "cache_dir": str(tmp_path / "cache")}
+    sources = {"slices": folder, "drawn": {"share": 0.5, "name": "phantoms"}}
+    mixed = section("data", "mixed", sources=sources, image_size=16, num_workers=0)
+    for (line,) in (told("numpy", root), told("numpy", root), lines_of(mixed)):
         assert re.search(r"1 of 4 patients \(P2\) have no air .*is this really in HU .*subtract 1024 from", line)
 
 
@@ -88,21 +90,6 @@ def test_a_patient_in_another_unit_is_named_from_dicom(padding: int | None, tmp_
             make_ct(tmp_path / "root" / f"{k}/{z}", hu, **tags)
     (line,) = told("dicom", tmp_path / "root")
     assert "1 of 4 patients (P1) have no air" in line
-
-
-def test_a_patient_in_another_unit_is_named_from_png_and_in_a_mix(tmp_path: Path) -> None:
-    for k in range(4):
-        folder = tmp_path / "root" / f"00000{k}_01_01"
-        folder.mkdir(parents=True)
-        for z, hu in enumerate(volume(k)):
-            stored = (hu + 32768 + 1024 * (k == 3)).astype(np.uint16)
-            Image.fromarray(stored).save(folder / f"00{z}.png")
-    (line,) = told("deeplesion", tmp_path / "root")
-    assert "1 of 4 patients (000003) have no air" in line
-    keys = {"name": "deeplesion", "root": str(tmp_path / "root"), "cache_dir": str(tmp_path / "cache")}
-    sources = {"slices": {"share": 0.5, **keys}, "drawn": {"share": 0.5, "name": "phantoms"}}
-    (line,) = lines_of(section("data", "mixed", sources=sources, image_size=16, num_workers=0))
-    assert "1 of 4 patients (000003) have no air" in line
 
 
 REAL: dict[str, Stack] = {

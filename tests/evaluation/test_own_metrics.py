@@ -60,6 +60,7 @@ def some(config: Config) -> Batch:
 def test_a_run_validates_and_tests_it_and_keeps_the_lowest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     words = [*MINE, "monitor=val/mine", "trainer.max_steps=6", "test_after_training=true", "optimizer.lr=0.01"]
+    words += ["callbacks=default", "+metrics.type._target_=metrics_of_mine.likeness"]  # type: a method of ModuleDict
     best = fit(tiny_config(*words), Run(folder))
     rows = [row for row in read_metrics(folder / "metrics.csv") if row.get("val/mine")]
     found = {int(row["step"]): float(row["val/mine"]) for row in rows}
@@ -76,7 +77,12 @@ def test_a_run_validates_and_tests_it_and_keeps_the_lowest(tmp_path: Path, monke
     assert float(last["test/fbp/mine"]) == pytest.approx(record["test"]["FBP"]["mine"])
     headings = (folder / "evaluation" / "table.csv").read_text().splitlines()[0]
     assert "likeness" in headings
-    assert "mine" in (folder / "evaluation" / "images.csv").read_text().splitlines()[0].split(",")
+    images = (folder / "evaluation" / "images.csv").read_text().splitlines()[0].split(",")
+    assert "mine" in images
+    metrics, columns = {"psnr", "ssim", "mine", "type"}, [name.partition("/") for name in last]
+    logged = {name.removeprefix("fbp/") for part, _, name in columns if part in ("val", "test")} - metrics
+    assert {"loss", "mine_best", "cosine_zs", "window_psnr"} <= logged
+    assert logged | ({*images} - metrics) <= taken_names(metrics)  # so no metric has the name of another column
     load_run(folder, "best", (), "metrics.")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "of_a_stranger"))
     with pytest.raises(PluginError, match=r"names metrics\.mine\._target_=metrics_of_mine\.likeness"):
@@ -117,19 +123,6 @@ def test_a_wrong_metric_is_one_line_before_training(words: list[str], message: s
         try_metrics(build_metrics(config.metrics, own_range=False), config.data.image_size)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
-
-
-def test_what_a_run_logs_itself_is_in_the_names_that_no_metric_has(tmp_path: Path) -> None:
-    """Every column beside the metrics themselves."""
-    folder = tmp_path / "run"
-    words = ["callbacks=default", "+metrics.type._target_=metrics_of_mine.likeness", "test_after_training=true"]
-    fit(tiny_config(*words), Run(folder))
-    metrics = {"psnr", "ssim", "type"}  # a ModuleDict has a method `type`
-    columns = [name.partition("/") for name in read_metrics(folder / "metrics.csv")[-1]]
-    ours = {name.removeprefix("fbp/") for part, _, name in columns if part in ("val", "test")} - metrics
-    images = (folder / "evaluation" / "images.csv").read_text().splitlines()[0].split(",")
-    assert {"loss", "psnr_best", "cosine_zs", "window_psnr"} <= ours
-    assert ours | ({*images} - metrics) <= taken_names(metrics)
 
 
 def test_what_a_network_tells_is_written_over_no_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

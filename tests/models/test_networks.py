@@ -66,18 +66,19 @@ def test_the_state_dict_holds_weights_only_and_blocks_most_of_them(projector: Fa
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_recomputing_changes_no_bit(projector: FanBeamProjector, name: str) -> None:
+def test_no_memory_mode_changes_a_bit(projector: FanBeamProjector, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a network hands from one iteration to the next; tests/memory has QN-Mixer."""
+    monkeypatch.setattr(modes, "_SMALLEST_OFFLOADED", 0)
     truth = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
     found = []
-    for mode in ("keep", "recompute"):
+    for mode in ("keep", "recompute", "offload"):
         network = build(name, projector)
         modes.apply_memory_mode(network, MemoryConfig(name=mode))
         x = network(projector(truth))
         (x - truth).square().mean().backward()
         found.append([x.detach(), *(p.grad for p in network.parameters())])
-    for kept, recomputed in zip(*found, strict=True):
-        assert torch.equal(kept, recomputed)
+    for kept, *others in zip(*found, strict=True):
+        assert all(torch.equal(kept, other) for other in others)
 
 
 @pytest.mark.parametrize("name", ["default", "Learned PD", "RegFormer", "FBPConvNet"])
@@ -104,7 +105,8 @@ SIZES = {
 @pytest.mark.parametrize("network", SIZES)
 def test_sizes_are_the_published_ones(projector: FanBeamProjector, network: Any) -> None:
     """Added up from the layers that papers and authors' code list."""
-    assert n_weights(network(projector)) == SIZES[network]
+    with torch.device("meta"):
+        assert n_weights(network(projector)) == SIZES[network]
 
 
 class OfChannels(nn.Identity):

@@ -193,10 +193,7 @@ class Manual(ReconstructionModule):
     (["trainer.gradient_clip_val=null", "trainer.accumulate_grad_batches=2"], "trainer.accumulate_grad_batches=1"),
 ])  # fmt: skip
 def test_what_a_module_that_optimizes_by_itself_cannot_take_is_told_at_once(words: list[str], way: str) -> None:
+    manual = [f"module._target_={__name__}.Manual", *words]
     with pytest.raises(ConfigError, match=rf"^this module optimizes by itself .*: set {way}$"):
-        prepared_module(tiny_config(f"module._target_={__name__}.Manual", *words))
-
-
-def test_a_module_that_optimizes_by_itself_is_built_without_them() -> None:
-    words = [f"module._target_={__name__}.Manual", "trainer.gradient_clip_val=null"]
-    assert not prepared_module(tiny_config(*words)).automatic_optimization
+        prepared_module(tiny_config(*manual))
+    assert not prepared_module(tiny_config(*manual, way)).automatic_optimization

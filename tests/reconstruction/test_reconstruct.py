@@ -80,6 +80,13 @@ def measured(path: Path, module: ReconstructionModule, config: ReconstructConfig
     return measured_scans(path, sinogram_files(path), module, config)
 
 
+@torch.no_grad()
+def sinograms(module: ReconstructionModule, count: int = 1) -> np.ndarray:
+    """Of phantoms, in value × mm, [count, V, D]."""
+    hu = np.stack([phantom(16, seed=0, part="test", index=k) for k in range(count)])
+    return module.projector(torch.from_numpy((hu.clip(-1000, 2000) + 1000) / 3000)[:, None].float())[:, 0].numpy()
+
+
 @pytest.mark.parametrize("overrides", [[], ["data.scaling=minmax"], ["data.simulation_factor=2"]])
 def test_batches_change_nothing(tmp_path: Path, overrides: list[str]) -> None:
     """Neither the noise nor the scale of a slice depends on those beside it."""
@@ -134,9 +141,7 @@ def test_another_noise_than_that_of_the_training(tmp_path: Path, capsys: pytest.
 
 def test_only_scans_with_missing_views_get_further_passes(tmp_path: Path) -> None:
     module = trained(0.05)
-    x = np.stack([phantom(16, seed=0, part="test", index=k).clip(-1000, 2000) for k in range(3)])
-    with torch.no_grad():
-        y = module.projector(torch.from_numpy((x + 1000) / 3000)[:, None].float())[:, 0].numpy()
+    y = sinograms(module, 3)
     y[1, 4] = np.nan
     np.save(tmp_path / "all.npy", y)
     np.save(tmp_path / "gap.npy", y[1])
@@ -264,9 +269,7 @@ def test_what_is_no_file_of_numbers_is_not_opened(tmp_path: Path) -> None:
 def test_endings_of_scans_may_be_in_capitals(tmp_path: Path) -> None:
     """Beside others they were left out, and alone they were slices."""
     module = tiny_module()
-    x = (phantom(16, seed=0, part="test", index=0).clip(-1000, 2000) + 1000) / 3000
-    with torch.no_grad():
-        y = module.projector(torch.from_numpy(x)[None, None].float())[0, 0].numpy()
+    (y,) = sinograms(module)
     for name in ("a.npy", "b.NPY", "alone/c.Npy"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         with (tmp_path / name).open("wb") as stream:
@@ -281,9 +284,7 @@ def test_endings_of_scans_may_be_in_capitals(tmp_path: Path) -> None:
 def test_a_scan_of_no_use_in_a_stack_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All others are written."""
     module = tiny_module()
-    x = (phantom(16, seed=0, part="test", index=0).clip(-1000, 2000) + 1000) / 3000
-    with torch.no_grad():
-        y = module.projector(torch.from_numpy(x)[None, None].float())[0, 0].numpy()
+    (y,) = sinograms(module)
     np.save(tmp_path / "a.npy", np.stack([y, y, np.full_like(y, np.nan), y]))
     words = {"run": save(module, tmp_path / "a.ckpt"), "input": tmp_path / "a.npy", "output": tmp_path / "out"}
     config = settings(**words, unit="value", formats="[npy]", batch_size=2)
@@ -420,14 +421,6 @@ def test_slices_of_a_series_without_dicom_follow_each_other(
     assert len(uids) == len(frozenset.union(*uids)) == 2 * (1 + (kind == "sinograms"))
 
 
-def test_a_line_feed_in_a_name_is_kept(fbp_module: ReconstructionModule, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    series(tmp_path / "in" / "a\nb.npy", 2)
-    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "in", "output": tmp_path / "out"}
-    reconstruct_input(settings(**words, formats="[npy]"))
-    assert sorted(os.listdir(tmp_path / "out")) == ["a\nb_0.npy", "a\nb_1.npy"]
-
-
 LONG = "n" * 251
 NAMES = {
     "too long for its ending": ({f"{LONG}abc": 0, "b.npy": 0}, ["b"], f"{LONG}abc: File name too long"),
@@ -438,6 +431,7 @@ NAMES = {
         None,
     ),
     "a file and a folder of a file": ({"a.npy": 0, "a.npy.npy/x.npy": 0, "b.npy": 0}, ["a", "a.npy.npy/x", "b"], None),
+    "a line feed": ({"a\nb.npy": 2}, ["a\nb_0", "a\nb_1"], None),
     "four bytes a letter": ({"\U0001fa7b" * 60 + ".npy": 0, "b.npy": 0}, ["\U0001fa7b" * 60, "b"], None),
 }
 

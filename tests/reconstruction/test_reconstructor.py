@@ -10,9 +10,7 @@ import qnmixer
 from qnmixer.measurement.build import build_network, build_noise, build_projector
 from qnmixer.models import TotalVariation
 from qnmixer.module.base import RunModule
-from qnmixer.module.build import build_module
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.reconstruction.checkpoints import load_weights
 from qnmixer.reconstruction.cures import outside_of_training
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
 
@@ -122,16 +120,3 @@ def test_total_variation_knows_the_noise_that_slices_get_now() -> None:
     assert torch.equal(network.variance(y), build_noise(config).variance(y))
     config.noise = quiet.noise
     assert not network.variance(y).any()
-
-
-def test_step_sizes_follow_where_a_run_is_trained_further_on_another_scan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*SCAN, "model=qn_mixer_small", "model.n_iterations=2", "model.channels=8"]
-    run = save(tmp_path / "run", *words)
-    modules = [build_module(config_of(*words, *more)) for more in ([], ["geometry.n_views=10"])]
-    for module in modules:
-        load_weights(module, run)
-    assert "geometry.n_views=16, not 10: its step sizes follow the scan" in capsys.readouterr().out
-    same, other = (step_sizes(module) * largest_eigenvalue(module.projector) for module in modules)
-    torch.testing.assert_close(same, other, rtol=1e-3, atol=0)

@@ -126,6 +126,7 @@ def test_a_changed_network_starts_from_the_weights_that_fit(
     load_weights(other, path, "repeat" if strict == "repeat" else False)
     n_loaded, n_all = 0, 0
     factor = float(other.network.step_sizes[0][0].detach() / module.network.step_sizes[0][0].detach())
+    assert factor == pytest.approx(other.projector.safe_step_size() / module.projector.safe_step_size(), rel=1e-3)
     for name, value in other.network.state_dict().items():
         further = re.fullmatch(r"(details|step_sizes|trust)\.[123](.*)", name) if strict == "repeat" else None
         old = name if further is None else f"{further[1]}.{0 if further[1] == 'trust' else 1}{further[2]}"

@@ -1,6 +1,5 @@
 """Text is taken as typed. What has become a number before it is seen is refused."""
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from qnmixer.commands import command
 from qnmixer.errors import ConfigError
 from qnmixer.settings.compose import compose, key_of
-from qnmixer.settings.options import CONF
+from qnmixer.settings.options import CONF, flat
 from qnmixer.settings.run import Config, parse
 from qnmixer.settings.typed_text import _keys_of_texts, with_texts
 
@@ -90,17 +89,8 @@ TEXT_OF = {
 }
 
 
-def _leaves(values: Any, key: str = "") -> Iterator[str]:
-    for name, value in values.items():
-        yield f"{key}{name}"
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{key}{name}.")
-
-
-def _at(values: Any, key: str) -> Any:
-    for name in key.split("."):
-        values = values.get(name) if isinstance(values, Mapping) else None
-    return values
+def _at(config: Any, key: str) -> Any:
+    return OmegaConf.select(OmegaConf.create(config), key)
 
 
 def _taken(composed: DictConfig, key: str, value: Any) -> Any:
@@ -122,38 +112,28 @@ def text_keys() -> dict[str, tuple[list[str], bool]]:
     tried: set[str] = set()
     for words in TEXT_OF.values() if EXTRAS else (TEXT_OF[name] for name in TEXT_OF if name != "pairs"):
         composed = compose("train", words)
-        plain = OmegaConf.to_container(composed)
-        for key in _leaves(plain):
-            value = _at(plain, key)
+        plain: Any = OmegaConf.to_container(composed)
+        for key, value in flat(plain):
             is_list = isinstance(value, list)
-            sample = value[0] if is_list and value else "" if is_list else value
+            sample = (value or [""])[0] if is_list else value
             if key in tried or key.endswith("_target_") or not (sample is None or isinstance(sample, str)):
                 continue
             tried.add(key)
-            text: Any = ["1.10"] if is_list else "1.10"
-            if _taken(composed, key, text) == text and _taken(composed, key, [1.1] if is_list else 1.1) not in (
-                1.1,
-                [1.1],
-            ):
+            text, number = (["1.10"], [1.1]) if is_list else ("1.10", 1.1)
+            if _taken(composed, key, text) == text and _taken(composed, key, number) not in (1.1, [1.1]):
                 keys[key] = words, is_list
     return keys
-
-
-def spelled(key: str, token: str, is_list: bool) -> str:
-    return f"{key}=[{token}]" if is_list else f"{key}={token}"
 
 
 def assert_as_typed(typed: Typed, words: list[str], key: str, token: str, is_list: bool) -> None:
     plus = "+" if key.endswith(("notes", "max_time")) else ""
     words = [word for word in words if key_of(word) != key]
-    outcome = typed("train", *words, plus + spelled(key, token, is_list), check=parse)
+    word = f"{plus}{key}=[{{}}]" if is_list else f"{plus}{key}={{}}"
     text = [token] if is_list else token
-    if outcome.code == 0:
-        taken = _at(outcome.config.plain(), key)
-        assert taken == text or (token == "null" and not is_list and taken is None)
-        return
-    assert "put quotes around it" in outcome.line or token == "null"  # no text, which the line says
-    outcome = typed("train", *words, plus + spelled(key, f'"{token}"', is_list), check=parse)
+    outcome = typed("train", *words, word.format(token), check=parse)
+    if outcome.code != 0:
+        assert "put quotes around it" in outcome.line  # no text, which the line says
+        outcome = typed("train", *words, word.format(f'"{token}"'), check=parse)
     assert _at(outcome.config.plain(), key) == text
 
 
