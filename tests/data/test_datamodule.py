@@ -224,10 +224,8 @@ def test_all_slices_for_test_and_nothing_to_train_on(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_what_to_know_of_a_folder(tmp_path: Path, n_frames: int, says: str, recwarn: pytest.WarningsRecorder) -> None:
     for k in range(4):
-        np.save(
-            tmp_path / f"p01_{k}.npy",
-            np.stack([np.clip(body_hu(seed=k), 0 if n_frames == 2 else -1000, None)] * n_frames),
-        )
+        hu = np.clip(body_hu(seed=k), 0 if n_frames == 2 else -1000, None)
+        np.save(tmp_path / f"p01_{k}.npy", np.stack([hu] * n_frames))
     folder("numpy", tmp_path).setup()
     (line,) = [str(it.message) for it in recwarn.list]
     assert re.search(says, line)

@@ -1,6 +1,7 @@
 """Training slices are known in a test in whatever form they come, and nothing in the record names anybody."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +25,23 @@ GEOMETRY = FanBeamGeometry(32, 400 / 32, 8, 48, 20.0, 600.0, 400.0)
 PATIENTS = ("JanetDoe", "P1", "P2", "P3")
 
 
-def slice_hu(number: int, size: int = 128) -> np.ndarray[Any, Any]:
-    return clean_hu(phantom(size, seed=0, part="test", index=number).round())
+@cache
+def slice_hu(number: int) -> np.ndarray[Any, Any]:
+    return clean_hu(phantom(128, seed=0, part="test", index=number).round())
 
 
-@pytest.fixture
-def ct(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def ct(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four patients with two slices each; the first two train."""
+    root = tmp_path_factory.mktemp("ct")
     for p, patient in enumerate(PATIENTS):
         for k in range(2):
-            make_ct(tmp_path / "ct" / patient / f"{k}.dcm", slice_hu(2 * p + k), PatientID=patient)
-    return tmp_path / "ct"
+            make_ct(root / patient / f"{k}.dcm", slice_hu(2 * p + k), PatientID=patient)
+    return root
 
 
 def settings(root: Path, kind: str = "dicom", **keys: Any) -> FolderData:
-    found = section("data", kind, root=str(root), image_size=32, num_workers=0, **keys)
-    assert isinstance(found, FolderData)
-    return found
+    return section("data", kind, root=str(root), image_size=32, num_workers=0, **keys)
 
 
 def record_of(root: Path, **keys: Any) -> SplitRecord:

@@ -4,6 +4,7 @@ import random
 import re
 import warnings
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,14 +264,9 @@ class Weighed(LightningDataModule):
         weight = {"weight": torch.tensor(0.0)} if part == self.part else {}
         return DataLoader([{"image": torch.rand(1, 16, 16)} | weight] * 2)
 
-    def train_dataloader(self) -> Any:
-        return self.loader("train")
-
-    def val_dataloader(self) -> Any:
-        return self.loader("val")
-
-    def test_dataloader(self) -> Any:
-        return self.loader("test")
+    train_dataloader = partialmethod(loader, "train")
+    val_dataloader: Any = partialmethod(loader, "val")
+    test_dataloader = partialmethod(loader, "test")
 
 
 @pytest.mark.parametrize("part", ["train", "val", "test"])
@@ -299,7 +295,7 @@ class OfOneLoader(ReconstructionModule):
 @pytest.mark.parametrize(("kind", "names"), [("dict", ("A", "B.2")), ("list", ("0", "1"))])
 def test_validation_slices_of_two_sites(tmp_path: Path, kind: str, names: tuple[str, str]) -> None:
     words = [f"datamodule._target_={__name__}.TwoSites", f"+datamodule.part={kind}", "trainer.max_steps=2"]
-    words += ["trainer.val_every_n_steps=1", f"monitor=val/psnr/{names[1]}", "callbacks=default"]
+    words += ["trainer.val_every_n_steps=1", f"monitor=val/psnr/{names[1]}"]
     best = fit(tiny_config(*words), Run(tmp_path))
     rows = read_metrics(tmp_path / "metrics.csv")
     first, second, both = ([float(row[name]) for row in rows if row.get(name)] for name in (

@@ -59,7 +59,6 @@ def test_the_header_decides_where_it_is_asked(tmp_path: Path) -> None:
         module = SliceDataModule(data, geometry=scan(60.0))
         module.setup()
         part = module.parts["test"]
-        assert part.fine is not None
         sizes = [measured(part.source.load(k), 60.0 / 64)[0] for k in range(3)]
         assert sizes == pytest.approx([50.0] * 3, rel=0.005)
         assert measured(part.fine.load(0), 60.0 / 128)[0] == pytest.approx(50.0, rel=0.005)

@@ -65,12 +65,10 @@ def of_rank(loader: DataLoader[Any], rank: int, n: int) -> list[tuple[list[float
     np.random.seed(rank)  # noqa: NPY002
     own = shared(loader, lambda: [1, 2], n, rank)
     assert type(own) is type(loader)
-    share = share_of(own)
-    assert share is not None
     batches = []
     for k, batch in enumerate(own):
         assert k < len(own)
-        batches.append((batch.reshape(-1).tolist(), share.weights.popleft()))
+        batches.append((batch.reshape(-1).tolist(), share_of(own).weights.popleft()))
         torch.rand(rank + 1)  # dropout draws other numbers on each
         random.random()
     assert len(batches) == len(own)

@@ -1,5 +1,6 @@
 """A folder of measured sinograms, without images, as a source for training."""
 
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -195,14 +196,9 @@ class Loaders(LightningDataModule):
         data = self.data.dataset(part)
         return DataLoader([{"sinogram": data[k]["sinogram"]} for k in range(len(data))], batch_size=2)  # type: ignore[arg-type]  # a sequence
 
-    def train_dataloader(self) -> Any:
-        return self.pairs("train")
-
-    def val_dataloader(self) -> Any:
-        return self.pairs("val")
-
-    def test_dataloader(self) -> Any:
-        return self.pairs("test")
+    train_dataloader = partialmethod(pairs, "train")
+    val_dataloader = partialmethod(pairs, "val")
+    test_dataloader = partialmethod(pairs, "test")
 
 
 def test_own_loaders_of_sinograms_alone_train_and_are_evaluated(root: Path, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_the_first_slices_are_drawn_in_order_by_validations(tmp_path: Path, monk
         draw_slices(path, slices)
 
     monkeypatch.setattr(callbacks, "draw_slices", draw)
-    sizes = ["data.n_val=5", "data.batch_size=2", "evaluation.n_pictures=9", "trainer.max_steps=4"]
+    sizes = ["data.n_val=3", "data.batch_size=2", "evaluation.n_pictures=9", "trainer.max_steps=4"]
     config = tiny_config("callbacks=default", *sizes)
     L.seed_everything(0, verbose=False)
     data = SliceDataModule(config.data)
@@ -99,7 +99,7 @@ def test_the_first_slices_are_drawn_in_order_by_validations(tmp_path: Path, monk
     trainer.fit(build_module(config), datamodule=data)
     assert [*drawn] == ["iterates_0000002.png", "iterates_0000004.png"]
     for slices in drawn.values():
-        assert [of.name for of in slices] == [f"slice {n}" for n in range(5)]
+        assert [of.name for of in slices] == [f"slice {n}" for n in range(3)]
         assert {tuple(method.name for method in of.methods) for of in slices} == {("x0", "x1", "x2")}
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [*drawn]
     values = [float(of.methods[-1].caption.removesuffix(" dB")) for of in slices]

@@ -11,13 +11,12 @@ from qnmixer.settings.data import DataConfig, FolderData
 from ..conftest import config_of
 
 
-def others(trained: list[str], overrides: list[str]) -> DataConfig:
-    """The slices of an evaluation, beside those of a run with these overrides."""
+def others(trained: list[str], overrides: list[str], *, own: bool = False) -> DataConfig:
+    """The slices of an evaluation, beside those of a run with these overrides; own: they are of the run's folder."""
     chosen = EvaluateConfig.parse(compose("evaluate", ["run=.", *overrides]))
-    assert isinstance(chosen.data, DataConfig)
     run = config_of(*trained)
-    data, own = other_slices(chosen.data, run.data, run.geometry, overrides)
-    assert not own
+    data, is_own = other_slices(chosen.data, run.data, run.geometry, overrides)
+    assert is_own == own
     return data
 
 
@@ -39,21 +38,13 @@ SIZED = ["data=dicom", "data.root=/ct", "geometry.field_of_view=500", "data.pixe
 @pytest.mark.parametrize(("given", "expected"), [([], "header"), (["data.pixel_size=field_of_view"], "field_of_view")])
 def test_slices_have_their_true_size_where_the_run_was_trained_so(given: list[str], expected: str) -> None:
     data = others(SIZED, ["data=dicom", "data.root=/other", *given])
-    assert isinstance(data, FolderData)
     assert data.pixel_size == expected
 
 
 def own_folder(*given: str) -> FolderData:
     """The slices of an evaluation on the folder of a run, in which some keys are given."""
-    words = ["data=dicom", "data.root=/ct", "data.batch_size=3", "data.include='*.dcm'"]
-    trained = config_of(*words)
-    overrides = ["data=dicom", "data.root=/ct", *given]
-    chosen = EvaluateConfig.parse(compose("evaluate", ["run=.", *overrides]))
-    assert isinstance(chosen.data, DataConfig)
-    data, own = other_slices(chosen.data, trained.data, trained.geometry, overrides)
-    assert isinstance(data, FolderData)
-    assert own
-    return data
+    folder = ["data=dicom", "data.root=/ct"]
+    return others([*folder, "data.batch_size=3", "data.include='*.dcm'"], [*folder, *given], own=True)
 
 
 def test_how_slices_of_the_run_are_loaded_can_be_changed() -> None:

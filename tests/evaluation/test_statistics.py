@@ -18,7 +18,6 @@ def test_mean_over_seeds_of_means_over_patients() -> None:
 def test_a_difference_is_paired_by_patient_and_by_seed() -> None:
     one, other = {(1, 1): {"a": 30.0, "b": 40.0, "c": 50.0}}, {(1, 1): {"c": 49.0, "b": 38.0, "a": 27.0}}
     found = difference(one, other)  # 3, 2, 1, whatever their order: deviation 1, error 1/√3, two degrees of freedom
-    assert found is not None
     assert (found.mean, found.over_seeds, found.n_patients, found.n_seeds) == (2.0, None, 3, 1)
     assert found.over_patients == pytest.approx(4.30265 / math.sqrt(3), rel=1e-4)
     assert difference({(1, 1): {"a": 3.0}}, {(1, 1): {"a": 1.0}}) == Statistic(2.0, None, None, 1, 1)
@@ -27,9 +26,7 @@ def test_a_difference_is_paired_by_patient_and_by_seed() -> None:
     one = {(seed, 1): {"a": 30.0 + seed, "b": 32.0 + seed + gain} for seed, gain in ((1, 0.0), (2, 0.1), (3, 0.2))}
     other = {(seed, 1): {"a": 29.0 + seed, "b": 31.0 + seed} for seed in (1, 2, 3)}
     found = difference(one, other)  # by seed 1, 1.05, 1.1; by patient 1, 1.1
-    assert found is not None
     assert found.over_seeds == pytest.approx(4.30265 * 0.05 / math.sqrt(3), rel=1e-4)
     assert found.over_patients == pytest.approx(12.7062 * 0.05, rel=1e-4)
     found = difference(one, {(1, 1): other[1, 1]})  # a method that learns nothing needs one seed only
-    assert found is not None
     assert found.n_seeds == 3

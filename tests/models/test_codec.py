@@ -14,7 +14,6 @@ def test_a_full_orthonormal_codec_starts_as_the_identity(kernel_size: int) -> No
     torch.testing.assert_close(codec.decode(code), g)
     torch.testing.assert_close(code.norm(), g.norm())
     code.sum().backward()
-    assert codec.encoder.weight.grad is not None
     assert codec.encoder.weight.grad[..., 0, 0].abs().max() > 0  # also the zeros of a wider kernel can learn
 
 

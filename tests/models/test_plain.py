@@ -70,11 +70,7 @@ WORDS = [word for word in TINY if not word.startswith("model.")] + [
 
 
 def test_a_training_step_finds_what_only_the_module_has() -> None:
-    geometry = FanBeamGeometry(
-        image_size=8, pixel_size=1.0, n_views=4, n_detectors=12, detector_pitch=1.5, source_to_axis=50.0,
-        axis_to_detector=25.0,
-    )  # fmt: skip
-    network = PlainNetwork(FanBeamProjector(geometry), nn.Linear(3, 5), of_sinogram=False)
+    network = PlainNetwork(FanBeamProjector(FanBeamGeometry.paper(8, 16)), nn.Linear(3, 5), of_sinogram=False)
     assert (network.in_features, network.title) == (3, "Linear")
     assert not hasattr(network, "nothing")
     assert deepcopy(network).weight.shape == (5, 3)
@@ -132,11 +128,9 @@ def test_names_of_methods_and_lazy_modules_are_one_line(here: Path, words: str, 
 
 @pytest.mark.parametrize("module", [nn.Flatten(0, 1), nn.Conv2d(1, 2, 1), nn.AvgPool2d(2)])
 def test_what_is_no_image_is_refused(module: nn.Module) -> None:
-    geometry = FanBeamGeometry.paper(8)
-    projector = FanBeamProjector(geometry)
-    x = torch.zeros(1, 1, geometry.image_size, geometry.image_size)
-    with pytest.raises(ConfigError, match=rf"^{type(module).__name__} gives \[.*\], not images \[1, 1, 256, 256\]$"):
-        PlainNetwork(projector, module, of_sinogram=False)(projector(x))
+    projector = FanBeamProjector(FanBeamGeometry.paper(8, 16))
+    with pytest.raises(ConfigError, match=rf"^{type(module).__name__} gives \[.*\], not images \[1, 1, 16, 16\]$"):
+        PlainNetwork(projector, module, of_sinogram=False)(projector(torch.zeros(1, 1, 16, 16)))
 
 
 @pytest.mark.extras

@@ -67,7 +67,6 @@ def test_a_module_is_no_part_of_the_network() -> None:
     value = module.loss(image, torch.zeros(3, 1, 8, 8))
     assert value.shape == (3,)
     value.sum().backward()  # reaches the image, and not the module's own weights
-    assert image.grad is not None
     assert image.grad.abs().sum() > 0
     assert module.loss(image.to("meta"), torch.zeros(3, 1, 8, 8, device="meta")).device.type == "meta"  # it follows
 

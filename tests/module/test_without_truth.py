@@ -12,7 +12,7 @@ from torch.nn.functional import interpolate
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError, GeometryError
 from qnmixer.memory.plan import Planner
-from qnmixer.module import Equivariant, Split
+from qnmixer.module import Split
 from qnmixer.module.build import build_module
 from qnmixer.physics import KeyedNoise
 
@@ -51,7 +51,6 @@ def test_the_expected_gradient_is_that_of_the_truth_on_rays_not_seen() -> None:
     """It is linear in their noise. So two opposite draws of it have the mean of all draws."""
     n = 4
     module = tiny_module(*SPLIT, f"module.parts={n}", "model.nonnegative=false").double()
-    assert isinstance(module, Split)
     module.measurement.noise = White()
     batch = batch_of(module)
     batch["weight"] = torch.tensor([1.0, 3.0])
@@ -88,7 +87,6 @@ def test_a_step_reads_no_truth_and_leaves_all_views(words: list[str], memory: st
 def test_parts_are_drawn_by_seed_and_step() -> None:
     """And the network's projector is that of the part's views, with the step sizes as near to their bound."""
     module = tiny_module(*SPLIT, "module.parts=4")
-    assert isinstance(module, Split)
     y, starts = module.measure(batch_of(module), "train"), []
     for seed in (0, 1):
         for step in [*range(6), *range(6)]:
@@ -109,7 +107,6 @@ def test_parts_are_drawn_by_seed_and_step() -> None:
 def test_a_moved_image_is_turned_and_shifted() -> None:
     """By angles that are none of the scan; its mass and that of a second draw stay, and one key gives one motion."""
     module = tiny_module("module=equivariant", "module.shift=0.1")
-    assert isinstance(module, Equivariant)
     disc = torch.zeros(2, 1, 64, 64, dtype=torch.float64)
     disc[:, :, 28:36, 24:40] = interpolate(torch.ones(2, 1, 2, 2, dtype=torch.float64), (8, 16))
     centres, axis = [], torch.arange(64) - 31.5

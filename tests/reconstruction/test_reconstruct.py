@@ -425,11 +425,7 @@ LONG = "n" * 251
 NAMES = {
     "too long for its ending": ({f"{LONG}abc": 0, "b.npy": 0}, ["b"], f"{LONG}abc: File name too long"),
     "too long for its number": ({f"{LONG}.npy": 2, "b.npy": 0}, ["b"], "File name too long"),
-    "a folder in its place": (
-        {"a": 0, "a.npy/x.npy": 0, "a.npy/y.npy": 0, "b.npy": 0},
-        ["a_1", "a.npy/x", "a.npy/y", "b"],
-        None,
-    ),
+    "a folder": ({"a": 0, "a.npy/x.npy": 0, "a.npy/y.npy": 0, "b.npy": 0}, ["a_1", "a.npy/x", "a.npy/y", "b"], None),
     "a file and a folder of a file": ({"a.npy": 0, "a.npy.npy/x.npy": 0, "b.npy": 0}, ["a", "a.npy.npy/x", "b"], None),
     "a line feed": ({"a\nb.npy": 2}, ["a\nb_0", "a\nb_1"], None),
     "four bytes a letter": ({"\U0001fa7b" * 60 + ".npy": 0, "b.npy": 0}, ["\U0001fa7b" * 60, "b"], None),
@@ -485,20 +481,22 @@ def test_the_mean_over_symmetries_and_a_spread_are_written(tmp_path: Path, capsy
     assert "Deviation over symmetries" in dcmread(tmp_path / "8" / "a_0_spread.dcm").SeriesDescription
 
 
-@pytest.mark.parametrize("views", [6, 16])
-def test_slices_and_sinograms_of_another_scan(tmp_path: Path, capsys: pytest.CaptureFixture[str], views: int) -> None:
+@pytest.mark.parametrize(("views", "cures"), [(6, Cures(passes=3, start="tv")), (16, Cures(passes=2, mix=0))])
+def test_slices_and_sinograms_of_another_scan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], views: int, cures: Cures
+) -> None:
     """Its rays are used as they are, not interpolated to those of the training."""
     run = save(tiny_module(), tmp_path / "net.ckpt")
     path = series(tmp_path / "a.npy", 1)
-    words = [f"geometry.n_views={views}", "unit=value", "start=tv", "passes=3"]
+    words = [f"geometry.n_views={views}", "unit=value", *(f"{key}={value}" for key, value in vars(cures).items())]
     places = [f"run={run}", f"input={path}", f"output={tmp_path / 'of_slices'}"]
     config = ReconstructConfig.parse(compose("reconstruct", [*places, *words]))
     reconstruct_input(config)
     said = capsys.readouterr().out
     assert f"geometry.n_views=8, not {views}: its step sizes follow the scan, ×" in said
-    assert "start=tv: 400 iterations of TV come first; passes=3: 3 times" in said
+    assert ("start=tv: 400 iterations of TV come first; " in said) == (cures.start == "tv")
+    assert f"passes={cures.passes}: {cures.passes} times" in said
     module = load_run(run)
-    cures = Cures(passes=3, start="tv")
     scanned = on_scan(module, module.config.changed(geometry=module.config.geometry.changed(n_views=views)), cures)
     (scan,) = simulated_scans(path, [path], scanned)
     assert scan.sinogram.shape[2] == views

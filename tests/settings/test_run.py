@@ -32,9 +32,7 @@ def changed(*overrides: str) -> DictConfig:
     choices = [it for it in overrides if (CONF / it.partition("=")[0]).is_dir()]
     config = composed(*choices).copy()
     OmegaConf.set_struct(config, False)
-    result = OmegaConf.merge(config, OmegaConf.from_dotlist([it for it in overrides if it not in choices]))
-    assert isinstance(result, DictConfig)
-    return result
+    return OmegaConf.merge(config, OmegaConf.from_dotlist([it for it in overrides if it not in choices]))
 
 
 def refusal(*overrides: str) -> str:
@@ -123,7 +121,7 @@ EXTRAS = pytest.mark.extras
     ("seed=true", "seed=true should be a number"),
     ("model.regularizer=foo", "model.regularizer=foo should be callable"),
     ("optimizer.weight_decay=1e300", "optimizer.weight_decay=1e+300 should be a 32-bit float"),
-    (f"optimizer.betas=[{','.join('1' * 2500)}]", "optimizer.betas=[1, 1, 1, 1,"),
+    (f"optimizer.betas=[{','.join('1' * 400)}]", "optimizer.betas=[1, 1, 1, 1,"),
     (f"tags=[{'a' * 65}]", f"tags={'a' * 65}: string should have at most 64 characters"),
     ("loss._args_=[1]", "unknown key loss._args_: qnmixer.losses.mse has no such key"),
     ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is not a function (image, truth) or a"),

@@ -32,7 +32,6 @@ def refusal(*overrides: str) -> str:
     with pytest.raises((ConfigError, HydraException)) as error:
         config_of(*overrides)
     line = explain(error.value, "train")
-    assert line is not None
     assert "\n" not in line
     return line
 

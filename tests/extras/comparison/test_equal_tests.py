@@ -114,6 +114,5 @@ def test_what_is_said_of_a_pair_of_tests(name: str, jobs: tuple[Path, dict[str, 
     overrides = [*EVALUATE, f"data.root={place}/{name.replace(' ', '_')}", *(word for word in words if "noise" in word)]
     config = EvaluateConfig.parse(compose("evaluate", [f"run={place}/sweep/0", "accelerator=cpu", *overrides]))
     _, slices, before = on_test(config, config.run, overrides)
-    assert before is not None
     said = used_in_training(slices.trained("test", before))
     assert [line.startswith(seen) for line in said] == [True] * bool(seen)
