@@ -5,21 +5,16 @@ import re
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from qnmixer.errors import GeometryError
 from qnmixer.physics import FBP_WINDOWS, FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.sparse import _csr_product, _reproducible_product
 
 from .ellipses import random_pair, relative_error
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TINY = FanBeamGeometry(6, 2.0, 8, 9, 3.0, 30.0, 15.0, first_angle=0.1)
 
@@ -103,7 +98,7 @@ def test_gradients_to_second_order(geometry: FanBeamGeometry, method: str) -> No
     operator = FanBeamProjector(geometry).double()
     x, y = random_pair(geometry, batch=1)
     z = (x if method == "forward" else y).double().requires_grad_()
-    apply: Callable[[Tensor], Tensor] = getattr(operator, method)
+    apply = getattr(operator, method)
     assert torch.autograd.gradcheck(apply, (z,))
     assert torch.autograd.gradgradcheck(lambda v: apply(v).square(), (z,), fast_mode=True)
 
@@ -198,12 +193,9 @@ def test_filtered_adjoint_has_the_gain_of_fbp() -> None:
     assert float(image[inner].mean()) == pytest.approx(1, abs=0.04)
 
 
-def test_an_unknown_filter_is_refused() -> None:
+def test_an_unknown_filter_and_a_scan_that_no_memory_holds_are_refused_before_anything_is_built() -> None:
     with pytest.raises(GeometryError, match=r"fbp_filter='sharp' is not known: choose ramp"):
         FanBeamProjector(TINY, "sharp")
-
-
-def test_a_scan_that_no_memory_holds_is_refused_before_it_is_built() -> None:
     geometry = replace(FanBeamGeometry.paper(8191, image_size=8192), n_detectors=8192)
     with pytest.raises(GeometryError, match=r"n_views=8191 and n_detectors=8192 need \d+ GiB"):
         FanBeamProjector(geometry)

@@ -24,7 +24,7 @@ from ...saved import run as run_command
 
 def run(*arguments: str) -> tuple[int, str, str]:
     """Exit code, output and error of the command."""
-    return run_command(compare, check, "compare", "accelerator=cpu", *arguments)
+    return run_command(compare, check, "compare", "accelerator=cpu", "evaluation.n_pictures=1", *arguments)
 
 
 def write_sweep(folder: Path, jobs: list[list[str]]) -> Path:
@@ -57,7 +57,7 @@ def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(
     of_fbp = [word for word in words if not word.startswith("model.")]
     jobs += [[*of_fbp, "model=fbp", f"seed={seed}"] for seed in (1, 2)]
     sweep = write_sweep(tmp_path / "sweep", jobs)
-    code, _, stderr = run(f"sweep={sweep}", "seed=1", "evaluation.n_pictures=1", "noise=field")
+    code, _, stderr = run(f"sweep={sweep}", "seed=1", "noise=field")
     assert (code, stderr) == (0, "")
     found = sweep / "comparison_field"
     images = csv_rows(found / "images.csv")
@@ -80,7 +80,7 @@ def test_the_table_holds_what_evaluate_finds_and_what_the_runs_measured(
     assert np.asarray(Image.open(found / "comparison.png")).std() > 10
     assert "QN-Mixer" in (found / "comparison.html").read_text()
     monkeypatch.chdir(tmp_path)
-    assert run("runs=[sweep/0,sweep/1]", "seed=1", "evaluation.n_pictures=1", "noise=field")[::2] == (0, "")
+    assert run("runs=[sweep/0,sweep/1]", "seed=1", "noise=field")[::2] == (0, "")
     (of_runs,) = (tmp_path / "comparisons").glob("comparison_2_runs_*_field")
     rows = [row for row in csv_rows(found / "comparison.csv") if row["method"] == "QN-Mixer"]
     assert csv_rows(of_runs / "comparison.csv") == rows
