@@ -1,11 +1,11 @@
-"""Networks that were trained with truth, adapted to another scanner by its sinograms alone: module=split.
+"""Networks that were trained with truth, adapted to another scanner by its sinograms alone, by two modules.
 
     python notebooks/studies/adaptation.py OUTPUT SLICES SPLIT BASE …
 
 BASE is `pretrained` (256 × 256, 64 views), or networks that without_truth.py has trained with truth for 24 views: one
 for each seed. SLICES and SPLIT are as there. The sinograms are of the val patients of SPLIT, on whom no BASE was
 trained, and are simulated on a 2 times finer grid. The test patients are scored. It goes on where it was stopped, and
-writes OUTPUT/adaptation.md.
+writes OUTPUT/adaptation.md, with the tables of all bases that OUTPUT has.
 """
 
 import sys
@@ -36,28 +36,32 @@ SCANNERS = {
     "three quarters of the views": ["noise=field"],
 }
 OFF, FEWER = [*SCANNERS][1:]
+CURED, MODULES = "cured", ("split", "equivariant")
 TRAINING = (
-    "data.unit=value data.augment=false data.simulation_factor=1 module=split monitor=val/residual callbacks=none "
+    "data.unit=value data.augment=false data.simulation_factor=1 monitor=val/residual callbacks=none "
     "logger=csv trainer.max_steps=60 trainer.val_every_n_steps=30 test_after_training=false"
 )
+KINDS = {True: "The shipped weights", False: "Small networks"}
+"""Whether the base is `pretrained`, and the heading of its table."""
 _CAPTION = (
     "PSNR in dB: means over {n} test patients, one slice of each, and {n_bases} network(s). The noise is that of the "
     "field, but in the first row. Cured: the network with truth for {views} views at {size} × {size}, with the cures "
-    "of other scans. Adapted: after 60 further steps by module=split at a quarter of its learning rates, with the "
-    "sinograms of {n_val} other patients ({n_slices} slices; a patient each is left for validation and test). TV: 400 "
-    "iterations, the best weight for these patients with truth. Differences: ± half of the 95 % interval for other "
-    "patients / for other networks. The residual is that of views that are held out, in units of the noise: no truth "
-    "is needed for it. Written by notebooks/studies/adaptation.py."
+    "of other scans. Split, equivariant: after 60 further steps by this module at a quarter of its learning rates, "
+    "with the sinograms of {n_val} other patients ({n_slices} slices; a patient each is left for validation and test). "
+    "TV: 400 iterations, the best weight for these patients with truth. Differences: ± half of the 95 % interval for "
+    "other patients / for other networks."
 )
-
-_NOT_YET = "Not yet run: BASE `pretrained`, the shipped weights. Their step takes three seconds of a CPU core."
+_NOTE = (
+    "The residual is that of views that are held out, in units of the noise: no truth is needed for it. Written by "
+    "notebooks/studies/adaptation.py."
+)
 
 
 class Scanner:
     """A scanner that differs from that of a base: its sinograms, with their noise, and what is known of it."""
 
     def __init__(self, name: str, words: list[str], output: Path, root: Path, split: dict[str, list[str]]) -> None:
-        self.root, self.split, of_base = root, split, config_of(*words)
+        self.root, self.split, of_base = root, split, config_of(*words, *slices_in(root))
         n_views = of_base.geometry.n_views * 3 // 4 if name == FEWER else of_base.geometry.n_views
         self.change: dict[str, Any] = {} if n_views == of_base.geometry.n_views else {"n_views": n_views}
         self.words = [*words, *SCANNERS[name], f"geometry.n_views={n_views}"]
@@ -94,14 +98,19 @@ class Scanner:
         return y, truth
 
 
+def slices_in(root: Path) -> list[str]:
+    """The words for slices in a folder."""
+    return ["data=numpy", f"data.root={root}"]
+
+
 def score(name: str, output: Path, root: Path, split: dict[str, list[str]], bases: list[str]) -> tuple[str, int]:
     """The row of a scanner, and the slices of its folder."""
     studies = Path(__file__).resolve().parent
     words = ["experiment=pretrained"]
     if bases != ["pretrained"]:
         words = [f"hydra.searchpath=[file://{studies}]", "experiment=without_truth", "geometry.n_views=24"]
-    scanner = Scanner(name, [*words, f"data.root={root}"], output, root, split)
-    learning = config_of(*words, f"data.root={root}").optimizer
+    scanner = Scanner(name, words, output, root, split)
+    learning = config_of(*words, *slices_in(root)).optimizer
     rates = [f"optimizer.lr={learning.lr / 4}", f"optimizer.adamw_lr={learning.arguments['adamw_lr'] / 4}"]
 
     def tv(part: str, weight: float) -> list[float]:
@@ -112,49 +121,47 @@ def score(name: str, output: Path, root: Path, split: dict[str, list[str]], base
         return dict(zip(split["test"], values, strict=True))
 
     y, truth = scanner.middle("test")
-    cured, adapted, residuals = {}, {}, []
+    scores: dict[str, dict[tuple[int, int], dict[str, float]]] = {name: {} for name in (CURED, *MODULES)}
+    residuals: dict[str, list[float]] = {name: [] for name in scores}
     for k, base in enumerate(bases):
-        training = [*scanner.words, *rates, *TRAINING.split(), "data=sinograms", f"data.root={scanner.sinograms}"]
-        folder = trained(output / f"adapted_{k}", [*training, f"finetune={base}"])
-        networks = [
-            qnmixer.load_pretrained(base, **scanner.change),
-            qnmixer.load_pretrained(folder / "checkpoints/last.ckpt"),
-        ]
+        networks = {CURED: qnmixer.load_pretrained(base, **scanner.change)}
+        for module in MODULES:
+            training = [*scanner.words, *rates, *TRAINING.split(), "data=sinograms", f"data.root={scanner.sinograms}"]
+            folder = trained(output / f"{module}_{k}", [*training, f"module={module}", f"finetune={base}"])
+            networks[module] = qnmixer.load_pretrained(folder / "checkpoints/last.ckpt")
         with torch.no_grad():
-            cured[k, 0], adapted[k, 0] = (of_patients(psnr(network(y), truth)) for network in networks)
-            residuals.append(
-                [
-                    float(Measurement(network.projector, scanner.noise).residual(network, y).mean())
-                    for network in networks
-                ]
-            )
+            for of, network in networks.items():
+                scores[of][k, 0] = of_patients(psnr(network(y), truth))
+                residuals[of].append(float(Measurement(network.projector, scanner.noise).residual(network, y).mean()))
     with torch.no_grad():
         total: Scores = {(0, 0): of_patients(tv("test", best_power(lambda weight: mean(tv("val", weight)), 7.2e-4)))}
-    means = [f"{spread(scores).mean:.2f}" for scores in (total, cured, adapted)]
-    gains = [of_difference(difference(adapted, rival)) for rival in (cured, total)]
-    return row(
-        name, *means, *gains, *(f"{mean(column):.2f}" for column in zip(*residuals, strict=True))
-    ), scanner.n_slices
+    means = [f"{spread(values).mean:.2f}" for values in (total, *scores.values())]
+    gains = [of_difference(difference(scores[module], scores[CURED])) for module in MODULES]
+    return row(name, *means, *gains, *(f"{mean(values):.2f}" for values in residuals.values())), scanner.n_slices
 
 
 def main() -> None:
     """Adapt and score what is missing, and write the table after each scanner."""
     folder, slices, split_file, *bases = sys.argv[1:]
     output, root, split = Path(folder).resolve(), Path(slices), split_in(Path(split_file))
-    heads = ["scanner", "TV", "cured", "adapted", "adapted − cured", "adapted − TV", "residual, cured", "adapted"]
+    of_kind = output / KINDS[bases == ["pretrained"]].replace(" ", "_")
+    heads = ["scanner", "TV", CURED, *MODULES, *(f"{module} − {CURED}" for module in MODULES)]
+    heads += [f"residual, {CURED}", *MODULES]
     lines = [row(*heads), "|" + "---|" * len(heads)]
     for name in SCANNERS:
-        line, n_slices = score(name, output / name.replace(" ", "_").replace(",", ""), root, split, bases)
+        line, n_slices = score(name, of_kind / name.replace(" ", "_").replace(",", ""), root, split, bases)
         lines.append(line)
         geometry = qnmixer.load_pretrained(bases[0]).projector.geometry
         caption = _CAPTION.format(
             n=len(split["test"]), n_bases=len(bases), views=geometry.n_views, size=geometry.image_size,
             n_val=len(split["val"]), n_slices=n_slices,
         )  # fmt: skip
-        notes = [] if bases == ["pretrained"] else [_NOT_YET, ""]
-        (output / "adaptation.md").write_text(
-            "\n".join(["# Adaptation to another scanner", "", caption, "", *lines, "", *notes])
-        )
+        (of_kind / "table.md").write_text("\n".join([caption, "", *lines]))
+        page = ["# Adaptation to another scanner"]
+        for heading in KINDS.values():
+            table = output / heading.replace(" ", "_") / "table.md"
+            page += [f"## {heading}", table.read_text() if table.exists() else "Not yet run."]
+        (output / "adaptation.md").write_text("\n\n".join([*page, _NOTE]) + "\n")
 
 
 if __name__ == "__main__":
