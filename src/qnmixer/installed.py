@@ -6,8 +6,10 @@ It imports none of these packages.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from qnmixer.errors import ConfigError
 
@@ -53,6 +55,14 @@ def require_for(option: str, user: str) -> None:
 def not_installed(package: str, extra: str, user: str) -> NotInstalled:
     """The error for a package that an extra brings."""
     return NotInstalled(f'{user} needs {package}, which is not installed: pip install "qnmixer[{extra}]"')
+
+
+def optional(module: str, extra: str, user: str = "") -> Any:
+    """Import a library that only one kind of input needs, by default data=EXTRA. Raises NotInstalled."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise not_installed(module.partition(".")[0], extra, user or f"data={extra}") from error
 
 
 def without_extras(user: str) -> NotInstalled:

@@ -116,7 +116,7 @@ def print_begin(run: Run, config: Config) -> None:
     own = config.datamodule.name  # "default" is not imported here: that would load Lightning first
     source = f"data={config.data.name}" if own == "default" or config.datamodule.is_of_slices else f"datamodule={own}"
     choices = f"experiment={experiment}, " * bool(experiment) + f"model={config.model.name}, {source}"
-    run.console.print(f"{action} in {run.folder}: {choices} (loading Lightning …)", highlight=False, soft_wrap=True)
+    run.console.lines(f"{action} in {run.folder}: {choices} (loading Lightning …)")
 
 
 def check(cfg: DictConfig) -> Config:

@@ -9,25 +9,14 @@ from typing import TYPE_CHECKING, Any
 from qnmixer.installed import require
 
 if TYPE_CHECKING:
-    from qnmixer.data.datamodule import SliceDataModule
-    from qnmixer.data.deeplesion import DeepLesionReader
-    from qnmixer.data.dicom import DicomReader
-    from qnmixer.data.numpy_files import NumpyReader
-    from qnmixer.data.phantoms.discs import DiscSource
-    from qnmixer.data.phantoms.phantoms import PhantomSource
-    from qnmixer.data.sinograms import SinogramReader
-    from qnmixer.data.sources import MixedSource
-
-__all__ = [
-    "DeepLesionReader",
-    "DicomReader",
-    "DiscSource",
-    "MixedSource",
-    "NumpyReader",
-    "PhantomSource",
-    "SinogramReader",
-    "SliceDataModule",
-]
+    from qnmixer.data.datamodule import SliceDataModule as SliceDataModule
+    from qnmixer.data.deeplesion import DeepLesionReader as DeepLesionReader
+    from qnmixer.data.dicom import DicomReader as DicomReader
+    from qnmixer.data.numpy_files import NumpyReader as NumpyReader
+    from qnmixer.data.phantoms.discs import DiscSource as DiscSource
+    from qnmixer.data.phantoms.phantoms import PhantomSource as PhantomSource
+    from qnmixer.data.sinograms import SinogramReader as SinogramReader
+    from qnmixer.data.sources import MixedSource as MixedSource
 
 _MODULES = {
     "DeepLesionReader": "qnmixer.data.deeplesion",
@@ -39,6 +28,7 @@ _MODULES = {
     "SinogramReader": "qnmixer.data.sinograms",
     "SliceDataModule": "qnmixer.data.datamodule",
 }
+__all__ = [*_MODULES]
 _OF_THE_BASE = "NumpyReader", "PhantomSource"
 
 

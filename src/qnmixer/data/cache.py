@@ -14,7 +14,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from multiprocessing import reduction
 from pathlib import Path
@@ -186,6 +186,8 @@ class SliceCache:
             raise DataError(f"{self._file} has changed on the disk at {self.name(index)}: start again to rebuild it")
         return np.frombuffer(pixels, _PIXEL).reshape(self._shape).copy()
 
+    sinogram = load  # of a folder of measured sinograms, which has no slices
+
     def name(self, index: int) -> str:
         """The file (and frame) of the slice."""
         return self.infos[index].name
@@ -291,26 +293,21 @@ def _build_cache(decoding: "_Decoding", files: Sequence[str], pixels: Path) -> d
     return index
 
 
+@dataclass
 class _Decoding:
-    """The slices of a folder while its files are decoded one by one, for `open_cache`. `section`: for messages."""
+    """The slices of a folder while its files are decoded one by one, for `open_cache`."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        root: Path,
-        size: int,
-        field_of_view: float | None,
-        section: str,
-        *,
-        of_sinograms: bool = False,  # which are stored as the reader gives them
-    ) -> None:
-        self.reader, self.root, self.size, self.of_sinograms = reader, root, size, of_sinograms
-        self.field_of_view, self.section = field_of_view, section
-        self._rows: list[dict[str, Any]] = []  # what the index says of each slice, in the order of decoding
-        self._order: list[tuple[Any, ...]] = []
-        self._skipped: list[tuple[str, str]] = []
-        self._contents: dict[str, set[int]] = {}  # digests of the slices with the same UID
-        self._clashes: list[str] = []
+    reader: Reader
+    root: Path
+    size: int
+    field_of_view: float | None
+    section: str  # for messages
+    of_sinograms: bool  # which are stored as the reader gives them
+    _rows: list[dict[str, Any]] = field(default_factory=list)  # of the index, in the order of decoding
+    _order: list[tuple[Any, ...]] = field(default_factory=list)
+    _skipped: list[tuple[str, str]] = field(default_factory=list)
+    _contents: dict[str, set[int]] = field(default_factory=dict)  # digests of the slices with the same UID
+    _clashes: list[str] = field(default_factory=list)
 
     def add_file(self, file: str, stream: IO[bytes]) -> None:
         """Write the pixels of each slice of a file to the stream. A file or slice of no use is noted as skipped."""

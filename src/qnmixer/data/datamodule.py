@@ -86,15 +86,11 @@ class SliceDataModule(LightningDataModule):
             self.parts["train"] = self.parts["train"].only([k * length // n for k in range(n)])
         for name, part in self.parts.items():
             length = len(part.source)
-            if (n := self._first_of(name, length)) < length:  # whole, a mix has new phantoms in every epoch
+            n = length if self.first is None else min(self.first, length)
+            if name == "test" and self.test is not None:
+                n = min(n, self.test) if isinstance(self.test, int) else max(1, int(n * self.test))
+            if n < length:  # whole, a mix has new phantoms in every epoch
                 self.parts[name] = part.only(range(n))
-
-    def _first_of(self, part: str, length: int) -> int:
-        """How many of the slices of a part are used."""
-        n = length if self.first is None else min(self.first, length)
-        if part == "test" and self.test is not None:
-            n = min(n, self.test) if isinstance(self.test, int) else max(1, int(n * self.test))
-        return n
 
     @property
     def measured(self) -> bool:

@@ -178,14 +178,6 @@ class SliceView:
         return self.source.name(self.indices[index])
 
 
-class SinogramView(SliceView):
-    """A part of a cache of measured sinograms, which has no slices."""
-
-    def sinogram(self, index: int) -> FloatArray:
-        """Measured sinogram [V, D], value × mm."""
-        return self.source.load(self.indices[index])
-
-
 @dataclass(frozen=True)
 class Part:
     """Slices [S, S] in HU of train, val or test."""

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qnmixer.data.slices import SkipFile, optional, reading, require_size
+from qnmixer.data.slices import SkipFile, reading, require_size
 from qnmixer.errors import DataError, GeometryError
+from qnmixer.installed import optional
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.units import FloatArray
 

@@ -1,6 +1,5 @@
 """Files of measured sinograms, −log of transmission: .npy, .mat of MATLAB and .tif of helix2fan."""
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +14,7 @@ from qnmixer.data.numpy_files import open_stack, read_frame
 from qnmixer.data.regrid import FloatList, regrid_scan
 from qnmixer.data.slices import SkipFile, Slice, SliceInfo
 from qnmixer.errors import DataError, first_line
-from qnmixer.installed import not_installed
+from qnmixer.installed import optional
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.physics.units import FloatArray
@@ -136,10 +135,7 @@ def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeam
         DataError: the file has another form.
         NotInstalled: there is no scipy.
     """
-    try:
-        loadmat = importlib.import_module("scipy.io").loadmat
-    except ImportError as error:
-        raise not_installed("scipy", "mat", str(path)) from error
+    loadmat = optional("scipy.io", "mat", str(path)).loadmat
     try:
         content: dict[str, Any] = loadmat(path, simplify_cells=True)
         struct = next(v for v in content.values() if isinstance(v, dict) and {"sinogram", "parameters"} <= v.keys())

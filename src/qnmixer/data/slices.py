@@ -1,6 +1,5 @@
 """Decoded slices with the data to sort and split them, and skipped files."""
 
-import importlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from qnmixer.errors import DataError
-from qnmixer.installed import not_installed
 from qnmixer.physics.units import AIR, FloatArray
 from qnmixer.runs.processes.process import rank
 
@@ -48,8 +46,7 @@ def reading(problem: str) -> Iterator[None]:
     MemoryError stays MemoryError. Warnings of libraries are hidden.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     except (SkipFile, MemoryError):
         raise
@@ -64,14 +61,6 @@ def usable(place: Path | str, fix: str = "") -> Iterator[None]:
         yield
     except SkipFile as reason:
         raise DataError(f"{place} cannot be used ({reason})" + (fix and f": {fix}")) from reason
-
-
-def optional(module: str, extra: str) -> Any:
-    """Import a library that only one kind of file needs. Raises NotInstalled."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise not_installed(module, extra, f"data={extra}") from error
 
 
 def require_size(rows: int, columns: int, least: int = LEAST_SIDE) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from qnmixer.data.cache import SliceCache, open_cache, to_square
-from qnmixer.data.dataset import Part, SinogramView, SliceView
+from qnmixer.data.dataset import Part, SliceView
 from qnmixer.data.sinograms import require_line_integrals
 from qnmixer.data.slices import (
     SkipFile,
@@ -173,7 +173,7 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
         fine = open_cache(config, config.image_size * config.simulation_factor, field_of_view)
     return {
         part: Part(
-            SliceView(cache, indices) if scan is None else SinogramView(cache, indices),
+            SliceView(cache, indices),
             _numbered(patients[i] for i in indices),
             fine and SliceView(fine, indices),
             measured=scan is not None,

@@ -307,5 +307,5 @@ def write_evaluation(folder: Path, evaluation: Evaluation, console: Console) -> 
     for line in warnings:
         console.warn(line, style="bold red")
     console.print(table.terminal())
-    console.print(f"table: {folder / 'table.md'}", soft_wrap=True, highlight=False)
+    console.lines(f"table: {folder / 'table.md'}")
     return folder / PICTURE

@@ -8,7 +8,7 @@ from qnmixer.data.own_datamodule import OwnDataModule
 from qnmixer.data.splits import Overlap, RunSplit, SplitRecord
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.evaluation.evaluate import PAGE, RunData, evaluate, evaluated_source, what_was_evaluated, write_evaluation
-from qnmixer.evaluation.evaluate_config import EvaluateConfig, ScoringConfig
+from qnmixer.evaluation.evaluate_config import EvaluateConfig, RunEvaluationConfig, ScoringConfig
 from qnmixer.evaluation.logs import log_evaluation
 from qnmixer.evaluation.scores import Evaluation
 from qnmixer.files import path_of
@@ -16,9 +16,9 @@ from qnmixer.measurement.build import build_geometry, measure_of
 from qnmixer.measurement.own_data import build_own_data
 from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstruction.checkpoints import load_run, run_of, split_of
-from qnmixer.reconstruction.cures import NO_CHOICE, Cures
+from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
-from qnmixer.reconstruction.sections import AsTrained, ScanOrAsTrained, scan_for
+from qnmixer.reconstruction.sections import AsTrained, WithCures, scan_for
 from qnmixer.reconstruction.weights import SUFFIX, find_checkpoint, located
 from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.records import is_signed, own_modules, read_results
@@ -42,10 +42,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     Raises CheckpointError, ConfigError or DataError.
     """
     console = Console()
-    cures = Cures(config.passes, config.start, config.mix)
-    module, slices, split_record = on_test(
-        config, config.run, overrides, scan=config.geometry, cures=cures, needs_truth=False
-    )
+    module, slices, split_record = on_test(config, config.run, overrides, needs_truth=False)
     if config.evaluation.first_order and module.network.first_order() is None:
         raise ConfigError(f"evaluation.first_order=true is for a network of second order: {config.run} has H = I")
     if config.n_slices is not None:
@@ -58,33 +55,25 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         picture = write_evaluation(folder, evaluation, console)
         record["picture"] = str(picture)
         log_evaluation(loggers, evaluation, folder, config.split)
-    console.print(f"picture: {picture}", soft_wrap=True)
-    console.print(f"to look through: {folder / PAGE}", soft_wrap=True)
+    console.lines(f"picture: {picture}", f"to look through: {folder / PAGE}")
     return evaluation
 
 
 def on_test(
-    config: ScoringConfig,
-    run: str,
-    overrides: list[str],
-    seed: int | None = None,
-    scan: ScanOrAsTrained | None = None,
-    cures: Cures = NO_CHOICE,
-    *,
-    needs_truth: bool = True,
+    config: ScoringConfig, run: str, overrides: list[str], seed: int | None = None, *, needs_truth: bool = True
 ) -> tuple[Reconstructor, RunData, SplitRecord | None]:
     """The trained network of a run with the noise of an evaluation, its slices, and the record of the run's split.
 
-    `seed`: of phantoms and noise; None: the run's. `scan`: None: that of the run. Raises CheckpointError or
-    ConfigError for what does not fit.
+    It has the scan and the cures of the evaluation, if its config has any. `seed`: of phantoms and noise; None: the
+    run's. Raises CheckpointError or ConfigError for what does not fit.
     """
     checkpoint = find_checkpoint(run, config.checkpoint)
     trust = [*config.trust, *map(module_of, targets_of(config).values()), *own_modules(run_of(checkpoint))]
     trained = load_run(run, config.checkpoint, trust, "metrics.")
     split_record = split_of(checkpoint)
     test = trained.config.changed(data=with_own_cache(trained.config.data, checkpoint))
-    if scan is not None:
-        test.geometry = scan_for(scan, test.geometry)
+    if isinstance(config, RunEvaluationConfig):
+        test.geometry = scan_for(config.geometry, test.geometry)
     datamodule = trained.config.datamodule
     if isinstance(config.data, AsTrained):
         if not is_trusted(datamodule.target, ()) and checkpoint.suffix == SUFFIX:
@@ -120,6 +109,7 @@ def on_test(
         raise ConfigError(
             f"noise={config.noise.name} has no effect on the sinograms of {source}, which were measured: leave it out"
         )
+    cures = Cures(config.passes, config.start, config.mix) if isinstance(config, WithCures) else None
     return on_scan(trained, test, cures), slices, split_record
 
 

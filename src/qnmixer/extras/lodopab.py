@@ -6,9 +6,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from qnmixer.data.dataset import Scaling
-from qnmixer.data.slices import SkipFile, optional, reading, usable
+from qnmixer.data.slices import SkipFile, reading, usable
 from qnmixer.extras.pairs import views_of
 from qnmixer.files import path_of
+from qnmixer.installed import optional
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.units import FloatArray
 

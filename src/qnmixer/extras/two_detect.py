@@ -11,10 +11,11 @@ import numpy as np
 from annotated_types import Ge, Gt, Le
 
 from qnmixer.data.dataset import Scaling
-from qnmixer.data.slices import SkipFile, optional, reading, summarise_skipped
+from qnmixer.data.slices import SkipFile, reading, summarise_skipped
 from qnmixer.errors import DataError
 from qnmixer.extras.pairs import views_of
 from qnmixer.files import path_of
+from qnmixer.installed import optional
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.units import FloatArray
 

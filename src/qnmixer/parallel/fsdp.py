@@ -19,7 +19,7 @@ from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.parallel.device_memory import Footprint
 from qnmixer.parallel.gather import gather
 from qnmixer.parallel.parallelism import TIMEOUT, Parallelism
-from qnmixer.parallel.torch_private import tree_map
+from qnmixer.parallel.torch_private import tree_map_only
 from qnmixer.parallel.tracker import n_bytes
 from qnmixer.settings.strategies import FSDPConfig
 
@@ -106,7 +106,7 @@ class FSDPStrategy(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write one full file on rank 0."""
-        gathered = tree_map(_gathered, checkpoint)
+        gathered = tree_map_only(DTensor, lambda shards: gather(shards).cpu(), checkpoint)
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(gathered, filepath)
 
@@ -137,10 +137,6 @@ class FSDPStrategy(ModelParallelStrategy):
                 n: {k: _sharded(parameter_of[n], v) for k, v in entry.items()} for n, entry in state["state"].items()
             }
             optimizer.load_state_dict({**state, "state": sharded})
-
-
-def _gathered(value: Any) -> Any:
-    return gather(value).cpu() if isinstance(value, DTensor) else value
 
 
 def _sharded(target: Any, value: Any) -> Any:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = [
     "TorchDispatchMode",
@@ -31,7 +31,6 @@ __all__ = [
     "no_dispatch",
     "tree_flatten",
     "tree_leaves",
-    "tree_map",
     "tree_map_only",
     "tree_unflatten",
 ]

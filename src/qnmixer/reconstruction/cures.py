@@ -177,23 +177,16 @@ def chebyshev_steps(n: int, total: float) -> Tensor:
     return 1 / nodes[order]
 
 
+@dataclass
 class CuredLoop:
-    """Runs the iterations of a network from a better start, and again from its own image: for `network.loop`.
+    """Runs the iterations of a network from a better start, and again from its own image: for `network.loop`."""
 
-    At the end, `share` of the image is that of total variation.
-    """
-
-    def __init__(
-        self,
-        loop: Callable[..., Any],
-        passes: int,
-        while_it_falls: bool,
-        tv: TotalVariation,
-        starts_at_tv: bool,
-        share: float = 0.0,
-    ) -> None:
-        self.loop, self.passes, self.while_it_falls = loop, passes, while_it_falls
-        self.tv, self.starts_at_tv, self.share = tv, starts_at_tv, share
+    loop: Callable[..., Any]
+    passes: int
+    while_it_falls: bool  # each image goes on as long as its residual falls
+    tv: TotalVariation
+    starts_at_tv: bool
+    share: float = 0.0  # of total variation in the image at the end
 
     def __call__(self, network: UnrolledNetwork[Any], iterations: range, y: Tensor, state: Any) -> Any:
         """The state after some iterations. The first ones begin at TV, and the last ones are followed by the passes."""

@@ -37,8 +37,7 @@ def write_parametric_map(path: Path, values: FloatArray, image: Dataset, *, seri
         slope=1.0,
         intercept=0.0,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of odd names in the source
+    with warnings.catch_warnings(action="ignore"):  # of odd names in the source
         dataset = ParametricMap(
             source_images=[image],
             pixel_array=np.ascontiguousarray(values, np.float32),

@@ -159,8 +159,7 @@ def in_float32() -> Iterator[None]:
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config, not checked, and the state dict of a checkpoint or weights file. Raises CheckpointError."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of pickle protocols; unreadable files get a message below
+        with warnings.catch_warnings(action="ignore"):  # torch's, of pickle protocols: such a file gets a line below
             checkpoint = load(path)
     except pickle.UnpicklingError as error:
         raise CheckpointError(

@@ -100,29 +100,27 @@ def reconstruct_input(config: ReconstructConfig) -> int:
             written = writer.write(scan, hu, maps)
             if written and scan.measured:
                 distance = misfit(module.projector, x, scan.sinogram, scan.missing)
-                console.print(f"{scan.name}: A x differs from the sinogram by {distance:.1%}", soft_wrap=True)
+                console.lines(f"{scan.name}: A x differs from the sinogram by {distance:.1%}")
             progress.advance(task)
     if not writer.count and not writer.failed:
         raise DataError(f"input={path} has nothing to reconstruct: see the warning above")
     if writer.count:
-        line = f"reconstructions: {writer.count:,}, as {', '.join(config.formats)}, in {config.output}"
-        console.print(line, soft_wrap=True)
+        console.lines(f"reconstructions: {writer.count:,}, as {', '.join(config.formats)}, in {config.output}")
         if not scan.measured:
-            console.print(_line_of_noise(module, as_trained=config.noise is None), soft_wrap=True)
+            console.lines(_line_of_noise(module, as_trained=config.noise is None))
         if "dicom" in config.formats and max(writer.in_series.values()) > 1:
             line = f"slices without DICOM follow each other in steps of {config.slice_spacing:g} mm (slice_spacing=)"
-            console.print(line, soft_wrap=True)
+            console.lines(line)
         if writer.measured:
-            console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
+            console.lines(f"FBP of the same scans beside them: NAME{_FBP}")
         if len(turns) > 1:
             line = f"deviation over {len(turns)} turns and flips of each scan, in HU: NAME{_SPREAD}"
-            console.print(f"{line}. It is a part of the error only", soft_wrap=True)
+            console.lines(f"{line}. It is a part of the error only")
             if calibration is not None:
                 line = calibration.line(config.level, module, len(turns), measured=scan.measured)
-                console.print(f"NAME{_UNCERTAINTY}, in HU, {line}", soft_wrap=True)
+                console.lines(f"NAME{_UNCERTAINTY}, in HU, {line}")
             if "dicom" in config.formats and not is_installed("maps"):
-                hint = not_installed("highdicom", "maps", f"NAME{_SPREAD} in DICOM")
-                console.print(str(hint), soft_wrap=True)
+                console.lines(str(not_installed("highdicom", "maps", f"NAME{_SPREAD} in DICOM")))
     if writer.failed:
         raise DataError(writer.summary())
     return writer.count

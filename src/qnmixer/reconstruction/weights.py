@@ -4,13 +4,11 @@ No torch import. huggingface_hub, which an extra installs, is imported late.
 """
 
 from functools import cache
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from qnmixer.errors import CheckpointError, first_line
 from qnmixer.files import check_there, path_of
-from qnmixer.installed import not_installed
+from qnmixer.installed import optional
 from qnmixer.runs.artifacts import download_artifact, is_artifact
 from qnmixer.runs.layout import checkpoint_in
 
@@ -79,10 +77,7 @@ def download(run: str) -> Path:
 
     Raises CheckpointError if there is none, and NotInstalled without huggingface_hub.
     """
-    try:
-        hub: Any = import_module("huggingface_hub")
-    except ImportError as error:
-        raise not_installed("huggingface_hub", "hub", "a hub") from error
+    hub = optional("huggingface_hub", "hub", "a hub")
     try:
         return Path(hub.hf_hub_download(run.removeprefix(HUB), HUB_FILE))
     except Exception as error:  # of the network, of the disk, of the server

@@ -117,8 +117,7 @@ def write_dicom(
     Raises OSError if the disk is full. No half-written file stays.
     """
     encoded = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of odd values in the source
+    with warnings.catch_warnings(action="ignore"):  # of odd values in the source
         source = _anonymous(hu.shape, pixel_spacing, place, slice_spacing) if template is None else template
         dataset = _kept_tags(source, frame)
         _set_source(dataset, source, frame)

@@ -415,26 +415,14 @@ def _say(line: str) -> None:
 
 @dataclass
 class JobRow:
-    """One job: its folder in that of the sweep, the values of its overrides that vary, and its results.json."""
+    """One job, from its results.json."""
 
-    name: str
-    values: dict[str, str]
+    name: str  # its folder in that of the sweep
+    values: dict[str, str]  # of its overrides that vary
     results: dict[str, Any]
-
-    @property
-    def status(self) -> str:
-        """How it ended."""
-        return str(self.results.get("status", "not begun"))
-
-    @property
-    def best(self) -> float | None:
-        """The best value of the monitored metric."""
-        return best_of(self.results)[1]
-
-    @property
-    def error(self) -> str:
-        """The first line of its error; empty without one."""
-        return first_line(self.results.get("error", ""))
+    status: str  # how it ended
+    best: float | None  # value of the monitored metric
+    error: str  # the first line; empty without an error
 
     @property
     def numbers(self) -> list[float | None]:
@@ -461,7 +449,9 @@ def rows_of(sweep: Path) -> list[JobRow]:
     for path, overrides in jobs_of(sweep).items():
         values_by_key = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
         values = {key: values_by_key.get(key, "") for key in varying}
-        rows.append(JobRow(str(path.relative_to(sweep)), values, read_results(path)))
+        results = read_results(path)
+        ending = results.get("status", "not begun"), best_of(results)[1], first_line(results.get("error", ""))
+        rows.append(JobRow(str(path.relative_to(sweep)), values, results, *ending))
     return rows
 
 
@@ -489,7 +479,7 @@ def write_report(folder: Path, rows: list[JobRow]) -> None:
     ends = [*errors, f"sweep folder: {folder} ({', '.join(files)})"]
     if "seed" in rows[0].values:
         ends.append(f"means over seeds: python -m qnmixer.compare {shlex.quote(f'sweep={quoted(folder)}')}")
-    console.print("\n".join(ends), soft_wrap=True, highlight=False)
+    console.lines(*ends)
 
 
 _MOST_NAMES = 10  # in the legend of a picture

@@ -26,6 +26,10 @@ class Console(rich.console.Console):
         """As rich does. Texts may have several lines."""
         return super().render_str(visible(text, keep="\n"), **options)
 
+    def lines(self, *lines: str) -> None:
+        """Print lines as they are: a terminal breaks the long ones, and no number has a colour."""
+        self.print(*lines, sep="\n", highlight=False, soft_wrap=True)
+
     def warn(self, line: str, style: str = "") -> None:
         """Print one line that begins with "warning:"."""
         self.print(f"warning: {visible(line)}", style=style, highlight=False, soft_wrap=True)

@@ -377,7 +377,7 @@ class MemoryMonitor(Callback):
             line = f"{short} with {n:.0f} slices; a whole batch has {self._whole}, and needs more"
         else:
             return
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.lines(line)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Stop counting."""

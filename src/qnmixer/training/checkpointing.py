@@ -278,8 +278,7 @@ class BuiltSchedule:
         groups, n_steps = schedule.optimizer.param_groups, getattr(schedule, "last_epoch", parts[0].last_epoch)
         rates = [(group["lr"], rate) for group, rate in zip(groups, schedule.get_last_lr(), strict=True)]
         only_a_function = isinstance(schedule, LambdaLR) and not is_changed
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a schedule that steps before its optimizer
+        with warnings.catch_warnings(action="ignore"):  # of a schedule that steps before its optimizer
             if not only_a_function:
                 schedule.load_state_dict(deepcopy(self.state))
                 for group, values in zip(groups, self.groups, strict=True):

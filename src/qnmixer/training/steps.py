@@ -396,7 +396,7 @@ def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModul
             raise
         line = f"no table: {error}. On others:"
         command = shlex.join(["python", "-m", "qnmixer.evaluate", f"run={run.folder}", "data=NAME", "data.root=FOLDER"])
-        run.console.print(f"{line} {command}", highlight=False, soft_wrap=True)
+        run.console.lines(f"{line} {command}")
         return
     allow_tf32(False)  # the figures are those of `evaluate`
     trained = Reconstructor(config, module.projector)

@@ -71,7 +71,7 @@ def print_start(
             lines.append(f"the network names no hidden_weights(): optimizer={config.optimizer.name} uses AdamW for all")
         if (about_buffers := line_on_buffers(config, module.network)) is not None:
             lines.append(about_buffers)
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    console.lines(*lines)
 
 
 def print_early_end(trainer: L.Trainer, reasons: Sequence[str], console: Console) -> None:
@@ -79,17 +79,17 @@ def print_early_end(trainer: L.Trainer, reasons: Sequence[str], console: Console
     if trainer.should_stop and trainer.global_step != trainer.max_steps and trainer.current_epoch != trainer.max_epochs:
         cause = f"early stopping after {trainer.global_step} steps: {' '.join(reasons)}"
         line = f"training ends early, after {trainer.global_step} steps: trainer.max_time, or a callback"
-        console.print(cause if reasons else line, highlight=False, soft_wrap=True)
+        console.lines(cause if reasons else line)
 
 
 def print_end(run: Run) -> None:
     """Print where the results are."""
-    run.console.print(f"run folder: {run.folder}", soft_wrap=True)
+    run.console.lines(f"run folder: {run.folder}")
     for label, path in (("to look through", run.folder / "evaluation" / PAGE), ("profile", run.folder / "profile")):
         if path.exists():
-            run.console.print(f"{label}: {path}", soft_wrap=True, highlight=False)
+            run.console.lines(f"{label}: {path}")
     if picture := run.record.get("picture"):
-        run.console.print(f"picture: {picture}", soft_wrap=True, highlight=False)
+        run.console.lines(f"picture: {picture}")
 
 
 class TrainingProgress(Callback):
@@ -115,7 +115,7 @@ class TrainingProgress(Callback):
         """Print the step at which a resumed run starts. Start the bar and the clock."""
         self._total, self._step = trainer.estimated_stepping_batches, trainer.global_step
         if self._step:
-            self._print(f"resumed at {self._place().replace('/', ' of ')}")
+            self.console.lines(f"resumed at {self._place().replace('/', ' of ')}")
         self._begin = self._step, time.monotonic()
         self._show(trainer)
 
@@ -146,7 +146,7 @@ class TrainingProgress(Callback):
         self._last = [f"{main} {in_digits(values[main])}"]
         place = [self._place()] if self._step else []  # a network that does not learn has no steps
         scores = " · ".join(_with_unit(name, values[name], pl_module) for name in (main, *other_metrics))
-        self._print(" · ".join([*place, f"val {scores}", *self._pace_and_time(trainer)]))
+        self.console.lines(" · ".join([*place, f"val {scores}", *self._pace_and_time(trainer)]))
         if trainer.state.fn != TrainerFn.FITTING:  # the last one, after training
             self._progress.end()
 
@@ -167,9 +167,6 @@ class TrainingProgress(Callback):
             status = [f"loss {float(loss):#.3g}"]  # read only when it is shown: that waits for a GPU
         text = " · ".join([*status, *self._last, *self._pace_and_time(trainer)])
         self._progress.show(self._place(), text, self._step, self._total if math.isfinite(self._total) else None)
-
-    def _print(self, line: str) -> None:
-        self.console.print(line, highlight=False, soft_wrap=True)
 
     def _place(self) -> str:
         return f"step {self._step}" if math.isinf(self._total) else f"step {self._step}/{self._total:.0f}"

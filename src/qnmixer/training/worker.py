@@ -171,8 +171,7 @@ def _check_inputs(config: Config, run: Run) -> None:
     from qnmixer.reconstruction.checkpoints import resumable, split_of
 
     split = None if run.resume is None else split_of(resumable(config, Path(run.resume)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # rank 0 will show the warnings
+    with warnings.catch_warnings(action="ignore"):  # rank 0 will show the warnings
         parts_of(config.data, RunSplit(split), build_geometry(config))
 
 

@@ -47,7 +47,7 @@ def calibrate_input(config: CalibrateConfig) -> Dose:
     _draw(output / "variance.png", variances, dose)
     console = Console()
     console.print(table.terminal())
-    console.print(*lines, f"plot: {output / 'variance.png'}", sep="\n", soft_wrap=True, highlight=False)
+    console.lines(*lines, f"plot: {output / 'variance.png'}")
     return dose
 
 

@@ -55,7 +55,7 @@ def write_comparison(folder: Path, comparison: Comparison, console: Console) -> 
     draw_slices(folder / "comparison.png", slices)
     write_page(folder / "comparison.html", title, tables, slices, subtitle=warning or tables[0].title)
     written = "comparison.html, comparison.md, comparison.csv, comparison.png, images.csv"
-    console.print(f"comparison: {folder} ({written})", soft_wrap=True, highlight=False)
+    console.lines(f"comparison: {folder} ({written})")
 
 
 def _place(groups: list[list[ComparedMethod]], test: Conditions | None) -> str:

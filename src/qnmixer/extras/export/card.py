@@ -1,6 +1,7 @@
 """The model card of a weights file: what it is, its training, its measured results, and its limits.
 
-No figure in it is typed by hand. The figures come from the checkpoint, results.json and the tables in the run folder.
+card.md has its words. No figure in it is typed by hand: they come from the checkpoint, results.json and the tables in
+the run folder.
 """
 
 import shlex
@@ -19,42 +20,6 @@ from qnmixer.settings.compose import quoted, values_of
 from qnmixer.settings.options import TARGET
 from qnmixer.settings.plugins import trust_words
 
-_CARD = """\
-# {method}, {size} × {size} pixels, {n_views} views
-
-`{file}`: {n_parameters:,} parameters. It reconstructs a CT slice from a sparse-view sinogram. It is not a medical \
-device: do not use its images for diagnosis.
-
-```bash
-python -m qnmixer.reconstruct {run} input=/path/to/dicom output=out
-python -m qnmixer.evaluate {run} data=dicom data.root=/path/to/dicom
-```
-
-## Training
-
-{training}
-
-Lengths are in mm, angles in radians. The metadata of the file has the same settings, under `{key}`. Folders, patients \
-and accounts are left out. Arguments of the user's own classes are not left out.
-
-The licences of the training slices are not recorded. Before you publish this file, write each collection, its licence \
-and its address here.
-
-## Evaluations
-
-{evaluations}
-
-## Where it fails
-
-- Like any learned reconstruction, it can remove small details, or invent details that look right. The tables are \
-means over slices. They say nothing about a single lesion.
-- With other scanners, protocols and anatomy than in training its results can be worse: evaluate it on such slices. It \
-does not know its training slices: in a folder that has them, they count as test slices.
-- Simulated sinograms have rays of one energy, without scatter, beam hardening, motion and metal artefacts.
-- It was trained for one scan and one grid. Slices are resampled to that grid. With other `geometry.*` its step sizes \
-follow the scan. Measured scans with other rays are otherwise interpolated.
-- It is one run with one seed. How much other seeds differ is not known.
-"""
 _NO_VALUE = "unknown"
 _SECTIONS = ("model", "geometry", "data", "noise", "loss", "optimizer", "schedule", "strategy", "trainer")
 
@@ -67,7 +32,7 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
     training = _training(config.seed, config.finetune, checkpoint, read_results(run))
     of_weights = evaluations(run, digest_of_weights(module.state_dict()))
     tables = [f"### {folder.relative_to(run)}\n\n{read_text(folder / 'table.md').strip()}" for folder in of_weights]
-    return _CARD.format(
+    return read_text(Path(__file__).with_suffix(".md")).format(
         method=config.model.title,
         size=config.data.image_size,
         n_views=config.geometry.n_views,

@@ -31,5 +31,5 @@ def export_run(config: ExportConfig) -> None:
     with atomic_file(output) as stream:
         stream.write(content)
     write_text(card, text)
-    lines = f"weights: {output}", f"card: {card}", "Both have the run's settings: read the card before you share them."
-    Console().print(*lines, sep="\n", soft_wrap=True, highlight=False)
+    advice = "Both have the run's settings: read the card before you share them."
+    Console().lines(f"weights: {output}", f"card: {card}", advice)

@@ -51,7 +51,11 @@ def polychromatic(
         mu: attenuation of x = 1 in 1/mm.
         spectrum: lines of energy, photons, and the attenuation of each material.
     """
-    weights, ratios = _energies(spectrum)
+    table = np.asarray(spectrum)
+    n_materials = table.shape[1] - 2
+    weights = table[:, 0] * table[:, 1]
+    weights /= weights.sum()  # of the energies in the signal
+    ratios = table[:, 2:] / np.asarray(ATTENUATION_AT_REFERENCE)[:n_materials]  # [E, M], over those at 70 keV
     of_materials = torch.stack([p.double().cpu() for p in integrals], -1)  # [B, 1, V, D, M]
     depths_of_energies = torch.einsum("...m, em -> ...e", of_materials, torch.from_numpy(ratios[:, : len(integrals)]))
     signal = torch.exp(-mu * depths_of_energies) @ torch.from_numpy(weights)
@@ -60,14 +64,6 @@ def polychromatic(
     depths = np.linspace(0, max(hardened.max(), 0) / ratios[:, 0].min() + 1e-6, 20_000)
     of_water = -np.log((weights * np.exp(-np.outer(depths, ratios[:, 0]))).sum(1))
     return torch.from_numpy(np.interp(hardened, of_water, depths) / mu).to(integrals[0])
-
-
-def _energies(spectrum: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Weights of the energies in the signal [E], sum 1, and attenuations over those at 70 keV [E, M]."""
-    table = np.asarray(spectrum)
-    weights = table[:, 0] * table[:, 1]
-    n_materials = table.shape[1] - 2
-    return weights / weights.sum(), table[:, 2:] / np.asarray(ATTENUATION_AT_REFERENCE)[:n_materials]
 
 
 def water_and_bone(x: Tensor, hu_max: float) -> tuple[Tensor, Tensor]:

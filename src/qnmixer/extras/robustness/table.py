@@ -25,7 +25,6 @@ from qnmixer.files import write_text
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation
 from qnmixer.parallel.devices import choose_device
-from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.runs.loggers import recording_scores
@@ -66,7 +65,7 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
     Raises CheckpointError, ConfigError or DataError.
     """
     console = Console()
-    module, slices, _ = on_test(config, config.run, overrides, cures=Cures(config.passes, config.start, config.mix))
+    module, slices, _ = on_test(config, config.run, overrides)
     if slices.measured:
         name = evaluated_name(module.config)
         raise ConfigError(f"{name} has measured sinograms: give slices, as data=phantoms or data=dicom")
@@ -111,15 +110,7 @@ def measure_robustness(config: RobustnessConfig, folder: Path, overrides: list[s
         log(loggers, results, folder)
         record["evaluated"] = {"weights": digest_of_weights(module.state_dict())}
     console.print(cells.terminal())
-    console.print(
-        *edge_lines,
-        *refusals,
-        f"table: {folder / 'table.md'}",
-        f"plot: {folder / PLOT}",
-        sep="\n",
-        soft_wrap=True,
-        highlight=False,
-    )
+    console.lines(*edge_lines, *refusals, f"table: {folder / 'table.md'}", f"plot: {folder / PLOT}")
     return results
 
 

@@ -58,7 +58,7 @@ def evaluate_task(config: EvaluateTaskConfig, folder: Path, overrides: list[str]
         picture = write_task(folder, title, scores, truth, phantom.around_inserts(task.insert_diameter), console)
         record["picture"] = str(picture)
         log_scores(loggers, scores_by_name(scores), ("task/picture", picture), [picture, folder / "table.csv"], folder)
-    console.print(f"picture: {record['picture']}", soft_wrap=True)
+    console.lines(f"picture: {record['picture']}")
 
 
 def task_scores(module: Reconstructor, task: TaskConfig, console: Console) -> Iterator[DoseScores]:

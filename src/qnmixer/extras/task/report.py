@@ -97,7 +97,7 @@ def write_task(
     figure = task_figure(scores, truth, marks)
     save_figure(figure, folder / PICTURE)
     console.print(table.terminal(words=2))
-    console.print(f"table: {folder / 'table.md'}", soft_wrap=True, highlight=False)
+    console.lines(f"table: {folder / 'table.md'}")
     return folder / PICTURE
 
 

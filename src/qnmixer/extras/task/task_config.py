@@ -8,8 +8,6 @@ from pydantic import model_validator
 
 from qnmixer.errors import ConfigError
 from qnmixer.evaluation.evaluate_config import RunEvaluationConfig
-from qnmixer.reconstruction.sections import GeometryChanges
-from qnmixer.settings.data import DataConfig
 from qnmixer.settings.sections import Length, Seed
 from qnmixer.settings.validation import Section
 
@@ -45,14 +43,12 @@ class EvaluateTaskConfig(RunEvaluationConfig):
     def parse(cls, cfg: DictConfig) -> Self:
         """As for every scoring. An evaluation by task has phantoms and noise of its own. Raises ConfigError."""
         config = super().parse(cfg)
-        same_scan = isinstance(config.geometry, GeometryChanges) and not any(
-            value is not None for value in config.geometry.plain().values()
-        )
-        chosen_keys = {"symmetries": config.symmetries > 1, "geometry": not same_scan}
+        other_scan = any(value is not None for _, value in config.geometry)
+        chosen_keys = {"symmetries": config.symmetries > 1, "geometry": other_scan}
         chosen_keys |= {key: getattr(config, key) != "auto" for key in ("passes", "start", "mix")}
         if key := next((key for key, is_chosen in chosen_keys.items() if is_chosen), None):
             raise ConfigError(f"evaluation=task is of the network itself, on its own scan: leave out {key}=…")
-        chosen = isinstance(config.data, DataConfig) or any(value is not None for value in config.data.plain().values())
+        chosen = any(value is not None for _, value in config.data)
         if chosen or config.split != "test":
             raise ConfigError(f"evaluation=task draws its own phantoms: leave out {'data' if chosen else 'split'}=…")
         if config.noise is not None:

@@ -17,7 +17,6 @@ from qnmixer.extras.uncertainty.uncertainty_config import EvaluateUncertaintyCon
 from qnmixer.files import write_text
 from qnmixer.parallel.devices import choose_device
 from qnmixer.physics import Symmetry, images_by_symmetry
-from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor, symmetries_of
 from qnmixer.reconstruction.uncertainty import Calibration, groups_of, smooth_deviation
@@ -34,8 +33,7 @@ def evaluate_uncertainty(config: EvaluateUncertaintyConfig, folder: Path, overri
     Raises CheckpointError, ConfigError for a scan without symmetries, or DataError for slices without a split.
     """
     settings, console = config.evaluation, Console()
-    cures = Cures(config.passes, config.start, config.mix)
-    module, slices, _ = on_test(config, config.run, overrides, scan=config.geometry, cures=cures)
+    module, slices, _ = on_test(config, config.run, overrides)
     if not isinstance(slices, SliceDataModule):
         raise ConfigError("evaluation=uncertainty needs patients of two splits: give data=…, not a datamodule of yours")
     turns = symmetries_of(module.projector, config.symmetries)
