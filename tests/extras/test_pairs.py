@@ -80,7 +80,7 @@ def test_a_run_trains_resumes_and_is_scored_as_the_set_is(
     module = load_run(tmp_path / "run").eval()
     data = SliceDataModule(module.config.data, geometry=module.projector.geometry)
     noisy = EvaluateConfig.parse(compose("evaluate", [f"run={tmp_path / 'run'}", "noise=field", "accelerator=cpu"]))
-    with pytest.raises(ConfigError, match=r"noise=field has no effect on the sinograms of data=.*: leave it out"):
+    with pytest.raises(ConfigError, match=r"noise=field has no effect on measured sinograms of data=.*: leave it out"):
         evaluate_run(noisy, tmp_path / "noisy", [])
     found = scores(tmp_path / "run" / "evaluation")
     assert len(found) == 2 * 3

@@ -108,7 +108,7 @@ def test_finished_jobs_are_skipped_and_others_resume(tmp_path: Path, capsys: pyt
         record = {"status": status, "overrides": it.overrides, "best": {"val/psnr": 20.0}, "seconds": 7}
         (it.folder / "results.json").write_text(json.dumps(record))
     assert run_jobs(jobs, at_once=None, check=parse) == [20.0, 30.0, 30.0]
-    with pytest.raises(ConfigError, match=r"0 has another job \(.*seed=0\): choose another hydra.sweep.dir"):
+    with pytest.raises(ConfigError, match=r"0 has another job \(.*seed=0\): give another hydra.sweep.dir"):
         run_jobs([job(tmp_path, 0, "seed=2")], at_once=None, check=parse)
     assert "job 0: already done, val/psnr 20 in 7 s" in capsys.readouterr().out
     assert read_results(jobs[1].folder)["where"] == f"hydra.run.dir={jobs[1].folder}"  # the resumed folder

@@ -149,7 +149,7 @@ def test_without_validation_the_last_checkpoint_is_kept(tmp_path: Path, capsys: 
     assert math.isnan(fit(tiny_config(*words), Run(tmp_path)))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
     out = capsys.readouterr().out
-    assert "no validation, as trainer.limit_val_batches=0 says: the checkpoint is last.ckpt, none is best" in out
+    assert "no validation (trainer.limit_val_batches=0): the checkpoint is last.ckpt, and none is best" in out
     assert "evaluating last.ckpt on 4 slices" in out
     assert not [name for name in read_metrics(tmp_path / "metrics.csv")[0] if name.startswith("val/")]
     results = read_results(tmp_path)

@@ -73,9 +73,8 @@ def to_square(hu: FloatArray, size: int) -> FloatArray:
     if side == size:
         return square
     image = torch.from_numpy(square)[None, None]
-    return functional.interpolate(image, (size, size), mode="bilinear", antialias=True, align_corners=False)[
-        0, 0
-    ].numpy()
+    resampled = functional.interpolate(image, (size, size), mode="bilinear", antialias=True, align_corners=False)
+    return resampled[0, 0].numpy()
 
 
 def to_grid(hu: FloatArray, spacing: tuple[float, float] | None, size: int, field_of_view: float | None) -> FloatArray:

@@ -289,9 +289,7 @@ def slice_position(dataset: Dataset, frame: int) -> float:
 def pixel_spacing(dataset: Dataset, frame: int) -> tuple[float, float] | None:
     """Millimetres between the rows of a frame, and between its columns; None if the file has no plausible values."""
     with suppress(Exception):  # a damaged tag makes pydicom raise anything
-        rows, columns = (
-            float(spacing) for spacing in frame_tag(dataset, frame, "PixelMeasuresSequence", "PixelSpacing")
-        )
+        rows, columns = map(float, frame_tag(dataset, frame, "PixelMeasuresSequence", "PixelSpacing"))
         if all(_SPACINGS[0] <= spacing <= _SPACINGS[1] for spacing in (rows, columns)):
             return rows, columns
     return None

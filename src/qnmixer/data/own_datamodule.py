@@ -104,9 +104,8 @@ class OwnDataModule(LightningDataModule):
                 f"{self.name}.val_dataloader gives several loaders: {type(module).__name__}.validation_step needs an "
                 "argument dataloader_idx: int = 0, as Lightning has it"
             )
-        parts = [
-            self._shared("val", loader, number=number, **share) for number, loader in enumerate(loaders_of(loaders))
-        ]
+        several = enumerate(loaders_of(loaders))
+        parts = [self._shared("val", loader, number=number, **share) for number, loader in several]
         return dict(zip(names, parts, strict=True)) if isinstance(loaders, Mapping) else parts
 
     def start_at(self, epoch: int, n_batches: int) -> None:
@@ -318,7 +317,6 @@ def n_batches(loader: Any) -> int:
 
 def samples_of(trainer: Trainer, loader: Any, step: int) -> int:
     """Slices that all devices together have had after this number of steps, if all batches of a loader are full."""
-    batch_size = getattr(getattr(trainer, "datamodule", None), "batch_size", None) or getattr(
-        loader, "batch_size", None
-    )
-    return step * trainer.accumulate_grad_batches * trainer.world_size * (batch_size or 1)
+    of_first = getattr(getattr(trainer, "datamodule", None), "batch_size", None)  # batch
+    batch_size = of_first or getattr(loader, "batch_size", None) or 1
+    return step * trainer.accumulate_grad_batches * trainer.world_size * batch_size

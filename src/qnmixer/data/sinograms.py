@@ -83,9 +83,7 @@ class SinogramReader:
             raise SkipFile("not .npy, .mat or .tif")
         shape, skipped = (self.geometry.n_views, self.geometry.n_detectors), list[tuple[str, str]]()
         if path.lower().endswith(".npy") and (of_file := open_stack(root / path).shape[1:]) != shape:
-            raise SkipFile(
-                f"sinograms of {[*of_file]}, not {[*shape]}, as geometry.n_views and geometry.n_detectors say"
-            )
+            raise SkipFile(f"sinograms of {[*of_file]}, not {[*shape]}, as geometry.n_views and n_detectors say")
         try:
             file = open_sinograms(root / path, self.geometry)
         except DataError as error:

@@ -81,9 +81,7 @@ def on_test(
         data, from_run = as_trained(run, config.data, test.data, trust), True
         check_trusted(run, datamodule.targets(), trust)
         if not datamodule.is_of_slices and data != test.data:
-            raise CheckpointError(
-                f"{run} was trained with {datamodule.as_typed}, which takes no key of data: leave it out"
-            )
+            raise CheckpointError(f"{run} has {datamodule.as_typed}, which takes no key of data: leave it out")
         scan_of_set(data, test.geometry)
     else:
         data, from_run = other_slices(config.data, test.data, test.geometry, overrides)
@@ -106,9 +104,7 @@ def on_test(
     if needs_truth and not slices.has_truth:
         raise ConfigError(f"{source} has no truth to compare with: give slices, as data=dicom, or use plain evaluate")
     if config.noise is not None and slices.measured and not for_measured:
-        raise ConfigError(
-            f"noise={config.noise.name} has no effect on the sinograms of {source}, which were measured: leave it out"
-        )
+        raise ConfigError(f"noise={config.noise.name} has no effect on measured sinograms of {source}: leave it out")
     cures = Cures(config.passes, config.start, config.mix) if isinstance(config, WithCures) else None
     return on_scan(trained, test, cures), slices, split_record
 
@@ -179,9 +175,7 @@ def other_slices(
     fixed = {key: getattr(trained, key) for key in ("image_size", "scaling", "hu_max", *of_set)}
     for key, value in fixed.items():
         if key in keys and getattr(data, key) != value:
-            raise CheckpointError(
-                f"the run was trained with data.{key}={value}: leave data.{key} out, or train another network"
-            )
+            raise CheckpointError(f"the run was trained with data.{key}={value}: leave it out, or train another one")
     seed = data.seed if "seed" in keys else trained.seed
     data = data.changed(**fixed, seed=seed)
     if isinstance(data, FolderData) and "split" not in keys:

@@ -94,9 +94,7 @@ def one_for_each(label: str, value: Any, image: Tensor) -> Tensor:
     """The value of a loss, which must be [B]. Raises PluginError, which begins by `label`, if it is not."""
     if not isinstance(value, Tensor) or value.shape != image.shape[:1]:
         kind = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
-        raise PluginError(
-            f"{label} gives {kind} for a batch of {len(image)}: it must give [B], one number for each image"
-        )
+        raise PluginError(f"{label} gives {kind} for a batch of {len(image)}: it must give [B], one number an image")
     return value
 
 

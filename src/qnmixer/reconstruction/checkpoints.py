@@ -190,9 +190,8 @@ def _words_for(config: Config, current: Config) -> list[str]:
 
 def built_from(config: Config, *sections: str) -> dict[str, str]:
     """Targets that `Reconstructor` imports, by key. `sections`: others that the caller builds, as "metrics."."""
-    return {
-        key: target for key, target in targets_of(config).items() if key.startswith(("model.", "noise.", *sections))
-    }
+    targets, prefixes = targets_of(config).items(), ("model.", "noise.", *sections)
+    return {key: target for key, target in targets if key.startswith(prefixes)}
 
 
 def steps_of(path: Path) -> int:

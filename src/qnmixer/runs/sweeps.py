@@ -285,9 +285,7 @@ def _is_done(job: Job) -> bool:
     record = read_results(job.folder)
     overrides = record.get("overrides", [])
     if record and sorted(overrides) != sorted(job.overrides):  # a resumed run puts finetune= first
-        raise ConfigError(
-            f"{job.folder} has another job ({' '.join(overrides)}): choose another hydra.sweep.dir=FOLDER"
-        )
+        raise ConfigError(f"{job.folder} has another job ({' '.join(overrides)}): give another hydra.sweep.dir=FOLDER")
     if record.get("status") != "done":
         return False
     if "settings" in record and record["settings"] != digest_of_training(parse(job.config)):

@@ -137,9 +137,7 @@ class StepMetrics(Callback):
         """
         if loss.numel() > 1:
             method = f"{type(pl_module).__name__}.training_step"
-            raise PluginError(
-                f"{method} gives a tensor {list(loss.shape)}: it must give one number, the mean over images"
-            )
+            raise PluginError(f"{method} gives a tensor {[*loss.shape]}: it must give one number, the mean over images")
         self._raise_if_not_finite()  # with accumulation, the loss of the batch before is still unchecked
         loss = loss.detach()
         finite = torch.isfinite(loss).to("cpu", non_blocking=True)  # into pinned memory

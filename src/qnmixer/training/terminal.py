@@ -59,9 +59,7 @@ def print_start(
             f"training ends after {' or '.join(limits)}",
         ]
         if not t.validates:
-            lines.append(
-                "no validation, as trainer.limit_val_batches=0 says: the checkpoint is last.ckpt, none is best"
-            )
+            lines.append("no validation (trainer.limit_val_batches=0): the checkpoint is last.ckpt, and none is best")
         if t.fast_dev_run:
             n = "one batch" if t.fast_dev_run == 1 else f"{t.fast_dev_run} batches"
             lines.append(f"fast_dev_run: {n} of training, validation and test; no checkpoint, no metrics.csv, no table")
@@ -140,9 +138,8 @@ class TrainingProgress(Callback):
         self._step = trainer.global_step
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         main = "val/psnr" if "val/psnr" in values else pl_module.config.monitor
-        other_metrics = [
-            name for metric in pl_module.config.metrics if (name := f"val/{metric}") in values and name != main
-        ]
+        names = (f"val/{metric}" for metric in pl_module.config.metrics)
+        other_metrics = [name for name in names if name in values and name != main]
         self._last = [f"{main} {in_digits(values[main])}"]
         place = [self._place()] if self._step else []  # a network that does not learn has no steps
         scores = " · ".join(_with_unit(name, values[name], pl_module) for name in (main, *other_metrics))

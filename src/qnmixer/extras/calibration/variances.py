@@ -149,9 +149,7 @@ def _open(path: Path, config: CalibrateConfig) -> _Scans:
     if is_air or config.air is not None:
         air = (stack if config.air is None else _stack(Path(config.air))).mean((0, 1), dtype=np.float64)
     if config.air is not None and air is not None and (air.shape != stack.shape[2:] or not (air > 0).all()):
-        raise DataError(
-            f"air={config.air} does not fit: give counts above zero of {stack.shape[2]} bins, [repeats, views, bins]"
-        )
+        raise DataError(f"air={config.air} does not fit: give counts above 0, [repeats, views, {stack.shape[2]} bins]")
     frames = sorted({blake2b(frame.tobytes()).digest(): k for k, frame in enumerate(stack)}.values())
     return _Scans(stack, frames, config.unit, air, is_air)
 

@@ -134,9 +134,8 @@ def _perturbed(config: RobustnessConfig, trained: Config, fine_size: int) -> Ite
         perturbation = _of_integrals(partial(physics.crosstalk, share=share, mu=mu))
         yield Condition("crosstalk", share, trained, perturbation=perturbation, needs_scale=True)
     for distance in config.motion:
-        yield Condition(
-            "motion, mm", distance, trained, perturbation=partial(physics.moving, pixels=distance / pixel_size)
-        )
+        perturbation = partial(physics.moving, pixels=distance / pixel_size)
+        yield Condition("motion, mm", distance, trained, perturbation=perturbation)
     for factor in config.truncation:
         width = 2 * round(fine_size / factor / 2)  # pixels of the object that the field sees
         factor = round(fine_size / width, 3)
