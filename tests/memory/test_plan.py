@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
-from qnmixer.measurement.build import build_network, system_matrix_at
+from qnmixer.measurement.build import build_geometry, build_network
+from qnmixer.measurement.measurement import matrix_at
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner, advice, changes
 from qnmixer.memory.plan_config import PlanConfig, device_memory
@@ -118,7 +119,7 @@ def test_a_finer_grid_counts_where_a_device_simulates_from_it(planner: Planner, 
         return planner.estimate(config_of(f"{SIMPLE} strategy={strategy} {overrides}"))
 
     finer = config_of("data.simulation_factor=2")
-    matrix = n_bytes(system_matrix_at(finer, 64).buffers())
+    matrix = n_bytes(matrix_at(build_geometry(finer), 64).buffers())
     config = config_of(f"{SIMPLE} strategy={strategy}")
     images = config.strategy.batch_of_replica(config) * 4 * 64**2
     coarse, fine = of(""), of("data.simulation_factor=2")

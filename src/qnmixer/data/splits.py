@@ -70,12 +70,7 @@ class RunSplit:
         }
 
     def settle(
-        self,
-        section: str,
-        patients: Sequence[str],
-        digests: Sequence[int],
-        config: FolderData,
-        traces: Sequence[Traces] = (),
+        self, section: str, patients: list[str], digests: list[int], config: FolderData, traces: Sequence[Traces] = ()
     ) -> tuple[Split, list[str]]:
         """Indices of the slices of each part, and the patients in no part, because the record does not know them.
 

@@ -33,6 +33,7 @@ from qnmixer.settings.run import Config
 from qnmixer.settings.sections import EvaluationConfig
 
 RunData = SliceDataModule | OwnDataModule
+Images = dict[str, list[Tensor]]  # by method: its iterates, or x_T alone, each [B, 1, S, S]
 PICTURE, PAGE = "picture.png", "page.html"
 _MOST_ITERATIONS = 50  # a page has room for the images of so many
 _N_WORST = 9  # so many of the worst slices are on a page, beside those of the picture
@@ -171,7 +172,7 @@ class _Methods:
         return {name: self.measurement.residual(method, y) for name, method in methods.items()}
 
     @torch.no_grad()
-    def __call__(self, y: Tensor) -> dict[str, list[Tensor]]:
+    def __call__(self, y: Tensor) -> Images:
         """The images [B, 1, S, S] of each method from the same y [B, 1, V, D]: its iterates, or x_T alone."""
         network, title = self.network, self.network.title
         images = {name: [method(y)] for name, method in self.others.items()}
@@ -195,13 +196,7 @@ class _Results:
         self.scores: dict[int, list[ImageScore]] = {}
         self.slices: dict[int, SliceImages] = {}
 
-    def add(
-        self,
-        host_batch: Mapping[str, Any],
-        batch: Batch,
-        images: dict[str, list[Tensor]],
-        residuals: Mapping[str, Tensor],
-    ) -> None:
+    def add(self, host_batch: Mapping[str, Any], batch: Batch, images: Images, residuals: Mapping[str, Tensor]) -> None:
         """Score the images of a batch; without a truth, `residuals` are their scores.
 
         `host_batch`: the batch as its loader gave it.
@@ -264,9 +259,7 @@ def worst_of(
     return {n: slices[n] for n in numbers if n in picture_numbers or n in worst}
 
 
-def _slice(
-    n: int, batch: Batch, b: int, images: dict[str, list[Tensor]], scores: list[ImageScore], window: list[float]
-) -> SliceImages:
+def _slice(n: int, batch: Batch, b: int, images: Images, scores: list[ImageScore], window: list[float]) -> SliceImages:
     """Slice n of the split, the b-th of a batch, by all methods. It is named by number: files may name patients."""
 
     def hu(image: Tensor) -> Tensor:

@@ -14,11 +14,10 @@ from torch.nn.parameter import is_lazy
 from qnmixer.data.dataset import Sample
 from qnmixer.errors import GeometryError, PluginError
 from qnmixer.measurement.geometry import scan_of
-from qnmixer.measurement.measurement import STREAMS, Measurement
+from qnmixer.measurement.measurement import STREAMS, Measurement, matrix_at
 from qnmixer.models.plain import PlainNetwork
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
-from qnmixer.physics.projector import system_matrix
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.physics.sparse import apply_linear
 from qnmixer.settings.plugins import parameters_of
@@ -32,7 +31,6 @@ def build_measurement(config: Config, projector: FanBeamProjector | None = None)
         projector or build_projector(config),
         build_noise(config),
         config.seed,
-        finer=partial(system_matrix_at, config),
         overfit=config.debug.name == "overfit",
     )
 
@@ -72,7 +70,7 @@ def measure_of(config: Config) -> Callable[[str, Sample], Tensor] | None:
     if isinstance(noise, NoNoise) or (data.measured and not noise.for_measured):
         return None
     size, scans = data.image_size * data.simulation_factor, [*training_scans(config), config]
-    matrices = [] if data.measured else [system_matrix_at(scan, size) for scan in scans]
+    matrices = [] if data.measured else [matrix_at(build_geometry(scan), size) for scan in scans]
     return partial(_sinogram, noise, config.seed, matrices)
 
 
@@ -100,11 +98,6 @@ def fine_size(config: Config) -> int:
     data = config.data
     by_device = data.simulation_factor > 1 and not data.measured and isinstance(build_noise(config), NoNoise)
     return data.simulation_factor * data.image_size if by_device else 0
-
-
-def system_matrix_at(config: Config, image_size: int) -> ScanMatrix:
-    """Build A of the scan for images of another size, to simulate from."""
-    return system_matrix(build_geometry(config.changed(data=config.data.changed(image_size=image_size))))
 
 
 def build_geometry(config: Config) -> FanBeamGeometry:

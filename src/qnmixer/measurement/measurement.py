@@ -4,7 +4,6 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
 import torch
@@ -28,7 +27,6 @@ class Measurement(nn.Module):
         projector: A of the grid of the images.
         noise: None: none is added.
         seed: of the noise.
-        finer: builds A of the same scan for images of another size, to simulate from; None: from the scan itself.
         overfit: validation draws the noise of training, because it has the same slices.
 
     Attributes:
@@ -37,17 +35,11 @@ class Measurement(nn.Module):
     """
 
     def __init__(
-        self,
-        projector: FanBeamProjector,
-        noise: KeyedNoise | None = None,
-        seed: int = 42,
-        *,
-        finer: Callable[[int], ScanMatrix] | None = None,
-        overfit: bool = False,
+        self, projector: FanBeamProjector, noise: KeyedNoise | None = None, seed: int = 42, *, overfit: bool = False
     ) -> None:
         super().__init__()
         self.projector, self.noise, self.seed, self.overfit = projector, noise or NoNoise(), seed, overfit
-        self._finer = finer or partial(matrix_at, projector.geometry)
+        self._geometry = projector.geometry  # `at_scan` changes that of the projector
         self.fine_matrix: ScanMatrix | None = None
         self.scans = nn.ModuleList()
         self._half: FanBeamProjector | None = None
@@ -127,7 +119,7 @@ class Measurement(nn.Module):
         if fine is None:
             return torch.cat([self.projector(x) for x in image.split(1)])
         if self.fine_matrix is None:
-            self.fine_matrix = self._finer(fine.shape[-1])
+            self.fine_matrix = matrix_at(self._geometry, fine.shape[-1])
         matrix = self.fine_matrix.to(fine.device)
         return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -196,6 +197,7 @@ class _Writer:
         self.failed: list[str] = []  # name of the scan, and why
         self._call_uid = generate_uid()
         self._written: set[Path] = set()
+        self._files: list[Path] = []  # of the image that is being written
         self.in_series = Counter[str]()  # scans of each series without DICOM so far
         self._folders = {Path(config.output) / folder for file in inputs for folder in file.parents}
 
@@ -207,12 +209,12 @@ class _Writer:
         For a measured scan it also writes the FBP in the same window, because there is no truth to compare with.
         An image that fails leaves no file. Raises OSError for what is wrong with the disk, and not with a name.
         """
-        files: list[Path] = []
+        self._files.clear()
         self.count += 1
         try:
-            self._write_images(scan, hu, maps, files)
+            self._write_images(scan, hu, maps)
         except (DataError, OSError) as error:
-            for path in files:
+            for path in self._files:
                 path.unlink()
             self.count -= 1
             if isinstance(error, OSError) and error.errno not in _OF_A_NAME:
@@ -228,8 +230,8 @@ class _Writer:
             f"({self.failed[0]}): rename or move such inputs, and reconstruct them alone"
         )
 
-    def _write_images(self, scan: Scan, hu: FloatArray, maps: Mapping[str, FloatArray], files: list[Path]) -> None:
-        """Append each file to `files` when it is written. Raises DataError for an image with NaN or infinite values."""
+    def _write_images(self, scan: Scan, hu: FloatArray, maps: Mapping[str, FloatArray]) -> None:
+        """Write the files of a scan. Raises DataError for an image with NaN or infinite values."""
         series, frame = _series_and_frame(scan.name)
         scan.place = self.in_series[series] if frame is None else frame
         self.in_series[series] += scan.template is None
@@ -238,14 +240,15 @@ class _Writer:
         target = self._new_target(scan)
         limits = self.config.window
         window = (limits[0], limits[1]) if limits else window_of(hu) if scan.measured else _ABDOMEN
-        image = self._write_image(target, scan, hu, self.module.network.title, window, files)
+        as_dicom = partial(self._write_dicom, scan=scan)
+        image = self._write(target, hu, window, partial(as_dicom, hu=hu, method=self.module.network.title))
         if scan.measured:
             self.measured = True
             with torch.no_grad():
                 fbp = scan.hu(self.module.projector.fbp(scan.sinogram))
-            self._write_image(_with_end(target, _FBP), scan, fbp, FBP.title, window, files)
+            self._write(_with_end(target, _FBP), fbp, window, partial(as_dicom, hu=fbp, method=FBP.title))
         for end, values in maps.items():
-            self._write_map(_with_end(target, end), scan, values, _TITLES[end].format(self.config.level), image, files)
+            self._write_map(_with_end(target, end), scan, values, _TITLES[end].format(self.config.level), image)
 
     def _new_target(self, scan: Scan) -> Path:
         """A path without a file. If two inputs have one name, such as a.dcm and a.npy, the second gets a number.
@@ -265,12 +268,7 @@ class _Writer:
         return target
 
     def _write(
-        self,
-        target: Path,
-        values: FloatArray,
-        window: tuple[float, float],
-        files: list[Path],
-        as_dicom: Callable[[Path], Dataset | None] | None,
+        self, target: Path, values: FloatArray, window: tuple[float, float], as_dicom: Callable[[Path], Any] | None
     ) -> Dataset | None:
         """Write values [S, S] in every format, in DICOM by a function if there is one. Returns what this returns."""
         dataset = None
@@ -284,18 +282,10 @@ class _Writer:
                 dataset = as_dicom(path)
             else:
                 continue
-            files.append(path)
+            self._files.append(path)
         return dataset
 
-    def _write_image(
-        self, target: Path, scan: Scan, hu: FloatArray, method: str, window: tuple[float, float], files: list[Path]
-    ) -> Dataset | None:
-        """Write an image in every format. Returns the DICOM one."""
-        return self._write(target, hu, window, files, partial(self._write_dicom, scan=scan, hu=hu, method=method))
-
-    def _write_map(
-        self, target: Path, scan: Scan, values: FloatArray, title: str, image: Dataset | None, files: list[Path]
-    ) -> None:
+    def _write_map(self, target: Path, scan: Scan, values: FloatArray, title: str, image: Dataset | None) -> None:
         """Write a map in every format. In DICOM it is no CT image, but a parametric map of `image`."""
         as_dicom = None
         if image is not None and is_installed("maps"):
@@ -303,7 +293,7 @@ class _Writer:
 
             series_uid = _series_uid(self._call_uid, scan, title)
             as_dicom = partial(write_parametric_map, values=values, image=image, series_uid=series_uid, label=title)
-        self._write(target, values, _MAPPED, files, as_dicom)
+        self._write(target, values, _MAPPED, as_dicom)
 
     def _write_dicom(self, path: Path, scan: Scan, hu: FloatArray, method: str) -> Dataset:
         geometry = self.module.projector.geometry

@@ -37,7 +37,7 @@ from qnmixer.runs.records import (
 from qnmixer.runs.run import Run, name_of_run
 from qnmixer.settings.compose import values_of
 from qnmixer.settings.logged_names import OF_NETWORKS
-from qnmixer.settings.parts import METRICS_FILE, LoggerConfig
+from qnmixer.settings.parts import METRICS_FILE, LoggerConfig, Loggers
 from qnmixer.settings.run import Config, effective_batch
 from qnmixer.settings.sections import LONGEST_NAME, LONGEST_TAG, WandbConfig
 
@@ -135,11 +135,7 @@ def warning_of_wandb(what: str) -> Iterator[None]:
 
 @contextmanager
 def recording_scores(
-    config: Config,
-    chosen: Mapping[str, WandbConfig | LoggerConfig],
-    accelerator: str,
-    folder: Path,
-    overrides: list[str],
+    config: Config, chosen: Loggers, accelerator: str, folder: Path, overrides: list[str]
 ) -> Iterator[tuple[dict[str, Any], list[Logger]]]:
     """Around a command that scores a run: its record, written as results.json, and its loggers, closed at the end.
 
