@@ -23,7 +23,6 @@ from typing import IO, Any, Protocol
 import numpy as np
 import torch
 from filelock import FileLock
-from rich.progress import track
 from torch.nn import functional
 
 from qnmixer.data.fingerprints import look, original
@@ -53,7 +52,7 @@ from qnmixer.files import (
 )
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.units import AIR, FloatArray
-from qnmixer.runs.terminal import Console
+from qnmixer.runs.terminal import Console, progress
 from qnmixer.settings.data import FolderData
 
 # The grid of the network
@@ -278,10 +277,8 @@ def _build_cache(decoding: "_Decoding", files: Sequence[str], pixels: Path) -> d
     # A killed process may have left these. The caller holds the lock, so nobody else writes here.
     for leftover in filter(is_temporary, pixels.parent.iterdir()):
         leftover.unlink()
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
     with atomic_file(pixels) as stream:
-        for file in track(files, f"Decoding {decoding.root.name}", console=console, transient=True, disable=hidden):
+        for file in progress(files, len(files), f"decoding {decoding.root.name}", "file", Console(stderr=True)):
             decoding.add_file(file, stream)
         index = decoding.index()
     write_text(pixels.with_suffix(".json"), json.dumps(index | {"digest": digest(index)}))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
+from lightning_utilities.core.apply_func import apply_to_collection  # which Lightning brings
 from pydantic import ValidationError
 
 from qnmixer.errors import ConfigError, first_line
@@ -379,7 +380,8 @@ def _tags(config: Config, overrides: list[str], tags: list[str]) -> list[str]:
 def _described(config: Config) -> dict[str, Any]:
     """The config for a logger, without private values, and with the versions and hardware that results depend on."""
     trainer = config.trainer
-    return _anonymous(with_names(without_places(config).plain())) | {
+    # Texts lose their folders: arguments of a user's classes may contain some.
+    return apply_to_collection(with_names(without_places(config).plain()), str, without_folders) | {
         "method": config.model.title,
         "git_commit": git_commit(),
         "versions": versions(),
@@ -387,15 +389,6 @@ def _described(config: Config) -> dict[str, Any]:
         "n_devices": trainer.n_devices,
         "effective_batch": effective_batch(config),
     }
-
-
-def _anonymous(value: Any) -> Any:
-    """The same values without folders in their texts: arguments of a user's classes may contain some."""
-    if isinstance(value, dict):
-        return {key: _anonymous(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_anonymous(entry) for entry in value]
-    return without_folders(value) if isinstance(value, str) else value
 
 
 # A path that starts at a root or a home folder. Its last name is shown, unless that is a user's home.
