@@ -112,7 +112,6 @@ class RunSplit:
 
 
 def _columns(traces: Sequence[Traces]) -> dict[str, Tensor]:
-    """Traces as a record has them."""
     return {
         "originals": _int64([trace.original for trace in traces]),
         "looks": _int64([number for trace in traces for number in trace.look]),

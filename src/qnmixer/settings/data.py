@@ -206,7 +206,6 @@ class MixedData(DataConfig):
         }
 
     def _common(self) -> dict[str, Any]:
-        """The keys that all sources share."""
         return {key: getattr(self, key) for key in DataConfig.model_fields if key != "target"}
 
     def _source(self, section: str, section_keys: dict[str, Any]) -> DataConfig:

@@ -300,7 +300,6 @@ def _counts_steps(schedule: Any) -> bool:
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a group of an optimizer."""
     return {name: deepcopy(value) for name, value in group.items() if name != "params"}
 
 

@@ -169,7 +169,6 @@ class TrainingProgress(Callback):
         return f"step {self._step}" if math.isinf(self._total) else f"step {self._step}/{self._total:.0f}"
 
     def _pace_and_time(self, trainer: L.Trainer) -> list[str]:
-        """Samples a second, and the time left."""
         speed, (first_step, start) = trainer.callback_metrics.get("train/samples_per_second"), self._begin
         texts = [] if speed is None else [f"{float(speed):.{2 if speed < 1 else 1}f} samples/s"]
         if first_step < self._step < self._total < math.inf:

@@ -28,11 +28,9 @@ class _Drawing:
         self.x, self.y, self.rng = axis[None, :], axis[:, None], rng
 
     def uniform(self, low: float, high: float) -> float:
-        """One number."""
         return float(self.rng.uniform(low, high))
 
     def circle(self, x: float, y: float, radius: float) -> FloatArray:
-        """The distance to a circle."""
         away = np.hypot(self.x - np.float32(x), self.y - np.float32(y)).astype(np.float32, copy=False)
         return away - np.float32(radius)
 

@@ -120,8 +120,6 @@ def fit_dose(variances: Variances, electronic_sigma: float | None = None) -> Dos
 
 @dataclass(frozen=True)
 class _Fit:
-    """A fit of n variances."""
-
     values: np.ndarray  # 1/I₀ of the brightest bin, σ²/I₀², and the coefficients of the profile
     covariance: np.ndarray
     misfit: float  # χ² by degree of freedom

@@ -115,8 +115,6 @@ class _Notes(NamedTuple):
 
 @dataclass(frozen=True)
 class _Scans:
-    """Repeated scans."""
-
     stack: np.ndarray  # [N, V, D]
     frames: list[int]  # the numbers of those that differ
     unit: str
@@ -194,8 +192,6 @@ def _check_order(path: Path, frame: Sequence[np.ndarray], variances: np.ndarray)
 
 
 class _Moments(NamedTuple):
-    """Of repeated frames."""
-
     means: np.ndarray  # [V, D]
     variances: np.ndarray  # [V, D]
     # [4, V, D]: with the first, second and third bin beside, NaN at the edges, and the view before (of air: the frame)
