@@ -18,11 +18,8 @@ T = TypeVar("T")
 class Share(Sampler[Any]):
     """Every N-th of the batches that a user's sampler yields. All processes draw the same ones.
 
-    In the last round there may be fewer batches than processes. The others repeat one, with a weight of 0.
-
-    Args:
-        batches: the sampler: it yields the indices of a batch.
-        seed: gives the seed of its random numbers, at the start of each epoch.
+    In the last round there may be fewer batches than processes. The others repeat one, with a weight of 0. `batches`:
+    the sampler, which yields the indices of a batch; `seed`: gives that of its random numbers, for each epoch.
     """
 
     def __init__(self, batches: Any, seed: Callable[[], Sequence[int]], num_replicas: int, rank: int) -> None:

@@ -47,9 +47,8 @@ class Overlap(NamedTuple):
 class RunSplit:
     """The split of a run: drawn at its start, later read from the checkpoint.
 
-    Args:
-        saved_record: of the checkpoint that the run resumes from or that is evaluated; None for a new run.
-        base: slices that its initial weights were trained on, as `seen_by` returns them.
+    `saved_record`: of the checkpoint that the run resumes from or that is evaluated; None for a new run. `base`: slices
+    that its initial weights were trained on, as `seen_by` returns them.
     """
 
     def __init__(self, saved_record: SplitRecord | None = None, base: dict[str, Tensor] | None = None) -> None:

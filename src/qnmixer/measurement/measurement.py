@@ -28,10 +28,6 @@ class Measurement(nn.Module):
         noise: None: none is added.
         seed: of the noise.
         overfit: validation draws the noise of training, because it has the same slices.
-
-    Attributes:
-        fine_matrix: A of the finer grid, from its first use on.
-        scans: the measurements of training steps with other scans, and at last a copy of this one.
     """
 
     def __init__(
@@ -40,8 +36,8 @@ class Measurement(nn.Module):
         super().__init__()
         self.projector, self.noise, self.seed, self.overfit = projector, noise or NoNoise(), seed, overfit
         self._geometry = projector.geometry  # `at_scan` changes that of the projector
-        self.fine_matrix: ScanMatrix | None = None
-        self.scans = nn.ModuleList()
+        self.fine_matrix: ScanMatrix | None = None  # A of the finer grid, from its first use on
+        self.scans = nn.ModuleList()  # measurements of training steps with other scans, and at last a copy of this one
         self._half: FanBeamProjector | None = None
 
     def at_scan(self, number: int = -1) -> "Measurement":

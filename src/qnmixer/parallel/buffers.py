@@ -85,10 +85,7 @@ class BufferMeans(Callback):
     With ddp and fsdp a buffer becomes the mean over the devices. So a running mean of something that does not depend on
     other slices is that of one process. In a pipeline it becomes the mean over those devices that changed it. So a
     buffer that only one of them changes is as that device has it. Whole numbers count on: their changes are added over
-    the stages of a pipeline, and averaged over its replicas.
-
-    Args:
-        n_replicas: the number of devices, or of groups of devices, that work on different slices.
+    the stages of a pipeline, and averaged over its replicas: the devices, or groups of them, with different slices.
     """
 
     def __init__(self, n_replicas: int) -> None:

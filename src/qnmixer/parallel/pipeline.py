@@ -350,22 +350,16 @@ class PipelineStrategy(DDPStrategy):
 
 
 class Pipeline:
-    """The stage of one device, and the schedule of all stages.
-
-    Args as in `PipelineStrategy`, and:
-        y: a batch of sinograms; all its batches have this shape.
-        group: the devices of this pipeline, first stage first.
-        context: the autocast context of a forward pass.
-    """
+    """The stage of one device, and the schedule of all stages."""
 
     def __init__(
         self,
         module: Any,
         schedule: Schedule,
         microbatch_size: int,
-        y: Tensor,
-        group: dist.ProcessGroup,
-        context: Context,
+        y: Tensor,  # a batch of sinograms; all its batches have this shape
+        group: dist.ProcessGroup,  # the devices of this pipeline, first stage first
+        context: Context,  # the autocast of a forward pass
     ) -> None:
         self.module, self.context, self.group = module, context, group
         self.microbatch_size = microbatch_size

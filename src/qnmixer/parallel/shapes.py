@@ -112,10 +112,6 @@ class _Shapes(TorchDispatchMode):
 
     torch's fake tensors tell its shape. They take 100 µs for each operator, and a step has 20,000. So they are asked
     once for each operator with arguments of the same shapes.
-
-    Attributes:
-        observer: gets each tensor that an operator gives. A mode of its own would take half as long again.
-        refuses_values: see `values_refused`.
     """
 
     active: ClassVar["_Shapes | None"] = None
@@ -123,8 +119,9 @@ class _Shapes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        # Gets each tensor that an operator gives. A mode of its own would take half as long again.
         self.observer: Callable[[Tensor], None] | None = None
-        self.refuses_values = False
+        self.refuses_values = False  # see `values_refused`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result without data."""

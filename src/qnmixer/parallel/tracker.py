@@ -59,16 +59,12 @@ class PeakTracker(TorchDispatchMode):
     as long for each operator, and its hooks on modules prevent that graphs are freed.
 
     Shapes on `HOST` do not count either.
-
-    Attributes:
-        current: bytes by kind (parameters, gradients, optimizer, operator, activations).
-        peak: the same when their sum was largest.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.current = dict.fromkeys(("parameters", "gradients", "optimizer", "operator", "activations"), 0)
-        self.peak = dict(self.current)
+        self.current = dict.fromkeys(("parameters", "gradients", "optimizer", "operator", "activations"), 0)  # bytes
+        self.peak = dict(self.current)  # the same when their sum was largest
         self._kinds: dict[int, str] = {}  # of each storage that is alive
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._hooks: list[Any] = []

@@ -166,17 +166,13 @@ class MetricsFile(CSVLogger):
         folder: the run folder.
         resumed_at: optimizer steps of the checkpoint that the run resumes from. Later rows are dropped. None: a new
             run, which replaces the file.
-
-    Attributes:
-        last_step: the last step of the file so far; 0 without any.
-        kept_rows: the rows up to the step that the run resumes from.
     """
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         super().__init__(folder, name="", version="")
         self.path, self.resumed_at = folder / "metrics.csv", resumed_at
         rows = [] if resumed_at is None else read_metrics(self.path)
-        self.last_step = max((int(row["step"]) for row in rows), default=0)
+        self.last_step = max((int(row["step"]) for row in rows), default=0)  # of the file so far
         self.kept_rows = [row for row in rows if int(row["step"]) <= (resumed_at or 0)]
         self._columns: list[str] | None = None  # of the file; None before the first row
 

@@ -121,20 +121,14 @@ class Run:
         folder: the run folder. All files of the run go into it.
         overrides: of the command line, or of a job in a sweep.
         resume: `resume` of the config: this folder, or None for a new run.
-
-    Attributes:
-        overrides: those that define the run, for results.json.
-        console: prints lines for the user.
-        record: results.json, for metrics and paths; written at the end of `recording`.
-        resumed_at: optimizer steps of the checkpoint, if the run resumes.
-        code_diff: `git_diff()` when `recording` began.
     """
 
     def __init__(self, folder: Path, overrides: Sequence[str] = (), resume: str | None = None) -> None:
-        self.folder, self.resume, self.overrides = folder, resume, [*overrides]
+        self.folder, self.resume = folder, resume
+        self.overrides = [*overrides]  # those that define the run, for results.json
         self.console = Console(quiet=rank() != 0)
-        self.record: dict[str, Any] = {}
-        self.resumed_at: int | None = None
+        self.record: dict[str, Any] = {}  # results.json, for metrics and paths; written at the end of `recording`
+        self.resumed_at: int | None = None  # optimizer steps of the checkpoint, if the run resumes
         self._earlier_record = {} if resume is None else read_results(folder)
         if resume is not None:
             # Its record still says where it began, but not for a stranger's run: the user has not seen that.
@@ -178,7 +172,7 @@ class Run:
 
         modules: the user's own that the run imports.
         """
-        self.code_diff = git_diff()
+        self.code_diff = git_diff()  # at the beginning: files may change while it trains
         commit = git_commit(self.code_diff)
         entries = {"status": "running", "git_commit": commit, "versions": versions()} | signed_modules(modules)
         # Twice: the first time for the order of the file, the second time because they replace the earlier ones.

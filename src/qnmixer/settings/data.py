@@ -22,13 +22,6 @@ class DataConfig(Target):
 
     conf/data/_common.yaml says what each key is. Simulation and reconstruction use different matrices with a
     simulation_factor above 1, which keeps scores honest. Files with too few pixels for it are upsampled.
-
-    Attributes:
-        own_range: whether PSNR and SSIM take each reference's own range, as skimage does, instead of 1.
-        measured: whether its sinograms were measured by a scanner.
-        read_at_once: whether its class is imported to check a config. One of files, or of the user's, may be large.
-        attenuation_of_one: attenuation in 1/mm that x = 1 means; None: that of hu_max, which depends on the attenuation
-            of water.
     """
 
     group: ClassVar[str] = "data"
@@ -42,9 +35,10 @@ class DataConfig(Target):
     )
     n_positional: ClassVar[int] = 1
     supplied: ClassVar[tuple[str, ...]] = ("image_size", "fine", "geometry", "hu_max", "seed")
-    own_range: ClassVar[bool] = False
-    measured: ClassVar[bool] = False
-    read_at_once: ClassVar[bool] = False
+    own_range: ClassVar[bool] = False  # PSNR and SSIM take each reference's own range, as skimage does, instead of 1
+    measured: ClassVar[bool] = False  # its sinograms were measured by a scanner
+    read_at_once: ClassVar[bool] = False  # its class is imported to check a config; one of files may be large
+    # Attenuation in 1/mm that x = 1 means; None: that of hu_max, which depends on the attenuation of water
     attenuation_of_one: ClassVar[float | None] = None
 
     image_size: Annotated[int, Ge(8), Le(8192)]
@@ -164,17 +158,13 @@ class SinogramData(FolderData):
 class MixedData(DataConfig):
     """Several sources, each with its share of the training samples and its own split.
 
-    Attributes:
-        evaluate_on: name of the source that gives the validation and test slices.
-        sources: by name: a share, a source's target, and its keys beside the common ones. Instead of a target one may
-            give an option's name (numpy, say), which brings its defaults. An epoch has each training slice of the first
-            source with a share once.
+    conf/data/mixed.yaml says what each key is. An epoch has each training slice of the first source with a share once.
     """
 
     TARGET: ClassVar[str] = "qnmixer.data.MixedSource"
 
     evaluate_on: str
-    sources: dict[str, dict[str, Any]]
+    sources: dict[str, dict[str, Any]]  # a share, a target or an option's name, and keys beside the common ones
 
     @model_validator(mode="after")
     def _shares(self) -> Self:

@@ -134,11 +134,6 @@ class OptimizerConfig(Target):
     """A torch.optim.Optimizer, built with `(parameter groups, lr=…, **arguments)`.
 
     A key that a file of one's own leaves out has the default of the class, or else that of here.
-
-    Attributes:
-        lr: learning rate of the weights.
-        weight_decay: of the weights; each parameter group has its own.
-        step_size_lr_factor: the learning rate of the scalars λ_t is that of the weights times this factor.
     """
 
     group: ClassVar[str] = "optimizer"
@@ -147,8 +142,8 @@ class OptimizerConfig(Target):
     supplied: ClassVar[tuple[str, ...]] = ("lr",)
 
     lr: Annotated[float, Gt(0), Le(1e9)] = 1e-3
-    weight_decay: Annotated[float, Ge(0)] = 0.0
-    step_size_lr_factor: Annotated[float, Gt(0), Le(1e9)] = 10.0
+    weight_decay: Annotated[float, Ge(0)] = 0.0  # each parameter group has its own
+    step_size_lr_factor: Annotated[float, Gt(0), Le(1e9)] = 10.0  # the scalars λ_t learn at this multiple of lr
 
     def checked(self) -> Self:
         """Let torch check the arguments of its own optimizers: their signatures have no bounds."""
@@ -164,18 +159,14 @@ class OptimizerConfig(Target):
 
 
 class ScheduleConfig(Target):
-    """A function `(step, n_steps, **arguments)` → factor on the learning rate, after a warm-up.
-
-    Attributes:
-        warmup: share of all optimizer steps in which the rate rises to lr.
-    """
+    """A function `(step, n_steps, **arguments)` → factor on the learning rate, after a warm-up."""
 
     group: ClassVar[str] = "schedule"
     kind: ClassVar[Kind] = Kind("a function (step, n_steps)", lambda f: callable(f) and not isinstance(f, type))
     n_positional: ClassVar[int] = 2
     supplied: ClassVar[tuple[str, ...]] = ("n_warmup",)
 
-    warmup: Annotated[float, Ge(0), Le(1)] = 0.0
+    warmup: Annotated[float, Ge(0), Le(1)] = 0.0  # share of all optimizer steps in which the rate rises to lr
 
 
 class ModuleConfig(Target):
@@ -209,21 +200,15 @@ class DataModuleConfig(Target):
 
 
 class MetricConfig(Target):
-    """A function `(image, truth, **arguments)` → [B], or a class of torchmetrics, which gets the images one by one.
-
-    Attributes:
-        title: the heading of its column; None: its name.
-        mode: max or min, the better value.
-        in_hu: whether it gets image and truth in HU. Else these are in [0, 1].
-    """
+    """A function `(image, truth, **arguments)` → [B], or a class of torchmetrics, which gets the images one by one."""
 
     group: ClassVar[str] = "metrics"
     kind: ClassVar[Kind] = FUNCTION_OR_MODULE
     n_positional: ClassVar[int] = 2
 
-    title: str | None = None
-    mode: Literal["max", "min"] = "max"
-    in_hu: bool = False
+    title: str | None = None  # the heading of its column; None: its name
+    mode: Literal["max", "min"] = "max"  # the better value
+    in_hu: bool = False  # it gets image and truth in HU. Else these are in [0, 1]
 
 
 class CallbackConfig(Target):

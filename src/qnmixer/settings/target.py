@@ -29,21 +29,14 @@ FUNCTION_OR_MODULE = Kind(
 
 
 class Target(Section):
-    """A section whose keys are the arguments of its target. `section.KEY` is the value of one that the config gives.
-
-    Attributes:
-        group: its folder in conf/.
-        kind: what the target must be.
-        n_positional: its first arguments, which qnmixer gives. A module that may be a function too gets none.
-        supplied: its arguments that qnmixer gives by name, if it has them and the config does not give them.
-    """
+    """A section whose keys are the arguments of its target. `section.KEY` is the value of one that the config gives."""
 
     model_config = ConfigDict(extra="allow")
 
-    group: ClassVar[str]
-    kind: ClassVar[Kind]
-    n_positional: ClassVar[int] = 0
-    supplied: ClassVar[tuple[str, ...]] = ()
+    group: ClassVar[str]  # its folder in conf/
+    kind: ClassVar[Kind]  # what the target must be
+    n_positional: ClassVar[int] = 0  # first arguments, which qnmixer gives; to a module that may be a function, none
+    supplied: ClassVar[tuple[str, ...]] = ()  # arguments that qnmixer gives by name, if the config does not
 
     target: str = Field(alias="_target_", strict=True)
     _place: str = PrivateAttr("")

@@ -22,12 +22,9 @@ class Section(BaseModel):
     """Keys of the config with their types, bounds and defaults. Values of another type are refused, so are other keys.
 
     A rule between its keys is a validator that raises ValueError. Its message begins with the key.
-
-    Attributes:
-        command: whose config it is, which is also its file in conf/; or another file of keys. "" for a part of a run.
     """
 
-    command: ClassVar[str] = ""
+    command: ClassVar[str] = ""  # whose config it is, also its file in conf/; or another file. "": a part of a run
 
     model_config = VALUES | ConfigDict(extra="forbid", protected_namespaces=(), defer_build=True)
 

@@ -261,16 +261,12 @@ class MemoryMonitor(Callback):
 
     Args:
         console: prints the lines; None: the terminal.
-
-    Attributes:
-        measured_mib: the memory of a step with whole batches; None before there was one.
-        short_step: MiB and slices of the largest step so far, as long as `measured_mib` is None.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
-        self.measured_mib: float | None = None
-        self.short_step: dict[str, float] = {}
+        self.measured_mib: float | None = None  # of a step with whole batches; None before there was one
+        self.short_step: dict[str, float] = {}  # MiB and slices of the largest step, while `measured_mib` is None
         self._settings: dict[str, Any] = {}
         self._resumed: dict[str, Any] = {}
         self._tracker: PeakTracker | None = None

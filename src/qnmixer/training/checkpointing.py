@@ -251,16 +251,13 @@ class BuiltSchedule:
 
     Lightning restores the rate that the old schedule has given the next step. torch restores the settings of a
     schedule too, except functions. So the first step, or all of them, would follow the old schedule.
-
-    Attributes:
-        settings: a text of what it was built from, for the checkpoint.
     """
 
     def __init__(self, schedule: Any) -> None:
         self.schedule = schedule
         self.state = deepcopy(schedule.state_dict())
         self.groups = [_values(group) for group in schedule.optimizer.param_groups] if _counts_steps(schedule) else []
-        self.settings = repr((self.state, self.groups))
+        self.settings = repr((self.state, self.groups))  # what it was built from, for the checkpoint
 
     def resume(self, settings_before: str) -> tuple[float, float] | None:
         """Put the restored schedule to the place that it has after as many steps of its own.

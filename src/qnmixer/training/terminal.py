@@ -95,14 +95,11 @@ class TrainingProgress(Callback):
 
     A terminal has one bar for the whole run, where Lightning's own have one for each epoch, and a log has lines at
     intervals, where they have none. Each validation leaves a line. The loss is that of the last optimizer step. The
-    time left is that of the whole run, validations included, at the pace so far.
-
-    Args:
-        console: that of the whole run, so that other lines go above the bar. A quiet one shows nothing.
+    time left is that of the whole run, validations included, at the pace so far. A quiet console shows nothing.
     """
 
     def __init__(self, console: Console) -> None:
-        self.console = console
+        self.console = console  # that of the whole run, so that other lines go above the bar
         self._progress = Progress(console)
         self._total = math.inf
         self._begin = (0, 0.0)  # step and time at the start of training
