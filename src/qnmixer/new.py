@@ -38,8 +38,7 @@ TOP = (
 """What a project has at its top. Linters leave caches beside it."""
 NAME, DISTRIBUTION = "my_ct", "my-ct"
 """What stands in the template for the project's name, and for its name as a distribution."""
-INSTALLED = "qnmixer[train,dicom]"
-"""This library with the extras that a project needs."""
+INSTALLED = "qnmixer[train,dicom]"  # this library with the extras that a project needs
 
 
 def files(name: str) -> Iterator[tuple[Path, str]]:

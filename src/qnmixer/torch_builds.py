@@ -16,8 +16,7 @@ TORCH = "2.13.0"
 
 INDEX = "https://download.pytorch.org/whl"
 
-ON_PYPI = "cu130"
-"""The build on PyPI for Linux. PyPI also has the only build for macOS, which is for the CPU."""
+ON_PYPI = "cu130"  # the build on PyPI for Linux. PyPI also has the only build for macOS, which is for the CPU
 
 
 class NoBuildError(Exception):

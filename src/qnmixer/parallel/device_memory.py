@@ -8,8 +8,7 @@ import torch
 from qnmixer.machine import memory
 
 MIB = 2**20
-WORKSPACE = 32 * MIB
-"""What torch holds for each handle of cuBLAS from an H100 on; 8.1 MiB on older GPUs."""
+WORKSPACE = 32 * MIB  # what torch holds for each handle of cuBLAS from an H100 on; 8.1 MiB on older GPUs
 
 
 def on_a_gpu(n_bytes: float, workspace: float = WORKSPACE) -> float:

@@ -25,8 +25,7 @@ from qnmixer.settings.run import Config
 from qnmixer.settings.sections import TrainerConfig
 from qnmixer.settings.strategies import StrategyConfig
 
-TIMEOUT = timedelta(minutes=30)
-"""Long, because ranks wait while one of them evaluates, plans or writes."""
+TIMEOUT = timedelta(minutes=30)  # long, because ranks wait while one of them evaluates, plans or writes
 S = TypeVar("S", bound=StrategyConfig)
 
 

@@ -38,8 +38,7 @@ __all__ = [
 
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a class of tensors that leaves functions of torch as they are."""
-READS_VALUE = torch.ops.aten._local_scalar_dense.default
-"""The operator behind .item(), float() and `if x > 0`."""
+READS_VALUE = torch.ops.aten._local_scalar_dense.default  # the operator behind .item(), float() and `if x > 0`
 tensor_without_data: Any = Tensor._make_wrapper_subclass
 """A tensor of a class of one's own, which has a shape but no memory. Public functions would allocate it."""
 
@@ -83,8 +82,7 @@ def is_saved_buffer(module: nn.Module, key: str) -> bool:
 
 foreach_add_ = torch._foreach_add_
 foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
-foreach_mul_ = torch._foreach_mul_
-"""One operator for all tensors of a list."""
+foreach_mul_ = torch._foreach_mul_  # one operator for all tensors of a list
 
 
 def schedules_in(schedule: Any) -> list[Any]:

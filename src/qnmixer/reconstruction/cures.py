@@ -25,8 +25,7 @@ _MOST_PASSES, _PASSES_FROM_TV = 4, 2
 """TV is nearer to y than the network's images are. From there the residual rises, while the images still gain."""
 _CHANGE = 0.01
 """Of ‖x‖: a pass that changes an image by less may lose a tenth of a dB though its residual falls (32 and 48 views)."""
-_SHARE = 0.4
-"""Of total variation in the image: the best of a few for the validation patients of the shipped weights."""
+_SHARE = 0.4  # of total variation in the image: the best of a few for the validation patients of the shipped weights
 _FEWEST_VIEWS = 0.45
 """Views as a share of those in training, below which total variation is better, and the better start."""
 _TV_ITERATIONS = 400

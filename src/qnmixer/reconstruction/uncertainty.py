@@ -25,10 +25,8 @@ from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.weights import PRETRAINED, located
 
 N_GROUPS = 10
-_BLUR = 4.0
-"""Pixels, σ: the deviation of eight images is too noisy at a single pixel."""
-_FLOOR = 2.0
-"""HU: where all images agree by chance, the error is not 0."""
+_BLUR = 4.0  # pixels, σ: the deviation of eight images is too noisy at a single pixel
+_FLOOR = 2.0  # HU: where all images agree by chance, the error is not 0
 
 
 def smooth_deviation(deviation: Tensor) -> Tensor:

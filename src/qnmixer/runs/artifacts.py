@@ -15,10 +15,8 @@ from qnmixer.errors import CheckpointError, first_line
 from qnmixer.files import default_cache_dir, make_own_folder, write_text
 from qnmixer.runs.layout import checkpoint_in
 
-MODEL = "model.ckpt"
-"""The checkpoint in an artifact, as Lightning's logger calls it."""
-BESIDE_MODEL = "results.json", "metrics.csv"
-"""What a run needs beside it to resume."""
+MODEL = "model.ckpt"  # the checkpoint in an artifact, as Lightning's logger calls it
+BESIDE_MODEL = "results.json", "metrics.csv"  # what a run needs beside it to resume
 _NAME = re.compile(r"(?:[\w.-]+/){0,2}[\w.-]+:[\w.-]+")
 
 

@@ -82,8 +82,7 @@ def duration(seconds: float) -> str:
 
 # sweep.json: the overrides of a sweep and of each of its jobs
 
-SWEEP = "sweep.json"
-"""The file that marks the folder of a sweep."""
+SWEEP = "sweep.json"  # the file that marks the folder of a sweep
 
 
 class Sweep(TypedDict):
@@ -142,8 +141,7 @@ def as_number(text: str) -> float | None:
 
 # metrics.csv
 
-_MOST_BYTES_OF_METRICS = 2**28
-"""Bytes of a metrics.csv. That of a long run has a tenth of them."""
+_MOST_BYTES_OF_METRICS = 2**28  # bytes of a metrics.csv. That of a long run has a tenth of them
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
@@ -169,8 +167,7 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
 
 # A record that may come from anybody
 
-_MOST_BYTES = 2**23
-"""Bytes of any other record."""
+_MOST_BYTES = 2**23  # bytes of any other record
 _FIX = "give another folder, or write it again"
 
 

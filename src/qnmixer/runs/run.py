@@ -374,8 +374,7 @@ def _has_begun(run: Path, overrides: list[str]) -> bool:
     return True
 
 
-_LENGTH = ("trainer.max_steps", "trainer.max_epochs")
-"""The keys that set the length of a run."""
+_LENGTH = ("trainer.max_steps", "trainer.max_epochs")  # the keys that set the length of a run
 _SET_HERE = ("resume", "hydra.run.dir", "hydra.output_subdir")
 
 

@@ -98,8 +98,7 @@ class OnATerminal:
         return max(map(cell_len, [*cells, *(heading.split("\n") if whole else heading.split()), ""]))
 
 
-_BESIDE_A_CELL = 3
-"""Letters of its padding and of a border."""
+_BESIDE_A_CELL = 3  # letters of its padding and of a border
 
 
 def _visible_text(cell: str) -> str:
@@ -116,8 +115,7 @@ def _unlike_a_formula(cell: Any) -> Any:
     return cell
 
 
-NOTHING = "–"
-"""The cell of a value that is not known."""
+NOTHING = "–"  # the cell of a value that is not known
 
 
 def in_digits(value: float | None, deviation: float | None = None, reference: float | None = None) -> str:

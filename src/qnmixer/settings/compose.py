@@ -25,8 +25,7 @@ _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:e[+-]?\d[\d_]*)?|
 """What Hydra reads as a number or a truth value."""
 _PLAIN = re.compile(r"(?!\s)[\w/+.$%*@?|:\s-]*(?<!\s)", re.ASCII)
 """What Hydra takes as a text. It drops blanks around one."""
-_MOST_BYTES, _MOST_ALIASES = 2**17, 12
-"""Of a config file. One of ours has 2 kB, and none."""
+_MOST_BYTES, _MOST_ALIASES = 2**17, 12  # of a config file. One of ours has 2 kB, and none
 
 
 def quoted(value: Path | str) -> str:

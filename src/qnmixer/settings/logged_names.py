@@ -7,10 +7,8 @@ from collections.abc import Collection
 
 LOSS, ITERATES, RESIDUAL = "loss", "iterates", "residual"
 """Of each validation, as val/NAME, beside the metrics and what follows. The residual needs no truth."""
-OF_NETWORKS = ("cosine_zs", "skipped_pairs")
-"""What the networks of this package tell of their state in a validation."""
-PICTURE, TABLE = "picture", "table"
-"""Of the evaluation after training, as test/NAME, beside the metrics."""
+OF_NETWORKS = ("cosine_zs", "skipped_pairs")  # what the networks of this package tell of their state in a validation
+PICTURE, TABLE = "picture", "table"  # of the evaluation after training, as test/NAME, beside the metrics
 IN_WINDOW = {"window_psnr": "window PSNR, dB", "window_ssim": "window SSIM × 100"}
 """Headings of the metrics inside the HU window, by name. Each final table has them."""
 _USUAL = ("psnr", "ssim", *IN_WINDOW)

@@ -10,8 +10,7 @@ from omegaconf import Container, OmegaConf
 CONF = (Path(__file__).parents[1] / "conf").resolve()
 """In a clone, a link to conf/ of the repository; in a wheel, a copy of the files."""
 TARGET = "_target_"
-OF_A_RUN = ("train", "plan", "doctor")
-"""Commands with the full config of a run; the others read it from a run folder."""
+OF_A_RUN = ("train", "plan", "doctor")  # commands with the full config of a run; the others read it from a run folder
 _COMMANDS_OF = {
     "as_trained": ("evaluate", "compare", "robustness", "reconstruct"),
     "task": ("evaluate",),

@@ -17,12 +17,10 @@ from qnmixer.settings.sections import WandbConfig
 from qnmixer.settings.target import FUNCTION_OR_MODULE, Target
 from qnmixer.settings.validation import validated
 
-METRICS_FILE = "qnmixer.lightning.MetricsFile"
-"""The target of logger=csv. Every run has this logger."""
+METRICS_FILE = "qnmixer.lightning.MetricsFile"  # the target of logger=csv. Every run has this logger
 _WANDB = "qnmixer.lightning.WandbRun"
 _MEAN_WEIGHTS = "qnmixer.lightning.EMA"
-_CUSTOM = "custom"
-"""The name of a logger that the group itself describes."""
+_CUSTOM = "custom"  # the name of a logger that the group itself describes
 _UNROLLED = subclass_of("qnmixer.models.UnrolledNetwork")
 
 

@@ -40,12 +40,10 @@ from qnmixer.settings.strategies import Strategy
 from qnmixer.settings.target import Target
 from qnmixer.settings.validation import Section, plain_values, validated
 
-FIT = "qnmixer.fit.fit"
-"""The function that trains, as its key names it."""
+FIT = "qnmixer.fit.fit"  # the function that trains, as its key names it
 _ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.", "torchmetrics.")
 """Packages that the check of targets does not look for, which would take seconds."""
-Strictness = bool | Literal["repeat"]
-"""How the weights of `finetune` must fit; see `load_weights`."""
+Strictness = bool | Literal["repeat"]  # how the weights of `finetune` must fit; see `load_weights`
 READ_AT_ONCE = "data", "loss", "model", "noise", "optimizer", "schedule"
 """Sections whose targets are imported to check a config. Others load Lightning: they are read when they are built."""
 

@@ -10,8 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 
 from qnmixer.settings.validation import Section
 
-LONGEST_TAG, LONGEST_NAME = 64, 128
-"""Characters; W&B refuses longer tags, and longer names, groups and ids."""
+LONGEST_TAG, LONGEST_NAME = 64, 128  # characters; W&B refuses longer tags, and longer names, groups and ids
 Count = Annotated[int, Ge(1)]
 Length = Annotated[float, Gt(0)]
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
@@ -96,12 +95,10 @@ class ProfileConfig(Section):
 Debug = Annotated[DebugConfig | FewBatchesConfig | ProfileConfig, Field(discriminator="name")]
 
 
-Share = Annotated[float, Gt(0), Le(1)] | Count
-"""A share, or a number."""
+Share = Annotated[float, Gt(0), Le(1)] | Count  # a share, or a number
 _Unit = Annotated[str, StringConstraints(pattern="^(days|hours|minutes|seconds)$")]
 _Clock = Annotated[str, StringConstraints(strict=True, pattern=r"^\d+:\d\d:\d\d:\d\d$")]
-Time = _Clock | dict[_Unit, Annotated[int, Ge(0)]]
-"""DAYS:HOURS:MINUTES:SECONDS, or a mapping, as Lightning takes it."""
+Time = _Clock | dict[_Unit, Annotated[int, Ge(0)]]  # DAYS:HOURS:MINUTES:SECONDS, or a mapping, as Lightning takes it
 _GROUP = "is a group of its own: give {0}=, as in {1}"
 _OF_THE_RUN = "is set by the run itself, for "
 REFUSED = {

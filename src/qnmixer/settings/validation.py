@@ -11,11 +11,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from qnmixer.errors import ConfigError
 
-NAMED = "callbacks", "logger", "metrics"
-"""Groups with several sections, each under a name."""
+NAMED = "callbacks", "logger", "metrics"  # groups with several sections, each under a name
 VALUES = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, coerce_numbers_to_str=True)
-_SMALLEST, _LARGEST = 1.2e-38, 3.4e38
-"""Magnitudes of 32-bit floats, in which networks and optimizers compute."""
+_SMALLEST, _LARGEST = 1.2e-38, 3.4e38  # magnitudes of 32-bit floats, in which networks and optimizers compute
 
 
 class Section(BaseModel):

@@ -16,8 +16,7 @@ from qnmixer.data.phantoms.phantoms import halve
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.units import AIR, FloatArray
 
-_TRIES = 8
-"""Places that are tried for a hole, before it is left out."""
+_TRIES = 8  # places that are tried for a hole, before it is left out
 
 
 class _Drawing:

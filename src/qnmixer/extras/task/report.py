@@ -29,8 +29,7 @@ _NOTE = (
     "is that of a channelised Hotelling observer with three difference-of-Gaussians channels."
 )
 _SHOWN = (-20.0, 100.0)  # HU, narrow
-Mark = tuple[float, float, float]
-"""Column, row and radius of a circle on an image, in pixels."""
+Mark = tuple[float, float, float]  # column, row and radius of a circle on an image, in pixels
 
 
 @dataclass
