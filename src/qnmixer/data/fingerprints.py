@@ -58,8 +58,7 @@ def look(hu: FloatArray) -> list[int]:
     step = max(_SPAN / _SIDE * float(np.sqrt(variance)), 1.0)
     rows, columns = (_weights(places, centre, step) for places, centre in axes)
     levels = (_LEVELS * (rows @ mass @ columns.T)).round().clip(0, 255).astype(np.uint8)
-    numbers: list[int] = levels.reshape(-1).view(np.int64).tolist()
-    return numbers
+    return levels.reshape(-1).view(np.int64).tolist()
 
 
 def _weights(places: np.ndarray[Any, Any], centre: float, step: float) -> np.ndarray[Any, Any]:

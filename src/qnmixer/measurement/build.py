@@ -153,5 +153,4 @@ def _variance(config: Config, y: Tensor) -> Tensor:
 
 def build_noise(config: Config) -> KeyedNoise:
     """Build the measurement noise that `noise` names. Raises PluginError for one that does not fit."""
-    noise: KeyedNoise = config.noise.build(supplied={"hu_max": config.data.hu_max})
-    return noise
+    return config.noise.build(supplied={"hu_max": config.data.hu_max})

@@ -208,8 +208,7 @@ def _outputs(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[
 def _fake(tensor: Tensor, mode: Any) -> Tensor:
     """torch's fake tensor of the same shape, in a memory of the same size; without its mode one on `meta`."""
     if not isinstance(tensor, _Shape):
-        fake: Tensor = mode.from_tensor(tensor)
-        return fake
+        return mode.from_tensor(tensor)
     memory = torch.empty(tensor.memory.nbytes() // tensor.itemsize, dtype=tensor.dtype, device="meta")
     view = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     fake = view if isinstance(mode, nullcontext) else fake_tensor(view, tensor.device)

@@ -60,8 +60,7 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
 
 def settings_of(path: Path) -> dict[str, Any]:
     """The config of a checkpoint that `read_checkpoint` takes, as plain data, with what that drops: callbacks."""
-    settings: dict[str, Any] = load(path)[CHECKPOINT_KEY]["config"]
-    return settings
+    return load(path)[CHECKPOINT_KEY]["config"]
 
 
 def load_run(run: str | Path, checkpoint: str = "best", trust: Collection[str] = (), *sections: str) -> Reconstructor:

@@ -35,8 +35,7 @@ def _blur(image: FloatArray, weight: np.float32) -> FloatArray:
     padded = np.pad(image, 1, mode="edge")
     centre = np.float32(1) - np.float32(2) * weight
     rows: FloatArray = centre * padded[1:-1] + weight * (padded[:-2] + padded[2:])
-    blurred: FloatArray = centre * rows[:, 1:-1] + weight * (rows[:, :-2] + rows[:, 2:])
-    return blurred
+    return centre * rows[:, 1:-1] + weight * (rows[:, :-2] + rows[:, 2:])
 
 
 def halve(image: FloatArray) -> FloatArray:
