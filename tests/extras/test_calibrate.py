@@ -264,7 +264,7 @@ def test_the_memory_for_a_series_does_not_grow_with_its_slices(tmp_path: Path) -
     ("input=one.npy output=o", "one scan, which shows no noise: give at least two repeats"),
     ("input=same.npy output=o", "no ray whose counts vary"),
     ("input=text.npy output=o", "give a .npy of numbers, [repeats, views, bins]"),
-    ("input=scans.npy output=o unit=counts air=narrow.npy", "give counts above zero of 8 bins"),
+    ("input=scans.npy output=o unit=counts air=narrow.npy", "give counts above 0, [repeats, views, 8 bins"),
     ("input=scans.npy output=.", "output=. "),
 ])  # fmt: skip
 def test_bad_input_is_one_line(

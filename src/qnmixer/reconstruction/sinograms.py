@@ -59,7 +59,7 @@ def holds_sinograms(path: Path, trained: FanBeamGeometry, config: ReconstructCon
 def sinogram_files(path: Path) -> list[Path]:
     """The files that may hold sinograms. Raises DataError if there is none."""
     if not (files := _scan_files(path)):
-        raise DataError(f"input={path} has no .npy, .mat or .tif: give a .npy, [views, bins] or [N, views, bins]")
+        raise DataError(f"input={path} has no .npy file, .mat or .tif: give a .npy, [views, bins] or [N, views, bins]")
     return files
 
 
