@@ -138,7 +138,7 @@ def train(
         load_weights(trained_module, folder / "checkpoints" / "last.ckpt")
         evaluation = evaluate(trained_module, data, "test", config.evaluation, trainer.strategy.root_device)
         results["test"] = [list(vars(score).values()) for score in evaluation.scores]
-        results["rows"] = [evaluation.slices[number].name for number in evaluation.pictured]
+        results["rows"] = [row.name for row in evaluation.rows]
     return results
 
 

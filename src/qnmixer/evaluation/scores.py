@@ -93,6 +93,11 @@ class Evaluation:
     titles: dict[str, str] = field(default_factory=lambda: titles_of({}))  # headings of the metrics, by name
 
     @property
+    def rows(self) -> list[SliceImages]:
+        """The slices of the picture."""
+        return [self.slices[number] for number in self.pictured]
+
+    @property
     def methods(self) -> list[str]:
         """Methods in the order of their evaluation."""
         return list(dict.fromkeys(score.method for score in self.scores))
