@@ -295,7 +295,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation, console: Console) -> 
     paragraphs = [*(f"**Warning: {line}**" for line in warnings), table.markdown()]
     write_text(folder / "table.md", "\n\n".join(paragraphs) + "\n")
     write_text(folder / "images.csv", evaluation.images().csv())
-    draw_slices(folder / PICTURE, [evaluation.slices[number] for number in evaluation.pictured])
+    draw_slices(folder / PICTURE, evaluation.rows)
     write_page_of(folder / PAGE, evaluation)
     for line in warnings:
         console.warn(line, style="bold red")
