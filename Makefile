@@ -28,7 +28,7 @@ endif
 		{ echo "error: Python 3.11 to 3.14 is needed, $(PYTHON) is another: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
 	@[ -x $(BIN)/python ] || if command -v uv >/dev/null; then uv venv --quiet --seed --python $(PYTHON) .venv; else $(PYTHON) -m venv .venv; fi
 	@echo "Installing into .venv: minutes, and 2 GB (with CUDA 6 GB)"
-	@$(BIN)/python -I .ci/install.py "$(TORCH)"
+	@$(BIN)/python -I src/qnmixer/torch_builds.py "$(TORCH)"
 	@touch $@
 
 lock: ## write requirements.lock from pyproject.toml, with uv; LOCK=--upgrade takes newer versions

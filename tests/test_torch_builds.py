@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.torch_builds import GPU, TORCH, NoBuildError, choose, fix, visible_gpus
+from qnmixer.torch_builds import GPU, TORCH, NoBuildError, choose, decide, fix, visible_gpus
 
 from .nvidia import fake_nvidia_smi
-from .pages import ROOT, script
+
+ROOT = Path(__file__).resolve().parents[1]
 
 V100, P100, RTX_2080, A100, RTX_5090 = (7, 0), (6, 0), (7, 5), (8, 0), (12, 0)
 OLD, MIDDLE, NEW = "470.256.02", "535.104.05", "580.65.06"
@@ -64,11 +65,10 @@ def test_the_fix_is_pinned_and_of_a_build_that_exists(monkeypatch: pytest.Monkey
 
 
 def test_a_word_that_is_no_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    install = script(ROOT / ".ci" / "install.py")
-    with pytest.raises(install.NoBuildError, match="TORCH=cu128 is no build"):
-        install.decide("cu128")
+    with pytest.raises(NoBuildError, match="TORCH=cu128 is no build"):
+        decide("cu128")
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert install.decide("auto") == ("cpu", "macOS has one build")
-    with pytest.raises(install.NoBuildError, match="has no CUDA"):
-        install.decide("cu126")
+    assert decide("auto") == ("cpu", "macOS has one build")
+    with pytest.raises(NoBuildError, match="has no CUDA"):
+        decide("cu126")

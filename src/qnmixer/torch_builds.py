@@ -1,14 +1,16 @@
 """Find the build of torch that has kernels for this machine's GPUs. `make install`, training and doctor use it.
 
-.ci/install.py needs it before anything is installed: it imports the standard library only, and nothing of qnmixer.
+This file runs before anything is installed: it imports the standard library only, and nothing of qnmixer.
 """
 
 import os
+import platform
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
 from typing import NamedTuple
 
 TORCH = "2.13.0"
@@ -86,19 +88,18 @@ def choose(gpus: Sequence[GPU]) -> str:
         return "cpu"
     fitting = [build for build in BUILDS if all(build.lowest <= gpu.capability < build.end for gpu in gpus)]
     if not fitting:
-        raise NoBuildError(f"no build of torch {TORCH} has kernels for {described(gpus)}")
+        raise NoBuildError(f"no build of torch {TORCH} has kernels for {_described(gpus)}")
     driver = gpus[0].driver  # one for all of them
     for build in fitting:
         if not driver or _numbers(driver) >= _numbers(build.driver):
             return build.name
     raise NoBuildError(
-        f"the NVIDIA driver {driver} is too old for torch {TORCH} on this GPU ({described(gpus)}), which needs "
+        f"the NVIDIA driver {driver} is too old for torch {TORCH} on this GPU ({_described(gpus)}), which needs "
         f"{fitting[-1].driver} or newer: update the driver"
     )
 
 
-def described(gpus: Sequence[GPU]) -> str:
-    """The compute capabilities of some GPUs, each once."""
+def _described(gpus: Sequence[GPU]) -> str:
     return ", ".join(sorted({str(gpu) for gpu in gpus}))
 
 
@@ -133,3 +134,71 @@ def installed_build() -> str | None:
         return None
     build = local or ("cpu" if sys.platform == "darwin" else ON_PYPI)
     return build if release == TORCH and build in CHOICES else None
+
+
+def decide(asked: str) -> tuple[str, str]:
+    """Choose the build to install. Returns it with the reason.
+
+    Args:
+        asked: a build; "auto" chooses by the GPUs; "" takes the installed build, or chooses by the GPUs if there is
+            none.
+
+    Raises NoBuildError if the build does not exist, or none fits.
+    """
+    if asked not in ("", "auto", *CHOICES):
+        raise NoBuildError(f"TORCH={asked} is no build of torch {TORCH}")
+    if sys.platform == "darwin":
+        if platform.machine() != "arm64" or asked.startswith("cu"):
+            raise NoBuildError(f"torch {TORCH} on macOS needs Apple silicon, and has no CUDA")
+        return "cpu", "macOS has one build"
+    if asked in CHOICES:
+        return asked, f"TORCH={asked} asks for it"
+    if not asked and (build := installed_build()):
+        return build, "kept; TORCH=auto chooses by the GPUs again"
+    gpus = visible_gpus()
+    return choose(gpus), f"{_described(gpus)}, driver {gpus[0].driver}" if gpus else "no NVIDIA GPU here"
+
+
+# Packages that some builds of torch bring and others do not.
+_OF_TORCH = r"(torch|triton|nvidia-[^=\s]*|cuda-[^=\s]*)"
+
+
+def install(build: str, lock: Path) -> None:
+    """Install this build of torch, the lock file and the project into the environment of this Python.
+
+    Hashes are checked, except for builds that PyPI does not have. Raises CalledProcessError if pip fails.
+    """
+    if installed_build() not in (None, build):  # the two builds would overwrite each other's CUDA libraries
+        names = {distribution.metadata["Name"].lower() for distribution in distributions()}
+        _pip("uninstall", "--yes", *sorted(name for name in names if re.fullmatch(_OF_TORCH, name)))
+    on_pypi = is_on_pypi(build)
+    text, locked = lock.read_text(encoding="utf-8"), Path(sys.prefix) / "requirements.txt"
+    if not on_pypi:
+        text = re.sub(rf"^{_OF_TORCH}==.*\n( .*\n)*", "", text, flags=re.MULTILINE)
+    locked.write_text(text, encoding="utf-8")
+    _pip("install", "--require-hashes", "--no-deps", "-r", str(locked))
+    if not on_pypi:
+        _pip("install", *pinned(build))
+    _pip("install", "--no-deps", "--no-build-isolation", "-e", ".")
+
+
+def _pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+
+
+def main() -> None:
+    """Choose the build, print the choice, and install it. The argument is TORCH of the Makefile."""
+    try:
+        build, why = decide(sys.argv[1])
+        print(f"torch {TORCH}, build {build}: {why}", flush=True)
+        install(build, Path("requirements.lock"))
+    except NoBuildError as error:
+        sys.exit(f"error: {error}. To choose by hand: make install TORCH={'|'.join(CHOICES)}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except subprocess.CalledProcessError:
+        sys.exit(f"error: pip could not install torch {TORCH}, build {build}: see above")
+
+
+if __name__ == "__main__":
+    main()

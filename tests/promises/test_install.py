@@ -71,11 +71,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with this Makefile, an empty environment, and two indexes: PyPI's, and torch's with one a build."""
     root = tmp_path_factory.mktemp("install")
     project, pypi = root / "project", root / "pypi"
-    project.mkdir()
+    (project / "src" / "qnmixer").mkdir(parents=True)
     shutil.copy(ROOT / "Makefile", project)
-    for file in (".ci/install.py", "src/qnmixer/torch_builds.py"):
-        (project / file).parent.mkdir(parents=True)
-        shutil.copy(ROOT / file, project / file)
+    shutil.copy(ROOT / "src" / "qnmixer" / "torch_builds.py", project / "src" / "qnmixer")
     (project / "pyproject.toml").write_text(PYPROJECT)
     (project / "backend.py").write_text(BACKEND)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", project / ".venv"], check=True)
