@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from any_scan import psnr, split_in  # type: ignore[import-not-found]  # a study beside this one
+from any_scan import at_size, psnr, split_in  # type: ignore[import-not-found]  # a study beside this one
 from many_scans import trained  # type: ignore[import-not-found]
 from torch import Tensor
-from torch.nn.functional import avg_pool2d
 from without_truth import best_power, of_difference, row  # type: ignore[import-not-found]
 
 import qnmixer
@@ -39,15 +38,16 @@ OFF, FEWER = [*SCANNERS][1:]
 CURED, MODULES = "cured", ("split", "equivariant")
 TRAINING = (
     "data.unit=value data.augment=false data.simulation_factor=1 monitor=val/residual callbacks=none "
-    "logger=csv trainer.max_steps=60 trainer.val_every_n_steps=30 test_after_training=false"
+    "logger=csv data.batch_size=1 trainer.max_steps={0} trainer.val_every_n_steps={0} test_after_training=false"
 )
-KINDS = {True: "The shipped weights", False: "Small networks"}
-"""Whether the base is `pretrained`, and the heading of its table."""
+KINDS = {True: ("The shipped weights", 40), False: ("Small networks", 60)}
+"""Whether the base is `pretrained`: the heading of its table, and the steps of an adaptation, of one slice each."""
 _CAPTION = (
-    "PSNR in dB: means over {n} test patients, one slice of each, and {n_bases} network(s). The noise is that of the "
-    "field, but in the first row. Cured: the network with truth for {views} views at {size} × {size}, with the cures "
-    "of other scans. Split, equivariant: after 60 further steps by this module at a quarter of its learning rates, "
-    "with the sinograms of {n_val} other patients ({n_slices} slices; a patient each is left for validation and test). "
+    "PSNR in dB: means over {n} test patients, one slice of each, and {n_bases} network(s). Truths are scaled as in "
+    "training. The noise is that of the field, but in the first row. Cured: the network with truth for {views} views "
+    "at {size} × {size}, with the cures "
+    "of other scans. Split, equivariant: {steps} further steps by this module at a quarter of its learning rates, with "
+    "the sinograms of {n_val} other patients ({n_slices} slices; a patient each is left for validation and test). "
     "TV: 400 iterations, the best weight for these patients with truth. Differences: ± half of the 95 % interval for "
     "other patients / for other networks."
 )
@@ -85,8 +85,9 @@ class Scanner:
     def measured(self, patient: str, which: slice, key: int) -> tuple[Tensor, Tensor]:
         """Noisy sinograms of some slices of a patient, [N, 1, V, D], and the slices, [N, 1, S, S]."""
         hu = np.load(self.root / patient / "slices.npy", mmap_mode="r")[which].astype(np.float32)
-        fine = avg_pool2d(torch.from_numpy(hu)[:, None].clamp(-1000, 2000) / 3000 + 1 / 3, 256 // self.size)
-        return self.noise(self._finer(fine), [(2, key, k) for k in range(len(fine))]), avg_pool2d(fine, 2)
+        images = torch.from_numpy(hu)[:, None].clamp(-1000, 2000) / 3000 + 1 / 3
+        y = self.noise(self._finer(at_size(images, 2 * self.size)), [(2, key, k) for k in range(len(images))])
+        return y, at_size(images, self.size)
 
     def middle(self, part: str) -> tuple[Tensor, Tensor]:
         """The noisy sinogram and the truth of the middle slice of each patient of a part."""
@@ -109,7 +110,7 @@ def score(name: str, output: Path, root: Path, split: dict[str, list[str]], base
     words = ["experiment=pretrained"]
     if bases != ["pretrained"]:
         words = [f"hydra.searchpath=[file://{studies}]", "experiment=without_truth", "geometry.n_views=24"]
-    scanner = Scanner(name, words, output, root, split)
+    scanner, (_, steps) = Scanner(name, words, output, root, split), KINDS[bases == ["pretrained"]]
     learning = config_of(*words, *slices_in(root)).optimizer
     rates = [f"optimizer.lr={learning.lr / 4}", f"optimizer.adamw_lr={learning.arguments['adamw_lr'] / 4}"]
 
@@ -126,7 +127,13 @@ def score(name: str, output: Path, root: Path, split: dict[str, list[str]], base
     for k, base in enumerate(bases):
         networks = {CURED: qnmixer.load_pretrained(base, **scanner.change)}
         for module in MODULES:
-            training = [*scanner.words, *rates, *TRAINING.split(), "data=sinograms", f"data.root={scanner.sinograms}"]
+            training = [
+                *scanner.words,
+                *rates,
+                *TRAINING.format(steps).split(),
+                "data=sinograms",
+                f"data.root={scanner.sinograms}",
+            ]
             folder = trained(output / f"{module}_{k}", [*training, f"module={module}", f"finetune={base}"])
             networks[module] = qnmixer.load_pretrained(folder / "checkpoints/last.ckpt")
         with torch.no_grad():
@@ -144,7 +151,8 @@ def main() -> None:
     """Adapt and score what is missing, and write the table after each scanner."""
     folder, slices, split_file, *bases = sys.argv[1:]
     output, root, split = Path(folder).resolve(), Path(slices), split_in(Path(split_file))
-    of_kind = output / KINDS[bases == ["pretrained"]].replace(" ", "_")
+    title, steps = KINDS[bases == ["pretrained"]]
+    of_kind = output / title.replace(" ", "_")
     heads = ["scanner", "TV", CURED, *MODULES, *(f"{module} − {CURED}" for module in MODULES)]
     heads += [f"residual, {CURED}", *MODULES]
     lines = [row(*heads), "|" + "---|" * len(heads)]
@@ -154,11 +162,11 @@ def main() -> None:
         geometry = qnmixer.load_pretrained(bases[0]).projector.geometry
         caption = _CAPTION.format(
             n=len(split["test"]), n_bases=len(bases), views=geometry.n_views, size=geometry.image_size,
-            n_val=len(split["val"]), n_slices=n_slices,
+            n_val=len(split["val"]), n_slices=n_slices, steps=steps,
         )  # fmt: skip
         (of_kind / "table.md").write_text("\n".join([caption, "", *lines]))
         page = ["# Adaptation to another scanner"]
-        for heading in KINDS.values():
+        for heading, _ in KINDS.values():
             table = output / heading.replace(" ", "_") / "table.md"
             page += [f"## {heading}", table.read_text() if table.exists() else "Not yet run."]
         (output / "adaptation.md").write_text("\n\n".join([*page, _NOTE]) + "\n")

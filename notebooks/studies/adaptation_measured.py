@@ -26,8 +26,8 @@ from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
 
 ARC, STEPS = 30, 100
-ALPHAS = (1e3, 1e4, 1e5)
-"""Weights of the equivariance. All are shown: without truth nothing chooses one."""
+ALPHAS = (1e1, 1e2, 1e3, 1e4, 1e5)
+"""Weights of the equivariance, `module.alpha`."""
 SPAN = math.radians(round(ARC * 61 / 60, 4))
 HU = 900.0
 """Of the discs, as `data=discs` draws them."""
@@ -42,8 +42,8 @@ WORDS = (
 )
 _CAPTION = (
     "Matthews' correlation with the truth of disc tb, as in htc.md, of the network before and after {steps} further "
-    "steps by module=equivariant, by module.alpha. Other discs: trained on the {n} scans of 30° of discs without a "
-    "truth. This scan: trained on the very scan that is scored. In brackets: √(mean((A x − y)²/variance)) of all rays, "
+    "steps by module=equivariant. Other discs: trained on the {n} scans of 30° of discs without a truth. This scan: "
+    "trained on the very scan that is scored. In brackets: √(mean((A x − y)²/variance)) of all rays, "
     "in units of their noise, which needs no truth. Written by notebooks/studies/adaptation_measured.py."
 )
 
@@ -97,20 +97,19 @@ def main() -> None:
     truths = {path.stem: np.asarray(Image.open(path)) > 127 for path in (folder / "truth").glob("*.png")}
     known = [scan for scan in scans if scan.name.split("_")[0] in truths]
     others = [scan.part(ARC) for scan in scans if scan not in known]
-    lines = [row("views", "before", *(f"{of}, {alpha:g}" for of in (OTHERS, THIS) for alpha in ALPHAS))]
-    lines.append("|" + "---|" * (2 + 2 * len(ALPHAS)))
+    lines = [row("views", "trained on", "before", *(f"alpha {alpha:g}" for alpha in ALPHAS))]
+    lines.append("|" + "---|" * (3 + len(ALPHAS)))
     parts = [scan.part(ARC, at_end) for scan in known for at_end in (False, True)]
     for scan in parts:
         truth = truths[scan.name.split("_")[0]]
         rest = [part for part in parts if part is not scan]
         of_others = {"train": others, "val": parts[:1], "test": parts[1:2]}
         of_this = {"train": [scan], "val": rest[:1], "test": rest[1:2]}
-        networks = [at_arc(load_run(run, "best"))]
-        for name, of_part in ((OTHERS, of_others), (name_of(scan), of_this)):
-            runs = (adapted(output / name.replace(" ", "_"), run, of_part, alpha) for alpha in ALPHAS)
-            networks += [load_run(trained_run, "last").eval() for trained_run in runs]
-        scores = [score(network, scan, truth) for network in networks]
-        lines.append(row(scan.views, *(f"{correlation:.3f} ({fit:.2f})" for correlation, fit in scores)))
+        before = score(at_arc(load_run(run, "best")), scan, truth)
+        for words, folder_name, of_part in ((OTHERS, "others", of_others), (THIS, name_of(scan), of_this)):
+            runs = [adapted(output / folder_name, run, of_part, alpha) for alpha in ALPHAS]
+            scores = [before, *(score(load_run(trained_run, "last").eval(), scan, truth) for trained_run in runs)]
+            lines.append(row(scan.views, words, *(f"{correlation:.3f} ({fit:.2f})" for correlation, fit in scores)))
     caption = _CAPTION.format(steps=STEPS, n=len(others))
     (output / "adaptation_measured.md").write_text(
         "\n".join(["# Adaptation to measured discs", "", caption, "", *lines, ""])

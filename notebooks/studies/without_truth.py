@@ -18,10 +18,9 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from any_scan import middle_slices, psnr, split_in  # type: ignore[import-not-found]  # a study beside this one
+from any_scan import at_size, middle_slices, psnr, split_in  # type: ignore[import-not-found]  # a study beside this one
 from many_scans import trained  # type: ignore[import-not-found]
 from torch import Tensor
-from torch.nn.functional import avg_pool2d
 
 import qnmixer
 from qnmixer.evaluation.statistics import Scores, Statistic, difference, spread
@@ -47,7 +46,8 @@ ALPHAS, SHORT = (1e3, 1e4, 1e5), ["trainer.max_steps=100", "trainer.val_every_n_
 """Weights of the equivariance, and the trainings that choose one."""
 _CAPTION = (
     "PSNR in dB at {size} × {size}: means over {n} test patients, one slice of each, and the seeds. Simulated from a 2 "
-    "times finer grid. The networks have T = {T} and {steps} steps of batch {batch}; each is as after its last step. "
+    "times finer grid. Truths are scaled as in training. The networks have T = {T} and {steps} steps of batch {batch}; "
+    "each is as after its last step. "
     "Differences: ± half of the 95 % interval for other patients / for other seeds. TV: 400 iterations, the best "
     "weight for {n_val} other patients with truth, in steps of 10^(1/3). Written by notebooks/studies/without_truth.py."
 )
@@ -109,9 +109,9 @@ class Study:
         projector = build_projector(config)
         geometry, fine_size = projector.geometry, 2 * self.size
         finer = FanBeamProjector(replace(geometry, image_size=fine_size, pixel_size=geometry.field_of_view / fine_size))
-        fine = avg_pool2d(middle_slices(self.root, self.split[part]), 512 // fine_size)
-        keys = [(part == "test", k) for k in range(len(fine))]
-        return projector, build_noise(config)(finer(fine), keys), avg_pool2d(fine, 2)
+        slices = middle_slices(self.root, self.split[part])
+        keys = [(part == "test", k) for k in range(len(slices))]
+        return projector, build_noise(config)(finer(at_size(slices, fine_size)), keys), at_size(slices, self.size)
 
     @torch.no_grad()
     def classical(self, scan: str) -> dict[str, Scores]:
