@@ -317,6 +317,6 @@ def n_batches(loader: Any) -> int:
 
 def samples_of(trainer: Trainer, loader: Any, step: int) -> int:
     """Slices that all devices together have had after this number of steps, if all batches of a loader are full."""
-    of_first = getattr(getattr(trainer, "datamodule", None), "batch_size", None)  # batch
-    batch_size = of_first or getattr(loader, "batch_size", None) or 1
+    datamodule = getattr(trainer, "datamodule", None)
+    batch_size = getattr(datamodule, "batch_size", None) or getattr(loader, "batch_size", None) or 1
     return step * trainer.accumulate_grad_batches * trainer.world_size * batch_size
