@@ -19,7 +19,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from notebooks.benchmarks.measuring import Row, medians
-from rich.console import Console
 from torch import Tensor
 
 from qnmixer.commands.checkup.rank import untrained
@@ -34,6 +33,7 @@ from qnmixer.parallel.devices import allow_tf32, compile_blocks, has_bf16
 from qnmixer.parallel.parallelism import build_precision
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
+from qnmixer.runs.terminal import Console
 from qnmixer.settings.override import override
 from qnmixer.settings.run import Config
 from qnmixer.training.callbacks import MemoryMonitor

@@ -24,8 +24,6 @@ from pydantic import Field
 
 from qnmixer.models import LEARN, UnrolledNetwork
 
-from ..conftest import config_of
-
 class Net(UnrolledNetwork):
     def __init__(
         self, projector: "Unknown", n_iterations: Annotated[int, Ge(1)] = 2, channels: Annotated[int, Field(le=64)] = 4,
