@@ -22,14 +22,21 @@ from ..schemas import SCHEMAS
 
 LINES = {
     "train": [
-        "experiment=demo", "data=numpy data.root=ct data.split=explicit data.val_patients=[1.10,P2]",
-        "data=mixed data.sources.slices.root=ct", "data=two_detect data.root=ct geometry=two_detect",
+        "experiment=demo",
+        "data=numpy data.root=ct data.split=explicit data.val_patients=[1.10,P2]",
+        "data=mixed data.sources.slices.root=ct",
+        "data=two_detect data.root=ct geometry=two_detect",
         "model=regformer optimizer=muon schedule=step memory=recompute",
         "model=custom model._target_=qnmixer.models.LEARN",
         "callbacks=[ema,early_stopping] metrics=[default,rmse_hu] tags=[a,b]",
-        "logger=[wandb,csv] logger.wandb.project=mine", "strategy=pipeline trainer.devices=2 data.batch_size=4",
-        "noise=physical noise.photons=1e5 loss=ssim_mix", "resume=ct", "experiment=demo hydra.run.dir=ct",
-        "--config-dir conf loss=mine", "-m seed=1,2 optimizer.lr=1e-3,1e-4", "--cfg job trainer.max_epochs=2",
+        "logger=[wandb,csv] logger.wandb.project=mine",
+        "strategy=pipeline trainer.devices=2 data.batch_size=4",
+        "noise=physical noise.photons=1e5 loss=ssim_mix",
+        "resume=ct",
+        "experiment=demo hydra.run.dir=ct",
+        "--config-dir conf loss=mine",
+        "-m seed=1,2 optimizer.lr=1e-3,1e-4",
+        "--cfg job trainer.max_epochs=2",
     ],
     "plan": ["device=V100-32 experiment=demo", "trainer.max_steps=4"],
     "doctor": ["strategy=ddp trainer.devices=2"],
@@ -39,7 +46,7 @@ LINES = {
     "export": ["run=ct output=a.safetensors"],
     "calibrate": ["input=ct output=out"],
     "robustness": ["run=ct noises=[none] views=[2]"],
-}  # fmt: skip
+}
 """Command lines that are right, or name files that are not there."""
 LINES = {name: lines for name, lines in LINES.items() if name in SCHEMAS}
 
@@ -72,15 +79,24 @@ def mutated(rng: random.Random, words: list[str], keys: list[str]) -> list[str]:
         key, equal, value = word.partition("=")
         n, group = rng.randrange(len(word) + 1), rng.choice(groups)
         ways = [
-            [f"{key}={rng.choice(VALUES)}"], [f"{rng.choice(keys)}={rng.choice(VALUES)}"],
-            [f"{rng.choice(keys)}{equal}{value}"], [f"{group}={rng.choice([*VALUES, *options(group)])}"],
-            [word[:n] + word[n + 1 :]], [word[:n] + rng.choice("aé._=,[]{}$~+@:/\\'\" \n0") + word[n:]],
-            [word[:n][::-1] + word[n:]], [rng.choice(["+", "++", "~", "~~", "--", "-", "=", "$", "@"]) + word],
-            [key, value], [f"--{key}", value], [key],
-            [f"{key}.{rng.choice(['a', '0', '_target_', 'name'])}={value}"], [f"{key}@{group}={value}"],
+            [f"{key}={rng.choice(VALUES)}"],
+            [f"{rng.choice(keys)}={rng.choice(VALUES)}"],
+            [f"{rng.choice(keys)}{equal}{value}"],
+            [f"{group}={rng.choice([*VALUES, *options(group)])}"],
+            [word[:n] + word[n + 1 :]],
+            [word[:n] + rng.choice("aé._=,[]{}$~+@:/\\'\" \n0") + word[n:]],
+            [word[:n][::-1] + word[n:]],
+            [rng.choice(["+", "++", "~", "~~", "--", "-", "=", "$", "@"]) + word],
+            [key, value],
+            [f"--{key}", value],
+            [key],
+            [f"{key}.{rng.choice(['a', '0', '_target_', 'name'])}={value}"],
+            [f"{key}@{group}={value}"],
             [f"hydra.{rng.choice(['run.dir', 'sweep.dir', 'mode', 'launcher', 'job.name', key])}={value}"],
-            [word, rng.choice(FLAGS)], [word, word], [],
-        ]  # fmt: skip
+            [word, rng.choice(FLAGS)],
+            [word, word],
+            [],
+        ]
         words[i : i + 1] = rng.choice(ways)
     return words
 

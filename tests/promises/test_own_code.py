@@ -182,6 +182,8 @@ def test_words_alone_name_it_too_over_two_processes(here: Path, command: Command
 
 
 @pytest.mark.parametrize(("words", "message"), [
+    (["loss._target_=nowhere.huber"], "loss._target_=nowhere.huber, but there is no module nowhere"),
+    (["loss._target_=huber"], "loss._target_=huber is not module.name"),
     (["+loss.delat=3"], "unknown key loss.delat: did you mean loss.delta?"),
     (["fit=own.Lion"], "fit=own.Lion is not a function (config, run)"),
     (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),

@@ -120,6 +120,12 @@ def test_what_is_not_there_is_said_before_there_are_ranks(start: Start, warm: Wa
     assert command.record()["status"] == "failed"
 
 
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
+
+
 def torchrun(node: int, port: str) -> tuple[str, ...]:
     """The command of one of two nodes with a process each, both on this machine."""
     return (
@@ -142,8 +148,7 @@ def test_two_nodes_train_as_one_process_does(start: Start, warm: Warm, tmp_path:
     """Under torchrun, or in the environment of srun: one folder, and the losses of one process on the same samples."""
     reference = start("data.n_train=7", "callbacks=default", folder=tmp_path / "single", under=warm.under)
     assert reference.end()[:2] == (0, "")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port, nodes = str(server.getsockname()[1]), []
+    port, nodes = free_port(), []
     for node in (0, 1):
         srun_options = {"under": warm.under, "env": srun(node, port)}
         options: dict[str, Any] = {"under": torchrun(node, port)} if trainer == "torchrun" else srun_options
@@ -160,17 +165,19 @@ def test_two_nodes_train_as_one_process_does(start: Start, warm: Warm, tmp_path:
 
 DDP = ["hydra.run.dir={}", "strategy=ddp", "trainer.devices=2"]
 AT_ODDS = {
+    "no common folder": ([], {}, "2 processes would make a run folder each: give them one, as hydra.run.dir=FOLDER"),
     "a sweep": (["-m", "seed=1,2"], {}, "a sweep starts the processes of each job itself"),
     "one device": (DDP[:1], {}, "strategy=single, but 2 processes were started: choose strategy=ddp"),
     "too many": ([*DDP[:2], "trainer.devices=4"], {}, "is not the number of processes that were started, 2"),
     "interactive": (DDP, {"SLURM_JOB_NAME": "interactive"}, "put SLURM_JOB_NAME=train before srun"),
+    "no tasks per node": (DDP, {"SLURM_NTASKS_PER_NODE": ""}, "give --ntasks-per-node"),
 }
 
 
 @pytest.mark.parametrize("case", AT_ODDS)
 def test_processes_at_odds_with_the_config_are_refused(start: Start, cold: Warm, tmp_path: Path, case: str) -> None:
     overrides, environment, message = AT_ODDS[case]
-    environment = srun(1, "1") | environment
+    environment = {name: value for name, value in (srun(1, "1") | environment).items() if value}
     command = start(
         *(override.format(tmp_path / "run") for override in overrides), env=environment, folder=None, under=cold.under
     )

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qnmixer.settings.options import CONF
@@ -82,9 +83,18 @@ def test_the_wheel_has_all_configs_but_this_machines(wheel: Path) -> None:
     assert sorted(names) == sorted(f"qnmixer/conf/{path}" for path in paths)
 
 
+@pytest.mark.long  # in CI make dist does so
+def test_commands_run_in_an_empty_folder(run: Run, tmp_path: Path) -> None:
+    sizes = [*TINY, "data.n_val=2", "data.n_test=2"]
+    run("qnmixer-train", "experiment=demo", "trainer.max_steps=5", *sizes, "hydra.run.dir=run", cwd=tmp_path)
+    assert (tmp_path / "run" / "evaluation" / "table.md").is_file()
+    np.save(tmp_path / "slice.npy", np.full((64, 64), -1000, np.float32))  # air
+    run("qnmixer-reconstruct", "run=pretrained", "input=slice.npy", "output=out", cwd=tmp_path)
+    assert (tmp_path / "out" / "slice.npy").is_file()
+
+
 @pytest.mark.long
 def test_a_project_of_ones_own_trains(run: Run, tmp_path: Path) -> None:
-    """`make dist` runs the commands themselves in an empty folder."""
     run("qnmixer-new", "mine", cwd=tmp_path)
     assert re.search(r'"qnmixer\[train,dicom\] @ file://\S+\.whl"', (tmp_path / "mine" / "pyproject.toml").read_text())
     python = run("python", "-c", "import sys; print(sys.executable)", cwd=tmp_path).strip()

@@ -30,11 +30,13 @@ TRAIN = {
     ),
     # options, and classes of one's own
     "data=dicm": "data=dicm does not exist: did you mean dicom?",
+    "-m data=phantoms,dicm": "data=dicm does not exist",
     "data=/path/to/ct": "data=/path/to/ct does not exist: choose custom, deeplesion, dicom",
     "trainer.plugins=x": "trainer.plugins is set by the run itself",
     "ckpt_path=last.ckpt": "ckpt_path=last.ckpt is no checkpoints/last.ckpt of a run, from which a run resumes",
     "~model": "model has no value: give one with model=…",
     "+callbacks.mine.every=5": "callbacks.mine._target_ has no value",
+    "logger=custom logger._target_=nowhere.Mine": "logger._target_=nowhere.Mine, but there is no module nowhere",
     # types, bounds, choices
     "seed=abc": "seed=abc should be a valid integer",
     "geometry.n_views=0": "geometry.n_views=0 should be greater than or equal to 1",
@@ -43,8 +45,10 @@ TRAIN = {
     "monitor=val/pnsr": "monitor=val/pnsr is not known: choose val/psnr, val/ssim, val/loss",
     "trainer.precision=64": "trainer.precision=64 should be '32', '16-mixed' or 'bf16-mixed'",
     # rules between keys
+    "data.image_size=30": "data.image_size=30 is not divisible by model.patch_size=4",
     "model.channels=10": "model.channels=10 should be a multiple of 4",
     "finetune=. resume=a_file": "finetune",
+    "evaluation.window=[240,-160]": "evaluation.window=[240.0, -160.0] is not [low, high]",
     "noise=physical data.scaling=minmax": "noise=physical needs",
     "debug=profile trainer.max_steps=4": "trainer.max_steps=4 ends before debug=profile has its steps",
     "callbacks=early_stopping trainer.limit_val_batches=0": "no validation for callbacks.early_stopping",
@@ -56,6 +60,8 @@ TRAIN = {
     "strategy=pipeline trainer.devices=4 data.batch_size=7 strategy.microbatch_size=8": "strategy.schedule=1f1b cannot",
     # what is not there, or has no value
     "data=dicom": "data.root has no value: give one with data.root=…",
+    "data=dicom data.root=nowhere": "data.root=nowhere does not exist",
+    "resume=nowhere": "nowhere",
     "data.image_size=${oc.env:NOT_SET_ANYWHERE}": "data.image_size",
     # grammar
     "data.image_size": "data.image_size cannot be read as KEY=VALUE (missing EQUAL at",
@@ -74,6 +80,7 @@ OTHERS = {
     "reconstruct run=. input=nowhere output=out": "input=nowhere does not exist",
     "reconstruct run=. input=. output=out formats=[dcom]": "formats=dcom should be 'dicom', 'npy' or 'png'",
     "export run=. output=a_file": "output=a_file does not name a weights file: give a name that ends in .safetensors",
+    "export run=pretrained.safetensors output=a.safetensors": "is a weights file already",
     "plan strategy=pipeline trainer.devices=99": "trainer.devices=99 gives more stages than model.n_iterations=14",
     "plan device=V1000-16": "device=V1000-16 is not known: did you mean V100-16?",
     "doctor format=yaml": "format=yaml should be 'table' or 'json'",
