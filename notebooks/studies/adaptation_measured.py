@@ -70,7 +70,7 @@ def at_arc(network: Reconstructor) -> Reconstructor:
     """A network of many arcs at that of this study."""
     config = network.config
     config = config.changed(geometry=config.geometry.changed(angle_span=SPAN))
-    return on_scan(network, config, Cures(passes=1, start="fbp", mix=0)).eval()
+    return on_scan(network, config, Cures(passes=1, start="fbp")).eval()
 
 
 def of_acrylic(network: Reconstructor) -> float:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool2d, interpolate
+from torch.nn.functional import interpolate
 
 import qnmixer
 from qnmixer.models import TotalVariation
@@ -33,11 +33,9 @@ FACTORS = {"TV": 1.0, "TV, weight × 0.46": 10 ** (-1 / 3), "TV, weight × 0.22"
 """Times 7.2e-4/√V."""
 _CAPTION = (
     "PSNR in dB, means over patients, one slice of each, simulated from a 2 times finer grid with field noise. Truths "
-    "are means of 2 × 2 pixels, sharper than the images of the training, which are bilinear with antialiasing: against "
-    "those the share of TV costs up to 1 dB, as the model card shows. Before: "
-    "only the step sizes follow the scan. Cured: by default. TV: 400 iterations, the best of three weights by the val "
-    "patients. "
-    "Least: on the patient where it is smallest. Written by notebooks/studies/any_scan.py."
+    "are scaled as in training. Before: only the step sizes follow the scan. Cured: by default. TV: 400 iterations, "
+    "the best of three weights by the val patients. Least: on the patient where it is smallest. Written by "
+    "notebooks/studies/any_scan.py."
 )
 Rows = dict[tuple[str, str, str], float]
 """PSNR in dB by scan, method and patient."""
@@ -92,7 +90,7 @@ def measure(scan: str, root: Path, split: dict[str, list[str]], rows: Rows, file
         if all((scan, method, p) in rows for method in (BEFORE, CURED, *methods) for p in patients):
             continue
         fine = middle_slices(root, patients)
-        y, truth = FieldNoise()(finer(fine), [(0, numbers[p]) for p in patients]), avg_pool2d(fine, 2)
+        y, truth = FieldNoise()(finer(fine), [(0, numbers[p]) for p in patients]), at_size(fine, 256)
         if (scan, CURED, patients[0]) not in rows:
             add(CURED, patients, psnr(network(y), truth))
         if (scan, BEFORE, patients[0]) not in rows:

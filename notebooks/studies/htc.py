@@ -209,7 +209,7 @@ def learned(scan: Scan, trained: Reconstructor) -> Iterator[tuple[str, Tensor]]:
     config = config.changed(geometry=config.geometry.changed(angle_span=span))
     of_acrylic = (config.data.arguments["hu"] + 1000) / (config.data.hu_max + 1000)
     for name, start in ((NETWORK, "fbp"), (FROM_TV, "tv")):
-        module = on_scan(trained, config, Cures(passes=1, start=start, mix=0)).eval()  # type: ignore[arg-type]
+        module = on_scan(trained, config, Cures(passes=1, start=start)).eval()  # type: ignore[arg-type]
         yield name, module(scan.sinogram(module.projector.geometry) * of_acrylic)
 
 

@@ -15,8 +15,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from any_scan import middle_slices, psnr, split_in  # type: ignore[import-not-found]  # a study beside this one
-from torch.nn.functional import avg_pool2d
+from any_scan import at_size, middle_slices, psnr, split_in  # type: ignore[import-not-found]  # a study beside this one
 
 import qnmixer
 from qnmixer.evaluation.statistics import Scores, difference, spread
@@ -37,9 +36,10 @@ SEEDS = (1, 2, 3)
 WEIGHTS = [7.2e-4 * 10 ** (k / 3) for k in range(-2, 4)]
 _CAPTION = (
     "PSNR in dB at 64 × 64: means over the test patients, one slice of each, and three seeds. Field noise, simulated "
-    "from a 2 times finer grid. Differences: ± half of the 95 % interval for other patients / for other seeds (TV has "
-    "none). TV: 400 iterations, the best of six weights for five other patients. One for all draws 24 to 96 views and "
-    "arcs of 150 to 360° for each of as many steps as the others have. Written by notebooks/studies/many_scans.py."
+    "from a 2 times finer grid; truths are scaled as in training. Differences: ± half of the 95 % interval for other "
+    "patients / for other seeds (TV has none). TV: 400 iterations, the best of six weights for five other patients. "
+    "One for all draws 24 to 96 views and arcs of 150 to 360° for each of as many steps as the others have. Written "
+    "by notebooks/studies/many_scans.py."
 )
 
 
@@ -65,7 +65,7 @@ def scores_of(
     for stream, (part, patients) in enumerate(split.items()):
         fine = middle_slices(root, patients)
         y[part] = FieldNoise()(finer(fine), [(stream, k) for k in range(len(patients))])
-        truth[part] = avg_pool2d(fine, 2)
+        truth[part] = at_size(fine, 64)
 
     def tv(part: str, weight: float) -> list[float]:
         return psnr(TotalVariation(projector, 400, weight, gap=0)(y[part]), truth[part])

@@ -20,7 +20,7 @@ def load_pretrained(
     *,
     passes: int | Literal["auto"] = "auto",
     start: Literal["auto", "fbp", "tv"] = "auto",
-    mix: float | Literal["auto"] = "auto",
+    mix: float = 0.0,
     **geometry: Any,
 ) -> "UnrolledNetwork[Any]":
     """Load a trained network as a plain `torch.nn.Module`, on the CPU and in eval mode.
@@ -43,7 +43,7 @@ def load_pretrained(
         passes: how often the network runs, each time from its own last image. auto: with fewer views or a shorter arc
             than in training, while ‖A x − y‖ falls.
         start: of the first pass. auto: total variation on short arcs and with few views, else FBP.
-        mix: share of total variation in the image. auto: some with more views than in training and on short arcs.
+        mix: share of total variation in the image, from 0 to 1.
         geometry: keys of the scan that differ from the training, as in conf/geometry: mm and radians.
 
     Raises:

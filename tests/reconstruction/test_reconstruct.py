@@ -481,7 +481,7 @@ def test_the_mean_over_symmetries_and_a_spread_are_written(tmp_path: Path, capsy
     assert "Deviation over symmetries" in dcmread(tmp_path / "8" / "a_0_spread.dcm").SeriesDescription
 
 
-@pytest.mark.parametrize(("views", "cures"), [(6, Cures(passes=3, start="tv")), (16, Cures(passes=2, mix=0))])
+@pytest.mark.parametrize(("views", "cures"), [(6, Cures(passes=3, start="tv")), (16, Cures(passes=2, mix=0.5))])
 def test_slices_and_sinograms_of_another_scan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], views: int, cures: Cures
 ) -> None:

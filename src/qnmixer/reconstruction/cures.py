@@ -25,11 +25,10 @@ _MOST_PASSES, _PASSES_FROM_TV = 4, 2
 """TV is nearer to y than the network's images are. From there the residual rises, while the images still gain."""
 _CHANGE = 0.01
 """Of ‖x‖: a pass that changes an image by less may lose a tenth of a dB though its residual falls (32 and 48 views)."""
-_SHARE = 0.4  # of total variation in the image: the best of a few for the validation patients of the shipped weights
 _FEWEST_VIEWS = 0.45
 """Views as a share of those in training, below which total variation is better, and the better start."""
 _TV_ITERATIONS = 400
-_TV_WEIGHT, _TV_WEIGHT_WITH_MORE_VIEWS = 7.2e-4, 3.3e-4
+_TV_WEIGHT = 7.2e-4
 """Times 1/√V: errors of y differ from view to view, so Aᵀ/‖A‖² makes them smaller by √V. With 64 views it is 9e-5."""
 
 
@@ -39,15 +38,15 @@ class Cures:
 
     passes: int | Literal["auto"] = "auto"
     start: Literal["auto", "fbp", "tv"] = "auto"
-    mix: float | Literal["auto"] = "auto"
+    mix: float = 0.0
 
     def __post_init__(self) -> None:
         if self.passes != "auto" and not (isinstance(self.passes, int) and self.passes >= 1):
             raise ConfigError(f"passes={self.passes} must be auto, or a whole number from 1")
         if self.start not in ("auto", "fbp", "tv"):
             raise ConfigError(f"start={self.start} is not known: choose auto, fbp or tv")
-        if self.mix != "auto" and not (isinstance(self.mix, int | float) and 0 <= self.mix <= 1):
-            raise ConfigError(f"mix={self.mix} must be auto, or a share of total variation from 0 to 1")
+        if not (isinstance(self.mix, int | float) and 0 <= self.mix <= 1):
+            raise ConfigError(f"mix={self.mix} must be a share of total variation, from 0 to 1")
 
 
 NO_CHOICE = Cures()
@@ -94,24 +93,21 @@ def put_on(
     most = _PASSES_FROM_TV if starts_at_tv else _MOST_PASSES
     passes = cures.passes if cures.passes != "auto" else most if why or fewer else 1
     while_it_falls = cures.passes == "auto" and not starts_at_tv
-    # There the errors of the network and of total variation differ, and their mean is better than each.
-    has_more, is_short = scan.n_views > 1.001 * nearest.n_views, _is_short(scan, nearest)
-    share = cures.mix if cures.mix != "auto" else _SHARE * (has_more or is_short)
     growth = 1.0 if same else spread_steps(network)
     words = [f"data steps spread: an eigenvector grew {growth:.2g} times in an iteration"] * (growth > 1)
-    if not network.has_weights or T < 2 or ((starts_at_tv or passes > 1 or share) and not _has_start(network)):
+    if not network.has_weights or T < 2 or ((starts_at_tv or passes > 1 or cures.mix) and not _has_start(network)):
         words += [f"{network.title} has no start: passes, start and mix change nothing"] * (cures != NO_CHOICE)
         starts_at_tv = False
-    elif starts_at_tv or passes > 1 or share:
-        weight = (_TV_WEIGHT_WITH_MORE_VIEWS if has_more else _TV_WEIGHT) / math.sqrt(scan.n_views)
+    elif starts_at_tv or passes > 1 or cures.mix:
+        weight = _TV_WEIGHT / math.sqrt(scan.n_views)
         tv = TotalVariation(network.projector, _TV_ITERATIONS, weight, gap=0, variance=variance)
         reason = f" ({why})" if cures.start == "auto" else ""
         words += [f"start=tv{reason}: {_TV_ITERATIONS} iterations of TV come first"] * starts_at_tv
         falls = "while |A x - y| falls, at most " * while_it_falls
         words += [f"passes={cures.passes}: {falls}{passes} times {T} iterations"] * (passes > 1)
         cost = "" if starts_at_tv else f", {_TV_ITERATIONS} iterations"
-        words += [f"mix={cures.mix}: {share:.0%} of the image is that of TV{cost}"] * (share > 0)
-        network.loop = CuredLoop(network.loop, passes, while_it_falls, tv, starts_at_tv, float(share))
+        words += [f"mix={cures.mix:g}: {cures.mix:.0%} of the image is that of TV{cost}"] * (cures.mix > 0)
+        network.loop = CuredLoop(network.loop, passes, while_it_falls, tv, starts_at_tv, cures.mix)
     if why and network.has_weights and not starts_at_tv:
         words.append(_OUTSIDE.format(why))
     return "; ".join(words)
@@ -125,17 +121,12 @@ def outside_of_training(scan: FanBeamGeometry, trained: FanBeamGeometry) -> str:
     below total variation between 32 and 23 views, and by 6 dB on 150°. On 180° plus the fan angle it lost nothing.
     """
     needed, arc = min(scan.short_scan, abs(trained.angle_span)), abs(scan.angle_span)
-    if _is_short(scan, trained):
+    if arc < needed * (1 - 1e-6):
         whose = "180° plus the fan angle" if needed == scan.short_scan else "that of the training"
         return f"its arc of {math.degrees(arc):.4g}° is shorter than {math.degrees(needed):.4g}°, {whose}"
     if scan.n_views < _FEWEST_VIEWS * trained.n_views:
         return f"its {scan.n_views} views are fewer than {_FEWEST_VIEWS:g} times the {trained.n_views} of the training"
     return ""
-
-
-def _is_short(scan: FanBeamGeometry, trained: FanBeamGeometry) -> bool:
-    """Whether an arc does not see each line, and is shorter than that of the training."""
-    return abs(scan.angle_span) < min(scan.short_scan, abs(trained.angle_span)) * (1 - 1e-6)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ class WithCures(Section):
 
     passes: Literal["auto"] | Annotated[int, Ge(1), Le(100)]
     start: Literal["auto", "fbp", "tv"]
-    mix: Literal["auto"] | Annotated[float, Ge(0), Le(1)]
+    mix: Annotated[float, Ge(0), Le(1)]
 
 
 class AsTrained(Section):

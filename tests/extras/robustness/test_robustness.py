@@ -70,7 +70,7 @@ def test_one_table_over_all_conditions(
     few = [
         "photons=[2.5e4,4e5]", "noises=[none]", "views=[0.5,1]", "patient_size=[1.1]", "arc=[120]",
         "scatter=[1e-3]", "smooth_scatter=[1e-2]", "crosstalk=[0.2]", "motion=[20]", "truncation=[1.5]",
-        "metal=[30]", "detector_offset=[1]", "source_distance=[200]", "passes=2", "start=fbp", "mix=0",
+        "metal=[30]", "detector_offset=[1]", "source_distance=[200]", "passes=2", "start=fbp",
     ]  # fmt: skip
     words = [f"run={run}", *WORDS, *few, "logger=wandb", "evaluation.tv_weight=null", f"hydra.run.dir={folder}"]
     assert command(monkeypatch, *words) == 0

@@ -96,7 +96,7 @@ def test_one_command_scales_on_validation_slices_and_another_writes_the_map(tmp_
     for level, n_views in ((0.95, 8), (0.68, 12)):
         output = tmp_path / f"{level}"
         code, stdout, stderr = run(
-            reconstruct.reconstruct, reconstruct.check, "reconstruct", *words, "mix=0",
+            reconstruct.reconstruct, reconstruct.check, "reconstruct", *words,
             f"output={output}", f"level={level}", f"geometry.n_views={n_views}",
         )  # fmt: skip
         assert code == 0, stderr

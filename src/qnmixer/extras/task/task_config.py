@@ -45,7 +45,8 @@ class EvaluateTaskConfig(RunEvaluationConfig):
         config = super().parse(cfg)
         other_scan = any(value is not None for _, value in config.geometry)
         chosen_keys = {"symmetries": config.symmetries > 1, "geometry": other_scan}
-        chosen_keys |= {key: getattr(config, key) != "auto" for key in ("passes", "start", "mix")}
+        chosen_keys |= {key: getattr(config, key) != "auto" for key in ("passes", "start")}
+        chosen_keys["mix"] = config.mix > 0
         if key := next((key for key, is_chosen in chosen_keys.items() if is_chosen), None):
             raise ConfigError(f"evaluation=task is of the network itself, on its own scan: leave out {key}=…")
         chosen = any(value is not None for _, value in config.data)
