@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from qnmixer.commands.hydra_private import flag_parser, hydra_object
+from qnmixer.commands.hydra_private import flag_parser, hydra_object, run_composed
 from qnmixer.errors import ConfigError, Stopped, first_line, say
 from qnmixer.files import TYPED_IN, make_free_folder, path_in_errors, private_files
 from qnmixer.machine import collect_garbage_rarely, wait_briefly
@@ -133,11 +133,13 @@ def run_once(task: Task, check: Check, config_name: str, overrides: list[str]) -
         composed = compose(config_name, overrides, with_hydra=True)
         config = check(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
     if folder := _free_folder(composed, "run", overrides):
-        overrides = [*overrides, f"hydra.run.dir={quoted(folder)}"]
+        OmegaConf.set_readonly(composed.hydra, False)  # HydraConfig, asked for the name of the folder, has locked it
+        composed.hydra.run.dir = folder
+        composed.hydra.overrides.hydra.append(f"hydra.run.dir={quoted(folder)}")
     failures: list[Exception] = []
     with hydra_of(config_name):
         job = _storing_errors(lambda _: task(config), failures)
-        job_return = hydra_object().run(config_name, job, overrides, with_log_configuration=False)
+        job_return = run_composed(composed, config_name, job)
     if failures:
         raise failures[0]
     return job_return.return_value
