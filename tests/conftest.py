@@ -34,7 +34,7 @@ import pytest
 import yaml
 
 from .schemas import EXTRAS
-from .warm import GARBAGE, Warm
+from .warm import GARBAGE, Warm, list_packages_once
 
 # The process that only hands out tests (make test: -n 3) starts the others seconds earlier without large libraries.
 if TYPE_CHECKING or "PYTEST_XDIST_WORKER" in os.environ or "-n 3" not in " ".join(sys.argv):
@@ -167,6 +167,7 @@ def no_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("WANDB_") and name != "WANDB_SERVICE"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    list_packages_once()
     yield
     wandb = sys.modules.get("wandb")
     if wandb is not None and wandb.run is not None:

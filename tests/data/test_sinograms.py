@@ -163,8 +163,9 @@ def test_a_run_without_truth_trains_resumes_and_is_evaluated(root: Path, tmp_pat
     fit(config(root, *words, "trainer.max_steps=2"), Run(half))
     again = config(root, *words, "trainer.max_steps=4", f"resume={half}")
     fit(again, Run(half, resume=str(half)))
-    for name, weight in last_checkpoint(run)["state_dict"].items():
-        assert torch.equal(weight, last_checkpoint(half)["state_dict"][name]), name
+    weights, resumed_weights = (last_checkpoint(folder)["state_dict"] for folder in (run, half))
+    for name, weight in weights.items():
+        assert torch.equal(weight, resumed_weights[name]), name
     scoring = EvaluateConfig.parse(compose("evaluate", [f"run={run}", "accelerator=cpu", "trust=[tests.own]"]))
     with pytest.raises(ConfigError, match="data=sinograms has no truth to compare with"):
         on_test(scoring, str(run), [])
