@@ -6,7 +6,8 @@ code of `python ARGUMENTS`. What it starts by `sys.executable` is forked too; ra
 
 A forked command differs from a real one: its parent is the server, which ends it with who asked for it; /proc does not
 know its environment; sitecustomize runs after the imports; at its end objects are not destroyed; garbage is looked for
-more rarely; Hydra composes faster (see composing.py); W&B lists packages once. What these decide is tested by real commands.
+more rarely; Hydra composes faster (see composing.py); W&B lists packages once. What these decide is tested by real
+commands.
 """
 
 import atexit

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.evaluate import evaluate
@@ -18,7 +19,6 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.module.base import RunModule
 from qnmixer.module.build import build_module
 from qnmixer.parallel.devices import compile_blocks
-from qnmixer.parallel.gather import gather
 from qnmixer.reconstruction.checkpoints import load_weights
 from qnmixer.runs.loggers import build_loggers
 from qnmixer.runs.processes.process import rank, world_size
@@ -55,7 +55,7 @@ class Record(Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         if self._records_gradients and not self.gradients:
-            self.gradients = {n: gather(p.grad).clone() for n, p in pl_module.named_parameters() if p.grad is not None}
+            self.gradients = whole({n: p.grad for n, p in pl_module.named_parameters() if p.grad is not None})
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step == self._step:
@@ -68,7 +68,16 @@ class Record(Callback):
             self.scales.append(_precision(trainer).scaler.get_scale())  # type: ignore[union-attr]  # set above
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.weights = {n: gather(p.detach()).clone() for n, p in pl_module.named_parameters()}
+        self.weights = whole({n: p.detach() for n, p in pl_module.named_parameters()})
+
+
+def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors, with those in shards put together: all in one message, since each takes milliseconds."""
+    shards = {name: tensor.to_local() for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    of_ranks: list[Any] = [None] * world_size()
+    if shards:
+        torch.distributed.all_gather_object(of_ranks, shards)
+    return {n: torch.cat([of[n] for of in of_ranks]) if n in shards else t.clone() for n, t in tensors.items()}
 
 
 def _precision(trainer: L.Trainer) -> MixedPrecision:
@@ -118,7 +127,7 @@ def train(
     apply_memory_mode(module.network, config.memory)
     if config.compile:
         compile_blocks(module.network)
-    record = Record(scale, gradients=not (measure or resume or save))  # to gather shards takes as long as a step
+    record = Record(scale, gradients=not (measure or resume or save))  # shards take as long as a step
     callbacks = [record, *([Checkpointing(folder, config.monitor, None, "max")] if measure else [])]
     trainer = build_trainer(
         config, folder, [*callbacks, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
