@@ -10,28 +10,20 @@ from typing import Any
 
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository
-from hydra._internal.core_plugins import file_config_source, importlib_resources_config_source, structured_config_source
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 
-Plugins.instance()  # when it is first asked, it defines the classes of Hydra's plugins again
-FileConfigSource = file_config_source.FileConfigSource
-_SOURCES = (
-    FileConfigSource,
-    importlib_resources_config_source.ImportlibResourcesConfigSource,
-    structured_config_source.StructuredConfigSource,
-)
-_loads = {source: source.load_config for source in _SOURCES}
+_load = ConfigRepository.load_config
 _open = CachingConfigRepository.__init__
 _merge = ConfigLoaderImpl._compose_config_from_defaults_list
 _parse = OverridesParser.parse_rule
 _choices = getattr(defaults_list, "_create_interpolation_map", None)  # None: Hydra 1.4, which has other internals
 
 _Key = tuple[Any, ...]
-_files: dict[_Key, bytes] = {}
+_files: dict[_Key, ConfigResult] = {}
 _merged: dict[_Key, bytes] = {}
 _words: dict[_Key, bytes] = {}
 
@@ -39,7 +31,7 @@ _words: dict[_Key, bytes] = {}
 def compose_faster(faster: bool = True) -> None:
     """In this process, and in those that are forked from it, with Hydra 1.3; False: as Hydra does."""
     for owner, name, slow, fast in (
-        *((source, "load_config", load, _load_once) for source, load in _loads.items()),
+        (ConfigRepository, "load_config", _load, _load_once),
         (CachingConfigRepository, "__init__", _open, _open_once),
         (ConfigLoaderImpl, "_compose_config_from_defaults_list", _merge, _merge_once),
         (OverridesParser, "parse_rule", _parse, _parse_once),
@@ -49,22 +41,24 @@ def compose_faster(faster: bool = True) -> None:
             setattr(owner, name, fast if faster else slow)
 
 
-def _load_once(source: Any, config_path: str) -> ConfigResult:
-    """A file as it was read before, unless it has changed. Who reads it changes it, so each has a copy."""
-    load, key = _loads[type(source)], _file(source, config_path)
+def _load_once(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
+    """A file as it was read before, unless it has changed. Who asks for its header or its defaults shares it."""
+    source = repository._find_object_source(config_path, ObjectType.CONFIG)
+    key = source and _file(source, config_path)
     if key is None:
-        return load(source, config_path)
+        return _load(repository, config_path)
     if key not in _files:
-        result = load(source, config_path)
+        result = _load(repository, config_path)
+        assert result is not None
         result.file = key  # type: ignore[attr-defined]  # for the key of what is merged
-        _files[key] = pickle.dumps(result)
-    return pickle.loads(_files[key])
+        _files[key] = result
+    return _files[key]
 
 
 def _file(source: ConfigSource, config_path: str) -> _Key | None:
     """What tells a file from others, and from itself once it has changed; None: it cannot be told."""
     place = (source.scheme(), source.path, source.provider, config_path)
-    if not isinstance(source, FileConfigSource):
+    if source.scheme() != "file":
         return place if source.provider in ("hydra", "schema") else None  # Hydra's own never change
     try:
         file = os.stat(os.path.join(source.path, source._normalize_file_name(config_path)))
@@ -83,8 +77,10 @@ def _merge_once(loader: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Dic
     files = [getattr(repo.load_config(default.config_path), "file", None) for default in defaults]
     key = (*files, *((default.config_path, default.package, default.primary) for default in defaults))
     if None in files:
+        repo.cache = copy.deepcopy(repo.cache)  # what is merged may change
         return _merge(loader, defaults, repo)
     if key not in _merged:
+        repo.cache = copy.deepcopy(repo.cache)
         config = _merge(loader, defaults, repo)
         OmegaConf.clear_cache(config)  # of ${now:…}
         _merged[key] = pickle.dumps(config)

@@ -34,7 +34,7 @@ import pytest
 import yaml
 
 from .schemas import EXTRAS
-from .warm import GARBAGE, Warm, list_packages_once
+from .warm import GARBAGE, Warm, list_packages_once, name_methods_at_once
 
 # The process that only hands out tests (make test: -n 3) starts the others seconds earlier without large libraries.
 if TYPE_CHECKING or "PYTEST_XDIST_WORKER" in os.environ or "-n 3" not in " ".join(sys.argv):
@@ -49,6 +49,7 @@ if TYPE_CHECKING or "PYTEST_XDIST_WORKER" in os.environ or "-n 3" not in " ".joi
     from .composing import compose_faster
 
     compose_faster()
+    name_methods_at_once()
 
 # A config is dozens of YAML files, and most tests compose some. libyaml reads them as Python's own loader does, but
 # several times as fast; what it says of bad files differs. Processes that tests start have Python's.

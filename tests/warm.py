@@ -6,8 +6,8 @@ code of `python ARGUMENTS`. What it starts by `sys.executable` is forked too; ra
 
 A forked command differs from a real one: its parent is the server, which ends it with who asked for it; /proc does not
 know its environment; sitecustomize runs after the imports; at its end objects are not destroyed; garbage is looked for
-more rarely; Hydra composes faster (see composing.py); W&B lists packages once. What these decide is tested by real
-commands.
+more rarely; Hydra composes faster (see composing.py); W&B lists packages once; torch's launcher reads no sources. What
+these decide is tested by real commands.
 """
 
 import atexit
@@ -208,11 +208,19 @@ def _preload(modules: list[str]) -> None:
         del sys.modules[f"qnmixer.{name}"]
         delattr(qnmixer, name)
     _compose_once()
+    name_methods_at_once()
     if "wandb" in modules:
         list_packages_once()
     gc.freeze()
     gc.set_threshold(GARBAGE)
     gc.enable()
+
+
+def name_methods_at_once() -> None:
+    """torch's launcher looks up the name of each step in the sources of all frames: for a second in each launch."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def list_packages_once() -> None:
