@@ -1,6 +1,8 @@
 # make help lists the targets. Everything runs in .venv, which is made on first use.
 PYTHON ?= python3
 BIN := .venv/bin
+# With it each of the hundred processes that tests start would compile all files again.
+unexport PYTHONDONTWRITEBYTECODE
 # Overrides for train, e.g. make train ARGS="trainer.max_steps=200 seed=2"
 ARGS ?=
 # Put a file between two marks of a page: $(call into_page,page,mark,file)
