@@ -1,5 +1,6 @@
 """A folder of measured sinograms, without images, as a source for training."""
 
+import shutil
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,18 @@ def test_a_run_without_truth_trains_resumes_and_is_evaluated(root: Path, tmp_pat
     assert evaluation.means() == read_results(run)["test"]
     with pytest.raises(ConfigError, match="symmetries=4 turns views"):
         evaluate(module, data, "test", scoring.evaluation, torch.device("cpu"), 4)
+
+
+def test_one_scan_alone_is_trained_on(root: Path, tmp_path: Path) -> None:
+    """Without validation nothing is monitored, so neither another scan nor monitor=val/residual is needed."""
+    (tmp_path / "y").mkdir()
+    shutil.copy(next(root.glob("*.npy")), tmp_path / "y")
+    words = ["module=equivariant", "data.split=train", "trainer.limit_val_batches=0", "trainer.max_steps=2"]
+    run = tmp_path / "run"
+    fit(config(tmp_path / "y", *words, "test_after_training=false"), Run(run))
+    assert last_checkpoint(run)["global_step"] == 2
+    with pytest.raises(DataError, match=r"no slices for test with data\.split=train"):
+        fit(config(tmp_path / "y", *words, "test_after_training=true"), Run(tmp_path / "tested"))
 
 
 @pytest.mark.parametrize(("unit", "of_one"), [("value", 1.0), ("attenuation", 0.09)])

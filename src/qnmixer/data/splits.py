@@ -214,8 +214,8 @@ def files_as_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> li
 
 def draw_split(patients: Sequence[str], config: FolderData) -> dict[str, str]:
     """The split of each patient by the rule that `config.split` names. Who is in no split is left out."""
-    if config.split == "all":
-        return dict.fromkeys(patients, "test")
+    if config.split in ("train", "all"):
+        return dict.fromkeys(patients, "train" if config.split == "train" else "test")
     if config.split == "random":
         return _random(patients, config)
     return _explicit(patients, config)
@@ -229,7 +229,8 @@ def _random(patients: Sequence[str], config: FolderData) -> dict[str, str]:
         by_tag = "take data.patient_from=folder if each folder is a patient, " if config.patient_from == "tag" else ""
         raise DataError(
             f"data.root={config.root} shows {len(names)} patient(s) ({', '.join(names)}), too few for train, val and "
-            f"test by patient: add patients, {by_tag}or take data.split=all to evaluate only"
+            f"test by patient: add patients, {by_tag}or take data.split=all to evaluate only, or "
+            "data.split=train trainer.limit_val_batches=0 test_after_training=false to train only"
         )
     largest = max(names, key=lambda name: counts[name])
     # The second number gives the split a stream of its own, apart from other draws with this seed.

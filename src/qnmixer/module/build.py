@@ -68,7 +68,7 @@ def check_module(module: RunModule, config: Config) -> None:
 
 def require_residual(config: Config) -> None:
     """Raise ConfigError for data without truth, if a metric that needs one chooses the best checkpoint."""
-    if config.monitor != f"val/{RESIDUAL}":
+    if config.monitor != f"val/{RESIDUAL}" and config.trainer.validates:
         raise ConfigError(
             f"{config.source_as_typed} has no truth, which monitor={config.monitor} needs: give monitor=val/{RESIDUAL}"
             ", and a module that trains without truth, as module=split"

@@ -120,7 +120,7 @@ class FolderData(DataConfig):
     root: str | None
     include: str
     patient_from: Literal["tag", "folder"]
-    split: Literal["random", "explicit", "all"]
+    split: Literal["random", "explicit", "train", "all"]
     val_fraction: Annotated[float, Gt(0), Lt(1)]
     test_fraction: Annotated[float, Gt(0), Lt(1)]
     train_patients: list[str]

@@ -270,7 +270,7 @@ def training(config: Config, run: Run, trainer: L.Trainer, module: RunModule, da
     """
     print_start(config, module, data, trainer, run.console)
     if isinstance(data, SliceDataModule) and not data.has_truth:  # pairs are checked at the first batch
-        for part in ("train", "val"):
+        for part in ("train", "val") if config.trainer.validates else ("train",):
             check_pairs(config, module.projector, default_collate([data.dataset(part)[0]]), part)
     debugging = naming_nan_gradients() if config.trainer.detect_anomaly else nullcontext()
     advising = out_of_memory_advice(config, module, trainer)
