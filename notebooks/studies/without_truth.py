@@ -3,10 +3,9 @@
     python notebooks/studies/without_truth.py OUTPUT SLICES SPLIT [KEY=VALUE …]
 
 SLICES has PATIENT/slices.npy, [N, 512, 512] in HU; SPLIT is as in any_scan.py. Further words change all
-trainings, as trainer.max_steps=3000; data.image_size=128 geometry=paper_128 are those of the page. The middle slice of each test
-patient is simulated on a 2 times finer grid. Only validation reads a truth: it weighs TV and the
-equivariance, and judges the choices by the residual. It goes on where it was stopped, and writes
-OUTPUT/without_truth.md after each seed, with what is there.
+trainings, as trainer.max_steps=3000. The middle slice of each test patient is simulated on a 2 times finer grid. Only
+validation reads a truth: it weighs TV and the equivariance, and judges the choices by the residual. It goes on where it
+was stopped, and writes OUTPUT/without_truth.md after each seed, with what is there.
 """
 
 import csv
