@@ -116,7 +116,7 @@ def table(split: dict[str, list[str]], rows: Rows) -> str:
     lines = ["# The shipped network on other scans than its own", "", _CAPTION, ""]
     lines += ["| scan | patients | TV | its weight | before | cured | cured − TV, least | cured − before, least |"]
     lines.append("|" + "---|" * 8)
-    for scan in dict.fromkeys(scan for scan, *_ in rows):
+    for scan in dict.fromkeys([*SCANS, *(scan for scan, *_ in rows)]):
         for part, patients in split.items():
             best = best_weight(scan, split, rows)
             if not all((scan, method, p) in rows for method in (best, BEFORE, CURED) for p in patients):
