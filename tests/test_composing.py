@@ -66,6 +66,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
             config = compose("train", words)
             assert config.seeds.first == number
             config.seeds.first += 1  # of a copy
+        assert compose("train", [*words, "noise=field"]).seeds.first == number  # where the file is merged anew
 
 
 def test_each_run_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

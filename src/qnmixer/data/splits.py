@@ -214,8 +214,10 @@ def files_as_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> li
 
 def draw_split(patients: Sequence[str], config: FolderData) -> dict[str, str]:
     """The split of each patient by the rule that `config.split` names. Who is in no split is left out."""
-    if config.split in ("train", "all"):
-        return dict.fromkeys(patients, "train" if config.split == "train" else "test")
+    if config.split == "train":
+        return dict.fromkeys(patients, "train")
+    if config.split == "all":
+        return dict.fromkeys(patients, "test")
     if config.split == "random":
         return _random(patients, config)
     return _explicit(patients, config)
