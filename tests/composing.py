@@ -4,6 +4,7 @@ It stays as long as `make test` needs the 8 CPU seconds that it saves.
 """
 
 import copy
+import functools
 import os
 import pickle
 from typing import Any
@@ -14,12 +15,13 @@ from hydra._internal.config_repository import CachingConfigRepository, ConfigRep
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, base
 
 _load = ConfigRepository.load_config
 _open = CachingConfigRepository.__init__
 _merge = ConfigLoaderImpl._compose_config_from_defaults_list
 _parse = OverridesParser.parse_rule
+_read = base.parse
 _choices = getattr(defaults_list, "_create_interpolation_map", None)  # None: Hydra 1.4, which has other internals
 
 _Key = tuple[Any, ...]
@@ -35,6 +37,7 @@ def compose_faster(faster: bool = True) -> None:
         (CachingConfigRepository, "__init__", _open, _open_once),
         (ConfigLoaderImpl, "_compose_config_from_defaults_list", _merge, _merge_once),
         (OverridesParser, "parse_rule", _parse, _parse_once),
+        (base, "parse", _read, functools.cache(_read)),  # of a text with ${…}: a tree, which is only read
         (defaults_list, "_create_interpolation_map", _choices, _choices_if_asked),
     ):
         if _choices is not None:
@@ -77,14 +80,19 @@ def _merge_once(loader: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Dic
     files = [getattr(repo.load_config(default.config_path), "file", None) for default in defaults]
     key = (*files, *((default.config_path, default.package, default.primary) for default in defaults))
     if None in files:
-        repo.cache = copy.deepcopy(repo.cache)  # what is merged may change
+        repo.cache = _copied(repo.cache)  # what is merged may change
         return _merge(loader, defaults, repo)
     if key not in _merged:
-        repo.cache = copy.deepcopy(repo.cache)
+        repo.cache = _copied(repo.cache)
         config = _merge(loader, defaults, repo)
         OmegaConf.clear_cache(config)  # of ${now:…}
         _merged[key] = pickle.dumps(config)
     return pickle.loads(_merged[key])
+
+
+def _copied(files: dict[str, ConfigResult | None]) -> dict[str, ConfigResult | None]:
+    """Copies of what was read, in a third of the time of deepcopy."""
+    return pickle.loads(pickle.dumps(files))
 
 
 def _parse_once(parser: OverridesParser, text: str, rule: str) -> Any:

@@ -34,7 +34,7 @@ import pytest
 import yaml
 
 from .schemas import EXTRAS
-from .warm import GARBAGE, Warm, list_packages_once, name_methods_at_once
+from .warm import GARBAGE, Warm, collapse_pages, list_packages_once, name_methods_at_once
 
 # The process that only hands out tests (make test: -n 3) starts the others seconds earlier without large libraries.
 if TYPE_CHECKING or "PYTEST_XDIST_WORKER" in os.environ or "-n 3" not in " ".join(sys.argv):
@@ -148,9 +148,11 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Warm:
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
     """Runs commands that need torch, Lightning or W&B."""
-    rooms = ["training.worker", "reconstruction.reconstruct", "memory.report", "commands.checkup.checks"]
+    rooms = ["training.worker", "reconstruction.reconstruct", "memory.report", "commands.checkup.checks", "lightning"]
+    rooms += ["runs.processes.launch"]
     modules = ["qnmixer.fit", *["qnmixer.extras.export.export"] * EXTRAS, *(f"qnmixer.{room}" for room in rooms)]
-    modules += ["wandb", "wandb.sdk.launch"]  # W&B loads its launcher when a run starts
+    modules += ["wandb", "wandb.sdk.launch.inputs.internal", "rich.status"]  # W&B loads its launcher when a run starts
+    modules += [f"opentelemetry.exporter.otlp.proto.http.{of}_exporter" for of in ("_log", "metric")]  # and these
     return server("warm", tmp_path_factory, *modules)
 
 
@@ -181,6 +183,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(GARBAGE)
     gc.enable()
+    collapse_pages()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, Field, PrivateAttr, TypeAdapter
+from pydantic import ConfigDict, Field, PrivateAttr
 from pydantic.errors import PydanticUserError
 
 from qnmixer.errors import PluginError, first_line
 from qnmixer.settings.options import TARGET, option_of
 from qnmixer.settings.plugins import Kind, defaults_of, is_trusted, load_plugin, parameters_of, subclass_of, taken
-from qnmixer.settings.validation import VALUES, Section, unknown_key, validated
+from qnmixer.settings.validation import Section, adapter_of, unknown_key, validated
 
 _WORDS = ("_partial_", "_recursive_", "_convert_")
 """Hydra's words. The target is always called by qnmixer, with the missing arguments: `_partial_` changes nothing."""
@@ -190,7 +190,7 @@ def _type_of(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     declared = types.SimpleNamespace(__annotations__={"value": parameter.annotation})
     try:
         hint = get_type_hints(declared, getattr(inspect.unwrap(where), "__globals__", {}), include_extras=True)["value"]
-        TypeAdapter(hint, config=VALUES)
+        adapter_of(hint)
     except (PydanticUserError, NameError, TypeError, AttributeError):
         return None
     return hint

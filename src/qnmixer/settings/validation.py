@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from math import isfinite
 from typing import Any, ClassVar, Self
 
@@ -47,12 +48,25 @@ def validated(schema: Any, values: Any, section: str = "") -> Any:
     """
     is_model = isinstance(schema, type) and issubclass(schema, BaseModel)
     try:
-        read = schema.model_validate if is_model else TypeAdapter(schema, config=VALUES).validate_python
+        read = schema.model_validate if is_model else adapter_of(schema).validate_python
         checked = read(values)
     except ValidationError as error:
         raise _line_of(error, schema, values, section) from error
     _check_numbers(section, values, checked)
     return checked
+
+
+@cache
+def _adapter_of(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=VALUES)
+
+
+def adapter_of(hint: Any) -> TypeAdapter[Any]:
+    """What checks values of a type. To build it takes longer than to check a hundred values, so it is kept."""
+    try:
+        return _adapter_of(hint)
+    except TypeError:  # the type has no hash, or pydantic does not know it, and says so again
+        return TypeAdapter(hint, config=VALUES)
 
 
 def _check_numbers(key: str, value: Any, checked: Any) -> None:
