@@ -50,8 +50,8 @@ _CAPTION = (
     "training. The noise is that of the field, but in the first row. Cured: the network with truth for {views} views "
     "at {size} × {size}, with the cures "
     "of other scans. Split, equivariant: {steps} further steps of one slice by this module at 1/40 of its learning "
-    "rates, with the sinograms of {n_val} other patients ({n_slices} slices; a patient each is left for validation and test). "
-    "TV: 400 iterations, the best weight for these patients with truth. Differences: ± half of the 95 % interval for "
+    "rates, with the sinograms of {n_val} other patients ({n_slices} slices; a patient each is left for validation and "
+    "test). TV: 400 iterations, the best weight for these patients with truth. Differences: ± half of the 95 % interval for "
     "other patients / for other networks."
 )
 _NOTE = (
