@@ -1,6 +1,6 @@
-"""Hydra composes in a quarter of the time, and to the same config: most tests, and all commands, begin with it.
+"""Hydra composes in a third of the time, the same files again in a tenth: most tests, and all commands, begin with it.
 
-It stays as long as `make test` needs the 8 CPU seconds that it saves.
+The config is the same. It stays as long as `make test` cannot spare the minutes of CPU time that it saves.
 """
 
 import copy
@@ -9,6 +9,7 @@ import os
 import pickle
 from typing import Any
 
+from hydra import version
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
@@ -22,6 +23,7 @@ _open = CachingConfigRepository.__init__
 _merge = ConfigLoaderImpl._compose_config_from_defaults_list
 _parse = OverridesParser.parse_rule
 _read = base.parse
+_version = version._get_version
 _choices = getattr(defaults_list, "_create_interpolation_map", None)  # None: Hydra 1.4, which has other internals
 
 _Key = tuple[Any, ...]
@@ -38,6 +40,7 @@ def compose_faster(faster: bool = True) -> None:
         (ConfigLoaderImpl, "_compose_config_from_defaults_list", _merge, _merge_once),
         (OverridesParser, "parse_rule", _parse, _parse_once),
         (base, "parse", _read, functools.cache(_read)),  # of a text with ${…}: a tree, which is only read
+        (version, "_get_version", _version, functools.cache(_version)),  # asked for each file
         (defaults_list, "_create_interpolation_map", _choices, _choices_if_asked),
     ):
         if _choices is not None:
