@@ -49,9 +49,9 @@ KINDS = {True: "The shipped weights", False: "Small networks"}
 _CAPTION = (
     "PSNR in dB: means over {n} test patients, one slice of each, and {n_bases} network(s). Truths are scaled as in "
     "training. The noise is that of the field, but in the first row. Cured: the network with truth for {views} views "
-    "at {size} × {size}, with the cures of other scans. {adaptations}, each with the sinograms of {n_val} other patients "
-    "({n_slices} slices; a patient each is left for validation and test). TV: 400 iterations, the best weight for these "
-    "patients with truth. Differences: ± half of the 95 % interval for "
+    "at {size} × {size}, with the cures of other scans. {adaptations}, each with the sinograms of {n_val} other "
+    "patients ({n_slices} slices; a patient each is left for validation and test). TV: 400 iterations, the best weight "
+    "for these patients with truth. Differences: ± half of the 95 % interval for "
     "other patients / for other networks."
 )
 _NOTE = (
@@ -165,8 +165,10 @@ def main() -> None:
         caption = _CAPTION.format(
             n=len(split["test"]), n_bases=len(bases), views=geometry.n_views, size=geometry.image_size,
             n_val=len(split["val"]), n_slices=n_slices,
-            adaptations=", ".join(f"{name}: {steps} further steps of one slice at 1/{divisor} of its learning rates"
-                                  for name, (steps, divisor) in MODULES.items()),
+            adaptations=", ".join(
+                f"{module}: {steps} further steps of one slice at 1/{divisor} of its learning rates"
+                for module, (steps, divisor) in MODULES.items()
+            ),
         )  # fmt: skip
         (of_kind / "table.md").write_text("\n".join([caption, "", *lines]))
         page = ["# Adaptation to another scanner"]
