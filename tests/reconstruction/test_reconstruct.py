@@ -338,6 +338,20 @@ def test_a_right_scan_is_accepted(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("offset", [0.25, -1.3])
+def test_a_detector_that_is_off_is_told_once_with_its_offset(
+    fbp_module: ReconstructionModule, tmp_path: Path, offset: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    y = scan(fbp_module, 1e5, detector_offset=offset)
+    check(fbp_module, tmp_path / "a.npy", np.stack([y, y]))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "detector_offset" in line]
+    (value,) = re.findall(r"a\.npy#0: its detector seems to be off: geometry\.detector_offset=(\S+) fits", line)
+    assert float(value) == pytest.approx(offset, abs=0.03)
+    right = fbp_module.config.geometry.changed(detector_offset=float(value))
+    check(build_module(fbp_module.config.changed(geometry=right)).eval(), tmp_path / "a.npy", np.stack([y, y]))
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("scale", ["log10", "pixels of 1.6 mm", "pixels of 0.5 mm", "transmission"])
 def test_a_scan_in_another_scale_is_told_once(
     fbp_module: ReconstructionModule, tmp_path: Path, scale: str, capsys: pytest.CaptureFixture[str]

@@ -20,6 +20,14 @@ _DENSITIES = 0.05, 1.0
 _BODIES = -200, 400
 """HU: real slices have means from −62 to 230, drawn ones to 490; with −log10 about −550, in pixels of 1.6 mm −350."""
 
+_OFFSET, _NEARER, _SHIFT, _ROUNDS = 0.05, 0.95, 3, 5
+"""An offset of the detector is said from so many bins on, and if it brings ‖A x − y‖² below this share.
+
+Measured on the same slices: 0.1 to 8 bins are found to 0.03. Right scans have 0 ± 0.05, also with another source
+distance, pitch or first angle, scatter or dead bins. A gain of the bins that rises by 6 % over the detector is taken
+for 0.2. An arc of 150° shows an offset from about a bin on, and 30 to 90° of real discs show none.
+"""
+
 
 def misfit(projector: FanBeamProjector, x: Tensor, y: Tensor, missing: Tensor | None = None, bins: int = 1) -> float:
     """‖A x − y‖ / ‖y‖ of an image [1, 1, S, S] over the views that are not missing, with means of `bins` neighbours."""
@@ -35,6 +43,30 @@ def noise_of(sinogram: Tensor) -> float:
     return math.sqrt(float(roughness / 6 / norm))
 
 
+def offset_of(projector: FanBeamProjector, y: Tensor, missing: Tensor | None = None, bins: int = 1) -> float | None:
+    """By how many bins the detector of a scan [1, 1, V, D] is further to the right than that of the projector.
+
+    None if no offset brings the best image nearer, as in a short arc. `missing`, `bins`: as in `misfit`.
+    """
+
+    def square(shift: int) -> float:
+        moved = y.roll(shift, -1)  # in steps of a bin, which change no value; at both ends there is air
+        return misfit(projector, projector.least_squares(moved, _STEPS), moved, missing, bins) ** 2
+
+    shift, first = 0, square(0)
+    here = first
+    for _ in range(_ROUNDS):
+        before, after = square(shift - 1), square(shift + 1)
+        slope, curvature = (after - before) / 2, before - 2 * here + after
+        vertex = -slope / curvature if curvature > 0 else math.copysign(_SHIFT, -slope)
+        if abs(vertex) <= 1:  # near its minimum the square is a parabola
+            is_nearer = here - slope**2 / curvature / 2 < _NEARER * first
+            return shift + vertex if is_nearer and abs(shift + vertex) > _OFFSET else None
+        shift += round(max(-_SHIFT, min(vertex, _SHIFT)))
+        here = square(shift)
+    return None
+
+
 def doubts_of_scan(
     place: str,
     projector: FanBeamProjector,
@@ -45,16 +77,19 @@ def doubts_of_scan(
     noise: float,
     missing: Tensor | None = None,
     is_body: bool = True,
+    is_offset_known: bool = False,
 ) -> Iterator[str]:
     """Lines of what may be wrong with a sinogram [1, 1, V, D] in the unit of the network.
 
-    `place`, and the key and value of its `unit`, are for messages; `is_body`: False for objects of any density.
+    `place`, and the key and value of its `unit`, are for messages; `is_body`: False for objects of any density;
+    `is_offset_known`: False to look for an offset of the detector.
 
     Raises DataError for counts, transmissions, a wrong unit, and a scan that no image explains.
     """
-    offset, scale = scaling
+    hu_offset, scale = scaling
     x = projector.least_squares(y, _STEPS)
-    distance, allowance = misfit(projector, x, y, missing, max(1, y.shape[-1] // 64)), _OF_NOISE * noise
+    bins = max(1, y.shape[-1] // 64)
+    distance, allowance = misfit(projector, x, y, missing, bins), _OF_NOISE * noise
     if not distance <= _ABSURD + allowance:
         raise DataError(
             f"{place} fits no image: the best one differs from it by {distance:.0%}, with noise of {noise:.0%}. If "
@@ -64,14 +99,18 @@ def doubts_of_scan(
     blocks = avg_pool2d(x, max(1, x.shape[-1] // 64))  # less noise
     # A mean weighted by x itself, so that air around the object counts little.
     density = float(blocks.square().sum() / blocks.sum())
-    hu = offset + scale * density
+    hu = hu_offset + scale * density
     if not _DENSITIES[0] < density < _DENSITIES[1]:
         raise DataError(
             f"{place} would be an object of {hu:.0f} HU on average. Either it is no "
             f"−log of transmission in {unit} (unit=attenuation is −log(counts / unattenuated counts), unit=value "
             "the network's value × mm), or detector_pitch= is not that of its bins"
         )
-    if distance > _FAR + allowance:
+    offset = None if is_offset_known else offset_of(projector, y, missing, bins)
+    if offset is not None:
+        offset += projector.geometry.detector_offset
+        yield f"{place}: its detector seems to be off: geometry.detector_offset={offset:.2f} fits an image better"
+    elif distance > _FAR + allowance:
         yield (
             f"{place}: the best image differs from it by {distance:.1%}, so its geometry may be a little wrong, or "
             "the object reaches beyond the image"
