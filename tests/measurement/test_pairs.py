@@ -43,6 +43,14 @@ def check(sinograms: Tensor, **keys: Any) -> None:
     check_pairs(DEMO, A, batch, "train")
 
 
+def test_a_detector_that_is_off_is_told_of_the_first_sinogram_without_an_image() -> None:
+    batch: Any = {"sinogram": A(IMAGES).roll(1, -1), "weight": torch.ones(3), "name": ["a", "b", "c"]}
+    says = r"^a: its detector seems to be off: geometry\.detector_offset=-(0\.9\d|1\.0\d) "
+    with pytest.warns(UserWarning, match=says) as lines:
+        check_pairs(DEMO, A, batch, "train")
+    assert sum("detector" in str(line.message) for line in lines) == 1
+
+
 @pytest.mark.parametrize("change", [lambda y: y, few_photons, without_views])
 def test_right_pairs_give_no_word(change: Callable[[Tensor], Tensor]) -> None:
     with warnings.catch_warnings():

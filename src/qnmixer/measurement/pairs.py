@@ -36,9 +36,10 @@ def check_pairs(config: Config, projector: FanBeamProjector, batch: Batch, part:
     if "image" not in batch:
         unit = f"data.unit={config.data.arguments['unit']}" if "unit" in config.data.arguments else "value × mm"
         names = [batch["name"][k] for k in counts.nonzero()[:, 0].tolist()]
-        for name, sinogram in zip(names, y.split(1), strict=True):
+        for k, (name, sinogram) in enumerate(zip(names, y.split(1), strict=True)):
             scaling, roughness = config.data.hu_scaling, noise_of(sinogram)
-            for line in doubts_of_scan(name, projector, sinogram, scaling, unit, noise=roughness):
+            doubts = doubts_of_scan(name, projector, sinogram, scaling, unit, noise=roughness, is_offset_known=k > 0)
+            for line in doubts:
                 warn_once(line)
         return
     with torch.no_grad():
