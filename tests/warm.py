@@ -222,7 +222,8 @@ def _preload(modules: list[str]) -> None:
 def collapse_pages() -> None:
     """Let Linux keep this memory in pages of 2 MiB: what runs in it is some 5 % faster, a fork three times as fast."""
     madvise, size, collapse = ctypes.CDLL(None).madvise, 1 << 21, 25  # MADV_COLLAPSE
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    maps = Path("/proc/self/maps")  # other systems have none, and no such pages
+    for line in maps.read_text().splitlines() if maps.exists() else ():
         span, rights, *_, inode = line.split()[:5]
         if rights == "rw-p" and inode == "0":
             start, end = (int(address, 16) for address in span.split("-"))
