@@ -26,7 +26,8 @@ from qnmixer.models import LEARN, UnrolledNetwork
 
 class Net(UnrolledNetwork):
     def __init__(
-        self, projector: "Unknown", n_iterations: Annotated[int, Ge(1)] = 2, channels: Annotated[int, Field(le=64)] = 4,
+        self, projector: "Unknown", n_iterations: Annotated[int, Ge(1)] = 2,
+        channels: Annotated[int, Field(le=64), ["no hash"]] = 4,
         kind: Literal["a", "b"] = "a", scale: float = 1, pair: tuple[float, float] = (0, 1), free=None,
         part: torch.nn.Module | None = None,
     ):
