@@ -43,24 +43,26 @@ def noise_of(sinogram: Tensor) -> float:
     return math.sqrt(float(roughness / 6 / norm))
 
 
-def offset_of(projector: FanBeamProjector, y: Tensor, missing: Tensor | None = None, bins: int = 1) -> float | None:
+def offset_of(
+    projector: FanBeamProjector, y: Tensor, distance: float, missing: Tensor | None = None, bins: int = 1
+) -> float | None:
     """By how many bins the detector of a scan [1, 1, V, D] is further to the right than that of the projector.
 
-    None if no offset brings the best image nearer, as in a short arc. `missing`, `bins`: as in `misfit`.
+    None if no offset brings the best image nearer, as in a short arc. `distance`: the misfit of the best image of y;
+    `missing`, `bins`: as in `misfit`.
     """
 
     def square(shift: int) -> float:
         moved = y.roll(shift, -1)  # in steps of a bin, which change no value; at both ends there is air
         return misfit(projector, projector.least_squares(moved, _STEPS), moved, missing, bins) ** 2
 
-    shift, first = 0, square(0)
-    here = first
+    shift, here = 0, distance**2
     for _ in range(_ROUNDS):
         before, after = square(shift - 1), square(shift + 1)
         slope, curvature = (after - before) / 2, before - 2 * here + after
         vertex = -slope / curvature if curvature > 0 else math.copysign(_SHIFT, -slope)
         if abs(vertex) <= 1:  # near its minimum the square is a parabola
-            is_nearer = here - slope**2 / curvature / 2 < _NEARER * first
+            is_nearer = here - slope**2 / curvature / 2 < _NEARER * distance**2
             return shift + vertex if is_nearer and abs(shift + vertex) > _OFFSET else None
         shift += round(max(-_SHIFT, min(vertex, _SHIFT)))
         here = square(shift)
@@ -106,7 +108,7 @@ def doubts_of_scan(
             f"−log of transmission in {unit} (unit=attenuation is −log(counts / unattenuated counts), unit=value "
             "the network's value × mm), or detector_pitch= is not that of its bins"
         )
-    offset = None if is_offset_known else offset_of(projector, y, missing, bins)
+    offset = None if is_offset_known else offset_of(projector, y, distance, missing, bins)
     if offset is not None:
         offset += projector.geometry.detector_offset
         yield f"{place}: its detector seems to be off: geometry.detector_offset={offset:.2f} fits an image better"
