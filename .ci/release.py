@@ -52,7 +52,7 @@ def absolute(markdown: str, repository: str, tag: str) -> str:
 
 
 def dist() -> None:
-    """Build sdist and wheel into dist/, check them, and run two commands of the wheel outside of this checkout.
+    """Build sdist and wheel into dist/, check them, and run three commands of the wheel outside of this checkout.
 
     The wheel gets the dependencies that this Python has: that pip can resolve those of its metadata is not shown.
     Needs the package index once, for twine.
@@ -102,7 +102,7 @@ def _twine() -> str:
 
 
 def _try(wheel: Path, folder: Path) -> None:
-    """Install the wheel into an environment of its own, and run two commands: one needs its weights, one conf."""
+    """Install the wheel into an environment of its own, and run three commands: its weights, conf, studies."""
     binaries, place = folder / "venv" / "bin", folder / "place"
     place.mkdir()
     _run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"), cwd=folder)
@@ -115,6 +115,7 @@ def _try(wheel: Path, folder: Path) -> None:
     words = ["run=pretrained", "input=air.npy", "output=out", "accelerator=cpu"]
     _run(str(binaries / "qnmixer-reconstruct"), *words, cwd=place)
     _run(str(binaries / "qnmixer-train"), "experiment=demo", "--help", cwd=place)
+    _run(str(binaries / "qnmixer-robustness"), "--help", cwd=place)
     if not (place / "out" / "air.npy").is_file():
         raise ReleaseError("qnmixer-reconstruct of the wheel wrote no out/air.npy: see _try in .ci/release.py")
 

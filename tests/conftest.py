@@ -190,7 +190,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked cuda on a machine without a GPU, and what is marked extras in a copy without them."""
     reasons = {} if torch.cuda.is_available() else {"cuda": "torch sees no CUDA device here"}
     if not EXTRAS:
-        reasons["extras"] = "this copy has no qnmixer.extras"
+        reasons["extras"] = "this copy has no qnmixer.extras or no qnmixer_studies"
     for mark, reason in reasons.items():
         for item in items:
             if item.get_closest_marker(mark):

@@ -9,15 +9,15 @@ from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.settings.run import Config
 from qnmixer.settings.validation import Section
 
-EXTRAS = find_spec("qnmixer.extras") is not None
+EXTRAS = all(map(find_spec, ("qnmixer.extras", "qnmixer_studies")))
 SCHEMAS: dict[str, type[Section]] = {
     schema.command: schema for schema in (Config, PlanConfig, DoctorConfig, EvaluateConfig, ReconstructConfig)
 }
 if EXTRAS:
     from qnmixer.extras.calibration.calibrate_config import CalibrateConfig
-    from qnmixer.extras.comparison.compare_config import CompareConfig
     from qnmixer.extras.export.export_config import ExportConfig
-    from qnmixer.extras.robustness.robustness_config import RobustnessConfig
+    from qnmixer_studies.comparison.compare_config import CompareConfig
+    from qnmixer_studies.robustness.robustness_config import RobustnessConfig
 
     of_extras: tuple[type[Section], ...] = (CalibrateConfig, CompareConfig, ExportConfig, RobustnessConfig)
     SCHEMAS |= {schema.command: schema for schema in of_extras}

@@ -11,6 +11,7 @@ from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
 
 from .pages import PAGES, README, ROOT, blocks, commands
+from .schemas import EXTRAS
 
 
 def test_the_readme_is_for_someone_in_a_hurry_and_links_every_page() -> None:
@@ -32,8 +33,8 @@ def test_links_and_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]
     missing = [link for link in links if not (page.parent / link.split("#")[0]).exists()]
-    if not (ROOT / "src" / "qnmixer" / "extras").exists():  # a copy without them
-        missing = [link for link in missing if "src/qnmixer/extras/" not in link]
+    if not EXTRAS:  # a copy without them
+        missing = [link for link in missing if "/extras/" not in link and "/qnmixer_studies/" not in link]
     for link in links:
         path, _, heading = link.partition("#")
         if heading:

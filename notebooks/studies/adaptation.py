@@ -16,18 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from any_scan import at_size, psnr, split_in  # type: ignore[import-not-found]  # a study beside this one
-from many_scans import trained  # type: ignore[import-not-found]
 from torch import Tensor
-from without_truth import best_power, of_difference, row  # type: ignore[import-not-found]
 
 import qnmixer
+from any_scan import at_size, psnr, split_in
+from many_scans import trained
 from qnmixer.evaluation.statistics import Scores, difference, spread
 from qnmixer.measurement.build import build_noise, build_projector
 from qnmixer.measurement.measurement import Measurement
 from qnmixer.models import TotalVariation
 from qnmixer.physics import FanBeamProjector, KeyedNoise
 from qnmixer.steps import config_of, override
+from without_truth import best_power, of_difference, row
 
 SCANNERS = {
     "25,000 photons": ["noise=physical", "noise.photons=25000"],

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from htc import Scan, matthews, otsu, read, turned  # type: ignore[import-not-found]  # a study beside this one
-from many_scans import trained  # type: ignore[import-not-found]
 from numpy.typing import NDArray
 from PIL import Image
-from without_truth import row  # type: ignore[import-not-found]
 
+from htc import Scan, matthews, otsu, read, turned
+from many_scans import trained
 from qnmixer.physics import PhysicalNoise
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
+from without_truth import row
 
 ARC, STEPS = 30, 100
 ALPHAS = (1e1, 1e2, 1e3, 1e4, 1e5)

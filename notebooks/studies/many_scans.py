@@ -15,9 +15,9 @@ from statistics import mean
 from typing import Any
 
 import torch
-from any_scan import at_size, middle_slices, psnr, split_in  # type: ignore[import-not-found]  # a study beside this one
 
 import qnmixer
+from any_scan import at_size, middle_slices, psnr, split_in
 from qnmixer.evaluation.statistics import Scores, difference, spread
 from qnmixer.models import TotalVariation
 from qnmixer.physics import FanBeamProjector, FieldNoise

@@ -17,11 +17,11 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from any_scan import at_size, middle_slices, psnr, split_in  # type: ignore[import-not-found]  # a study beside this one
-from many_scans import trained  # type: ignore[import-not-found]
 from torch import Tensor
 
 import qnmixer
+from any_scan import at_size, middle_slices, psnr, split_in
+from many_scans import trained
 from qnmixer.evaluation.statistics import Scores, Statistic, difference, spread
 from qnmixer.measurement.build import build_noise, build_projector
 from qnmixer.models import TotalVariation

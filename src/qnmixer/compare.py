@@ -25,7 +25,7 @@ from qnmixer.settings.data import DataConfig
 from qnmixer.settings.parts import NoiseConfig
 
 with extras():
-    from qnmixer.extras.comparison.compare_config import CompareConfig
+    from qnmixer_studies.comparison.compare_config import CompareConfig
 
 
 def compare(config: CompareConfig) -> None:
@@ -34,9 +34,9 @@ def compare(config: CompareConfig) -> None:
     sweeps, runs = sources_of(config)
     sources = [*(f"the jobs of {sweep}" for sweep in sweeps), *map(str, runs)]
     say(visible(f"comparing {', '.join(sources)} (loading PyTorch …)"))
-    from qnmixer.extras.comparison.compare import compare
-    from qnmixer.extras.comparison.report import write_comparison
     from qnmixer.runs.terminal import Console
+    from qnmixer_studies.comparison.compare import compare
+    from qnmixer_studies.comparison.report import write_comparison
 
     console = Console() if Console().is_terminal else Console(width=120)  # rich would wrap a log at 80 columns
     comparison = compare(config, sweeps, overrides, runs)

@@ -42,11 +42,11 @@ def _parsed(cfg: DictConfig) -> RunEvaluationConfig:
         raise ConfigError(f"n_slices={cfg.n_slices} is for evaluation=default: leave it out")
     if "photons" in cfg.evaluation:
         with extras():
-            from qnmixer.extras.task.task_config import EvaluateTaskConfig
+            from qnmixer_studies.task.task_config import EvaluateTaskConfig
         return EvaluateTaskConfig.parse(cfg)
     if "levels" in cfg.evaluation:
         with extras():
-            from qnmixer.extras.uncertainty.uncertainty_config import EvaluateUncertaintyConfig
+            from qnmixer_studies.uncertainty.uncertainty_config import EvaluateUncertaintyConfig
         return EvaluateUncertaintyConfig.parse(cfg)
     return EvaluateConfig.parse(cfg)
 

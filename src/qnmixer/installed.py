@@ -29,6 +29,9 @@ PACKAGES = {
 }  # fmt: skip
 """The packages that each extra brings, as Python imports them. An extra for one option of a group has its name."""
 
+_OPTIONAL = ("qnmixer.extras", "qnmixer_studies")
+"""Our own optional parts, which a copy may leave out."""
+
 
 class NotInstalled(ConfigError, ImportError):
     """A package or a part of qnmixer that is not installed. The message has the command that installs it."""
@@ -65,21 +68,25 @@ def optional(module: str, extra: str, user: str = "") -> Any:
         raise not_installed(module.partition(".")[0], extra, user or f"data={extra}") from error
 
 
-def without_extras(user: str) -> NotInstalled:
-    """The error for a part of `qnmixer.extras` in a copy that has left them out."""
-    return NotInstalled(f"{user} needs qnmixer.extras, which this copy does not have: install qnmixer anew")
+def without_extras(user: str, module: str) -> NotInstalled | None:
+    """The error for a module of the optional parts in a copy that has left them out; None for any other module."""
+    for part in _OPTIONAL:
+        if f"{module}.".startswith(f"{part}."):
+            return NotInstalled(f"{user} needs {part}, which this copy does not have: install qnmixer anew")
+    return None
 
 
 @contextmanager
 def extras() -> Iterator[None]:
-    """Imports of `qnmixer.extras`, which a copy may have left out. Raises NotInstalled."""
+    """Imports of the optional parts, which a copy may have left out. Raises NotInstalled."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if not str(error.name).startswith("qnmixer.extras"):
+        left_out = without_extras("this", str(error.name))
+        if left_out is None:
             raise
         with one_line_of_a_command():
-            raise without_extras("this") from None
+            raise left_out from None
 
 
 @contextmanager

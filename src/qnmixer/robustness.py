@@ -18,13 +18,13 @@ from qnmixer.reconstruction.weights import check_weights
 from qnmixer.runs.run import into_new_folder, new_folder
 
 with extras():
-    from qnmixer.extras.robustness.robustness_config import RobustnessConfig
+    from qnmixer_studies.robustness.robustness_config import RobustnessConfig
 
 
 def robustness(config: RobustnessConfig) -> None:
     """Print one table over all conditions, and write table and plot into a folder."""
     say(visible(f"measuring {config.run} under other conditions (loading PyTorch …)"))
-    from qnmixer.extras.robustness.table import measure_robustness
+    from qnmixer_studies.robustness.table import measure_robustness
 
     with new_folder() as (folder, overrides):
         measure_robustness(config, folder, overrides)

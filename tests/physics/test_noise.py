@@ -186,7 +186,7 @@ def test_a_quarter_of_the_dose_is_inserted_as_it_would_be_measured() -> None:
 
 @pytest.mark.extras
 def test_images_of_an_inserted_dose_have_the_noise_power_of_that_dose() -> None:
-    from qnmixer.extras.task.scores import noise_power, radial_mean
+    from qnmixer_studies.task.scores import noise_power, radial_mean
 
     projector = FanBeamProjector(FanBeamGeometry(48, 4.0, 48, 32, 12.0, 600.0, 290.0))
     disc = (torch.hypot(torch.arange(48) - 23.5, torch.arange(48)[:, None] - 23.5) < 20).float()

@@ -1,1 +1,1 @@
-"""What trains and evaluates without: public data sets, the comparison of methods, model cards."""
+"""Optional parts, without which the rest works: public data sets, the dose of a scan, model cards."""

@@ -58,10 +58,8 @@ def check_plugin(key: str, target: str) -> None:
         is_there = importlib.util.find_spec(module) is not None
     except Exception:  # a package that contains it is missing, or fails to import
         is_there = False
-    if not is_there and module.startswith("qnmixer.extras."):
-        raise without_extras(f"{key}={target}")
     if not is_there:
-        raise PluginError(
+        raise without_extras(f"{key}={target}", module) or PluginError(
             f"{key}={target}, but there is no module {module}: put {module.replace('.', '/')}.py into the folder that "
             "you start from, or install its package"
         )

@@ -20,7 +20,7 @@ class UncertaintyConfig(Section):
 class EvaluateUncertaintyConfig(RunEvaluationConfig):
     """The checked config of one evaluation of the deviation over symmetries."""
 
-    evaluator = "qnmixer.extras.uncertainty.evaluate_uncertainty.evaluate_uncertainty"
+    evaluator = "qnmixer_studies.uncertainty.evaluate_uncertainty.evaluate_uncertainty"
     evaluation: UncertaintyConfig
 
     @classmethod

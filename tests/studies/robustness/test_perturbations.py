@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.extras.robustness.perturbations import (
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer_studies.robustness.perturbations import (
     ATTENUATION_AT_REFERENCE,
     SPECTRUM_120_KV,
     TITANIUM_DENSITY,
@@ -22,7 +23,6 @@ from qnmixer.extras.robustness.perturbations import (
     smooth_scatter,
     water_and_bone,
 )
-from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 MU = 0.0576  # 1/mm of x = 1, if that is 2000 HU
 RAYS = torch.linspace(0, 120, 24, dtype=torch.float64).view(1, 1, 2, 12)

@@ -14,13 +14,13 @@ from qnmixer.data.splits import Overlap
 from qnmixer.evaluation.page import write_page
 from qnmixer.evaluation.pictures import draw_slices
 from qnmixer.evaluation.scores import Conditions, used_in_training
-from qnmixer.extras.comparison.methods import ComparedMethod, Comparison
 from qnmixer.files import write_text
 from qnmixer.runs.loggers import without_folders
 from qnmixer.runs.records import duration
 from qnmixer.runs.tables import NOTHING, Table, in_digits
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.logged_names import COLUMNS_OF_COMPARISON, IN_WINDOW
+from qnmixer_studies.comparison.methods import ComparedMethod, Comparison
 
 _COLUMNS_OF_STATISTICS = (
     "method", "metric", "mean", "std_over_seeds", "std_over_patients", "seeds", "patients", "test",

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from qnmixer.data.batch import Batch
-from qnmixer.extras.robustness import perturbations as physics
-from qnmixer.extras.robustness.robustness_config import RobustnessConfig
 from qnmixer.measurement.build import build_geometry, build_measurement
 from qnmixer.physics import PhysicalNoise
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.reconstruction.cures import put_on
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
 from qnmixer.settings.run import Config, section
+from qnmixer_studies.robustness import perturbations as physics
+from qnmixer_studies.robustness.robustness_config import RobustnessConfig
 
 VIEWS = "views"
 BEYOND = "body beyond the field, times"

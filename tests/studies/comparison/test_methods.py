@@ -10,9 +10,9 @@ import torch
 from omegaconf import OmegaConf
 
 from qnmixer.errors import ConfigError, PluginError
-from qnmixer.extras.comparison import compare as comparing
-from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, methods_of
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
+from qnmixer_studies.comparison import compare as comparing
+from qnmixer_studies.comparison.methods import ComparedJob, ComparedMethod, methods_of
 
 from ...conftest import config_of
 from ...settings.test_texts import ODD, is_plain

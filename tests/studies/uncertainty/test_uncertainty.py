@@ -11,8 +11,8 @@ from pydicom import dcmread
 
 from qnmixer import reconstruct
 from qnmixer.evaluate import check, evaluate
-from qnmixer.extras.uncertainty.coverage import Pixels, by_patient, coverage, factors_for, half_widths_of_factors
 from qnmixer.reconstruction.uncertainty import groups_of, smooth_deviation
+from qnmixer_studies.uncertainty.coverage import Pixels, by_patient, coverage, factors_for, half_widths_of_factors
 
 from ...saved import TINY, run, save
 

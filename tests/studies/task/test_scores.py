@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.extras.task.scores import (
+from qnmixer_studies.task.scores import (
     channel_outputs,
     detected,
     detected_beyond,

@@ -18,9 +18,6 @@ from qnmixer.evaluation.logs import log_scores, name_in_logs
 from qnmixer.evaluation.pictures import save_figure
 from qnmixer.evaluation.scores import Evaluation, by_patient, log_prefix
 from qnmixer.evaluation.statistics import difference, half_width
-from qnmixer.extras.robustness.cliff import search
-from qnmixer.extras.robustness.conditions import BEYOND, VIEWS, Condition, Scene, conditions
-from qnmixer.extras.robustness.robustness_config import RobustnessConfig
 from qnmixer.files import write_text
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation
@@ -30,6 +27,9 @@ from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.tables import NOTHING, Table, in_digits
 from qnmixer.runs.terminal import Console
+from qnmixer_studies.robustness.cliff import search
+from qnmixer_studies.robustness.conditions import BEYOND, VIEWS, Condition, Scene, conditions
+from qnmixer_studies.robustness.robustness_config import RobustnessConfig
 
 PLOT = "robustness.png"
 _LABEL_DISTANCE = 0.08  # parts of a panel's width between two labels of its ticks, at least; each tick stays

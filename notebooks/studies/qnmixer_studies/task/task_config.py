@@ -36,7 +36,7 @@ class TaskConfig(Section):
 class EvaluateTaskConfig(RunEvaluationConfig):
     """The checked config of one evaluation by task."""
 
-    evaluator = "qnmixer.extras.task.evaluate_task.evaluate_task"
+    evaluator = "qnmixer_studies.task.evaluate_task.evaluate_task"
     evaluation: TaskConfig
 
     @classmethod

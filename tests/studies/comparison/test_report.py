@@ -9,10 +9,10 @@ import torch
 from qnmixer.data.splits import Overlap
 from qnmixer.evaluation.pictures import MethodImages, SliceImages
 from qnmixer.evaluation.scores import Conditions, ImageScore, titles_of
-from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
-from qnmixer.extras.comparison.report import write_comparison
 from qnmixer.files import digest_of_bytes
 from qnmixer.runs.terminal import Console
+from qnmixer_studies.comparison.methods import ComparedJob, ComparedMethod, Comparison
+from qnmixer_studies.comparison.report import write_comparison
 
 from ...conftest import config_of, csv_rows
 

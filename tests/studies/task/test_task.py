@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from qnmixer.evaluate import check, evaluate
-from qnmixer.extras.task.evaluate_task import reconstructed
-from qnmixer.extras.task.phantoms import Disc, TaskPhantom
-from qnmixer.extras.task.report import DoseScores, headings, task_figure
-from qnmixer.extras.task.task_config import EvaluateTaskConfig
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.runs.run import into_new_folder
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import section
+from qnmixer_studies.task.evaluate_task import reconstructed
+from qnmixer_studies.task.phantoms import Disc, TaskPhantom
+from qnmixer_studies.task.report import DoseScores, headings, task_figure
+from qnmixer_studies.task.task_config import EvaluateTaskConfig
 
 from ...conftest import csv_rows, offline_runs
 from ...saved import TINY, run, save

@@ -16,12 +16,12 @@ from qnmixer.evaluation.evaluate_config import EvaluateConfig
 from qnmixer.evaluation.evaluate_run import on_test
 from qnmixer.evaluation.pictures import MethodImages, SliceImages
 from qnmixer.evaluation.scores import titles_of, used_in_training
-from qnmixer.extras.comparison.compare import compare
-from qnmixer.extras.comparison.compare_config import CompareConfig
-from qnmixer.extras.comparison.methods import ComparedMethod, Comparison
-from qnmixer.extras.comparison.report import write_comparison
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.compose import compose
+from qnmixer_studies.comparison.compare import compare
+from qnmixer_studies.comparison.compare_config import CompareConfig
+from qnmixer_studies.comparison.methods import ComparedMethod, Comparison
+from qnmixer_studies.comparison.report import write_comparison
 
 from ...conftest import TINY
 from .test_compare import write_sweep

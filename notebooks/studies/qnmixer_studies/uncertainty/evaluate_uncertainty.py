@@ -12,8 +12,6 @@ from qnmixer.evaluation.evaluate import evaluated_source
 from qnmixer.evaluation.evaluate_run import on_test
 from qnmixer.evaluation.logs import name_in_logs
 from qnmixer.evaluation.statistics import half_width
-from qnmixer.extras.uncertainty.coverage import Pixels, by_patient, coverage, factors_for, half_widths_of_factors
-from qnmixer.extras.uncertainty.uncertainty_config import EvaluateUncertaintyConfig
 from qnmixer.files import write_text
 from qnmixer.parallel.devices import choose_device
 from qnmixer.physics import Symmetry, images_by_symmetry
@@ -23,6 +21,8 @@ from qnmixer.reconstruction.uncertainty import Calibration, groups_of, smooth_de
 from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.tables import Table, in_digits
 from qnmixer.runs.terminal import Console, progress
+from qnmixer_studies.uncertainty.coverage import Pixels, by_patient, coverage, factors_for, half_widths_of_factors
+from qnmixer_studies.uncertainty.uncertainty_config import EvaluateUncertaintyConfig
 
 _SPLITS = "val", "test"
 

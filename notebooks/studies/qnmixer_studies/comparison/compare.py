@@ -8,9 +8,9 @@ from pathlib import Path
 from qnmixer.errors import ConfigError, say, visible
 from qnmixer.evaluation.evaluate import evaluate
 from qnmixer.evaluation.evaluate_run import on_test
-from qnmixer.extras.comparison.compare_config import CompareConfig
-from qnmixer.extras.comparison.methods import Comparison, methods_of
 from qnmixer.parallel.devices import choose_device
+from qnmixer_studies.comparison.compare_config import CompareConfig
+from qnmixer_studies.comparison.methods import Comparison, methods_of
 
 
 def compare(config: CompareConfig, sweeps: list[Path], overrides: list[str], runs: Sequence[Path] = ()) -> Comparison:

@@ -16,13 +16,13 @@ from qnmixer.evaluation.evaluate import _values_of
 from qnmixer.evaluation.evaluate_run import in_turn
 from qnmixer.evaluation.metrics import psnr
 from qnmixer.extras.export.card import evaluations
-from qnmixer.extras.robustness.cliff import search
-from qnmixer.extras.robustness.conditions import BEYOND, Condition
-from qnmixer.extras.robustness.perturbations import disc
-from qnmixer.extras.robustness.table import explanation, has_fallen, labelled, robustness_figure, table
 from qnmixer.models import UnrolledNetwork
 from qnmixer.runs.records import read_results
 from qnmixer.runs.tables import NOTHING
+from qnmixer_studies.robustness.cliff import search
+from qnmixer_studies.robustness.conditions import BEYOND, Condition
+from qnmixer_studies.robustness.perturbations import disc
+from qnmixer_studies.robustness.table import explanation, has_fallen, labelled, robustness_figure, table
 
 from ...conftest import csv_rows, few_conditions, offline_runs
 from ...saved import TINY, save

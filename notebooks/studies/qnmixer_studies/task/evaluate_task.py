@@ -9,10 +9,6 @@ from torch import Tensor
 
 from qnmixer.errors import ConfigError
 from qnmixer.evaluation.logs import log_scores
-from qnmixer.extras.task import scores as of
-from qnmixer.extras.task.phantoms import Disc, TaskPhantom
-from qnmixer.extras.task.report import DoseScores, headings, scores_by_name, write_task
-from qnmixer.extras.task.task_config import EvaluateTaskConfig, TaskConfig
 from qnmixer.measurement.build import build_noise
 from qnmixer.models.fbp import FBP
 from qnmixer.models.total_variation import TotalVariation
@@ -24,6 +20,10 @@ from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.terminal import Console, progress
 from qnmixer.settings.rules import one_scale
 from qnmixer.settings.run import section
+from qnmixer_studies.task import scores as of
+from qnmixer_studies.task.phantoms import Disc, TaskPhantom
+from qnmixer_studies.task.report import DoseScores, headings, scores_by_name, write_task
+from qnmixer_studies.task.task_config import EvaluateTaskConfig, TaskConfig
 
 _KINDS = "absent", "present", "edges"
 _FINER = 2  # sinograms come from a finer grid, so that no method reconstructs by the matrix that simulated
