@@ -9,6 +9,8 @@ from qnmixer.runs import terminal as module
 from qnmixer.runs.tables import Table
 from qnmixer.runs.terminal import Console
 
+from ..pages import STUDIES
+
 SRC = Path(__file__).resolve().parents[2] / "src"
 
 
@@ -65,7 +67,7 @@ def test_a_log_has_whole_lines_and_a_quiet_console_none(monkeypatch: pytest.Monk
 
 def test_every_console_shows_names_as_they_are() -> None:
     """Paths have brackets, which are markup to rich, and may have control characters, which it passes on."""
-    built = [path for path in SRC.rglob("*.py") if re.search(r"\bConsole\(", path.read_text())]
+    built = [path for root in (SRC, STUDIES) for path in root.rglob("*.py") if re.search(r"\bConsole\(", path.read_text())]
     assert len(built) > 5
     assert [path for path in built if "rich.console import Console" in path.read_text()] == []
     console = Console(width=60)
