@@ -67,7 +67,8 @@ def test_a_log_has_whole_lines_and_a_quiet_console_none(monkeypatch: pytest.Monk
 
 def test_every_console_shows_names_as_they_are() -> None:
     """Paths have brackets, which are markup to rich, and may have control characters, which it passes on."""
-    built = [path for root in (SRC, STUDIES) for path in root.rglob("*.py") if re.search(r"\bConsole\(", path.read_text())]
+    paths = (path for root in (SRC, STUDIES) for path in root.rglob("*.py"))
+    built = [path for path in paths if re.search(r"\bConsole\(", path.read_text())]
     assert len(built) > 5
     assert [path for path in built if "rich.console import Console" in path.read_text()] == []
     console = Console(width=60)
