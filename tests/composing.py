@@ -7,6 +7,7 @@ import copy
 import functools
 import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 from hydra import version
@@ -18,6 +19,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf, base
 
+from qnmixer.files import atomic_file, digest
+
 _load = ConfigRepository.load_config
 _open = CachingConfigRepository.__init__
 _merge = ConfigLoaderImpl._compose_config_from_defaults_list
@@ -28,8 +31,9 @@ _choices = getattr(defaults_list, "_create_interpolation_map", None)  # None: Hy
 
 _Key = tuple[Any, ...]
 _files: dict[_Key, ConfigResult] = {}
-_merged: dict[_Key, bytes] = {}
 _words: dict[_Key, bytes] = {}
+_MERGED = Path(os.environ["XDG_CACHE_HOME"], "merged")
+"""What files came to: one folder for all processes of a session."""
 
 
 def compose_faster(faster: bool = True) -> None:
@@ -85,12 +89,15 @@ def _merge_once(loader: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Dic
     if None in files:
         repo.cache = _copied(repo.cache)  # what is merged may change
         return _merge(loader, defaults, repo)
-    if key not in _merged:
+    file = _MERGED / digest(repr(key))
+    if not file.exists():
         repo.cache = _copied(repo.cache)
         config = _merge(loader, defaults, repo)
         OmegaConf.clear_cache(config)  # of ${now:…}
-        _merged[key] = pickle.dumps(config)
-    return pickle.loads(_merged[key])
+        _MERGED.mkdir(exist_ok=True)
+        with atomic_file(file) as stream:
+            pickle.dump(config, stream)
+    return pickle.loads(file.read_bytes())
 
 
 def _copied(files: dict[str, ConfigResult | None]) -> dict[str, ConfigResult | None]:
