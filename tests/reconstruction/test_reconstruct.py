@@ -377,6 +377,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
     "degrees": ({}, {"angle_span": 360}, "degrees must be converted"),
     "zeros": ({}, {}, "has 16 measured views"),
     "nearly zeros": ({}, {}, "fits no image"),
+    "far to the right": ({"detector_offset": 7.0}, {}, r"fits no image.*off: geometry\.detector_offset=(6\.9|7\.0)"),
 }
 
 
@@ -393,8 +394,14 @@ def test_a_scan_of_another_geometry_is_refused(fbp_module: ReconstructionModule,
 def test_a_scan_that_nearly_fits_is_told_and_so_is_the_misfit_of_its_image(
     fbp_module: ReconstructionModule, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check(fbp_module, tmp_path / "a.npy", scan(fbp_module, angle_span=-2 * np.pi))  # mirrored
-    assert re.search(r"a\.npy: the best image differs from it by [1-9]\d?\.\d%", capsys.readouterr().err)
+    mirrored = r"a\.npy: mirrored it is [01]\.\d% from an image, but now [1-9]\d?\.\d%: .*angle_span=-6\.283"
+    for changes, words in (
+        ({"angle_span": -2 * np.pi}, mirrored),
+        ({"angle_span": 5.7}, r"a\.npy: the best image differs from it by [2-9]\.\d%"),
+    ):
+        check(fbp_module, tmp_path / "a.npy", scan(fbp_module, **changes))
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(words, line), line
     y = scan(fbp_module)
     y[3] = np.nan
     np.save(tmp_path / "a.npy", y.astype(np.float32))
