@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.metrics import psnr
-from qnmixer.measurement.scans import misfit
+from qnmixer.measurement.faults import misfit
 from qnmixer.models import TotalVariation
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.reconstruction.reconstruct_config import ReconstructConfig

@@ -38,7 +38,7 @@ def check_pairs(config: Config, projector: FanBeamProjector, batch: Batch, part:
         names = [batch["name"][k] for k in counts.nonzero()[:, 0].tolist()]
         for k, (name, sinogram) in enumerate(zip(names, y.split(1), strict=True)):
             scaling, roughness = config.data.hu_scaling, noise_of(sinogram)
-            doubts = doubts_of_scan(name, projector, sinogram, scaling, unit, noise=roughness, is_offset_known=k > 0)
+            doubts = doubts_of_scan(name, projector, sinogram, scaling, unit, noise=roughness, is_known=k > 0)
             for line in doubts:
                 warn_once(line)
         return

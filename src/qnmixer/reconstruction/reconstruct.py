@@ -21,7 +21,7 @@ from torch import Tensor
 from qnmixer.data.formats import FORMATS
 from qnmixer.errors import ConfigError, DataError, OutOfMemory, first_line
 from qnmixer.installed import is_installed, not_installed
-from qnmixer.measurement.scans import misfit
+from qnmixer.measurement.faults import misfit
 from qnmixer.models.fbp import FBP
 from qnmixer.parallel.device_memory import is_out_of_memory
 from qnmixer.parallel.devices import choose_device

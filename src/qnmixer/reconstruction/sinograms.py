@@ -127,7 +127,7 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
             doubts = doubts_of_scan(
                 f"{file}{end}", module.projector, scan.sinogram, (offset, scale), f"unit={unit}",
                 noise=noise_of(torch.from_numpy(sinogram)), missing=scan.missing, is_body=is_body,
-                is_offset_known=k > 0 or ending != ".npy",  # other files give their rays
+                is_known=k > 0 or ending != ".npy",  # other files give their rays
             )  # fmt: skip
             for line in doubts:
                 warn(line)
