@@ -5,14 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydicom import Dataset, dcmread, dcmwrite
-from pydicom.uid import (
-    UID,
-    DeflatedExplicitVRLittleEndian,
-    ExplicitVRLittleEndian,
-    ImplicitVRLittleEndian,
-    JPEGLSLossless,
-    RLELossless,
-)
+from pydicom.uid import UID, DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian, ImplicitVRLittleEndian, RLELossless
 from tests.compressed import compressed
 from tests.limits import within_limits
 
@@ -286,22 +279,14 @@ def test_a_localizer_is_never_taken(tmp_path: Path, where: str, derived: bool) -
                 decode_frame(opened, frame, derived=derived)
 
 
-@pytest.mark.parametrize("syntax", [RLELossless, JPEGLSLossless])
-def test_compressed_files_decode_exactly(tmp_path: Path, syntax: Any) -> None:
-    if syntax == JPEGLSLossless:
-        pytest.importorskip("jpeg_ls")  # pyjpegls has no wheel for Python 3.14
-    dataset = make_ct(tmp_path / "a", body_hu(33, 41))
-    dataset.compress(syntax)
-    dataset.save_as(tmp_path / "b.dcm")
-    np.testing.assert_array_equal(read(tmp_path / "b.dcm")[0].hu, body_hu(33, 41))
-
-
-@pytest.mark.parametrize("name", ["JPEG2000Lossless", "JPEGLosslessProcess14", "JPEGLosslessProcess14_1"])
+@pytest.mark.parametrize(
+    "name", ["JPEG2000Lossless", "JPEGLSLossless", "JPEGLosslessProcess14", "JPEGLosslessProcess14_1", "RLELossless"]
+)
 def test_what_gdcm_encodes_decodes_exactly(tmp_path: Path, name: str) -> None:
-    make_ct(tmp_path / "a", body_hu(64, 64))
+    make_ct(tmp_path / "a", body_hu(33, 41))
     compressed(tmp_path / "a", tmp_path / "b", name)
     assert dcmread(tmp_path / "b").file_meta.TransferSyntaxUID.is_compressed
-    np.testing.assert_array_equal(read(tmp_path / "b")[0].hu, body_hu(64, 64))
+    np.testing.assert_array_equal(read(tmp_path / "b")[0].hu, body_hu(33, 41))
     data = (tmp_path / "b").read_bytes()
     (tmp_path / "b").write_bytes(data[: len(data) * 9 // 10])
     with pytest.raises(SkipFile):
