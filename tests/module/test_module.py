@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from qnmixer.training.callbacks import StepMetrics
 from qnmixer.training.steps import prepared_module
 
 from ..conftest import tiny_config, tiny_module
+from ..physics.ellipses import ellipse_image, ellipse_integrals, relative_error
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -109,26 +111,10 @@ def test_the_norm_is_before_clipping_and_the_schedule_is_of_optimizer_steps(tmp_
 
 
 def test_finer_images_bring_sinograms_nearer_to_the_truth() -> None:
-    """Line integrals of a disc are known: 2√(r² − p²), p the ray's distance from its centre."""
-    module = tiny_module("geometry.n_detectors=48", "geometry.detector_pitch=20")
-    radius, centre = 110.3, (31.7, -21.9)  # mm
-
-    def disc(size: int) -> Tensor:
-        axis = (torch.arange(8 * size) + 0.5) / (8 * size) * 400 - 200
-        inside = (axis - centre[0]) ** 2 + (-axis[:, None] - centre[1]) ** 2 < radius**2
-        return torch.nn.functional.avg_pool2d(inside.float()[None, None], 8)
-
-    g = module.projector.geometry
-    beta, u = torch.from_numpy(g.angles())[:, None], torch.from_numpy(g.bin_positions())
-    along = torch.stack([-g.source_to_detector * beta.sin() + u * beta.cos(),
-                         g.source_to_detector * beta.cos() + u * beta.sin()])  # fmt: skip
-    to_centre = [centre[0] - g.source_to_axis * beta.sin(), centre[1] + g.source_to_axis * beta.cos()]
-    p = (along[0] * to_centre[1] - along[1] * to_centre[0]) / along.norm(dim=0)
-    truth = 2 * (radius**2 - p**2).clamp(min=0).sqrt()
-    image = disc(16)
-    errors = [
-        float((module.measurement.project(image, x)[0, 0] - truth).norm() / truth.norm()) for x in (None, disc(64))
-    ]
+    measurement = tiny_module("geometry.n_detectors=48", "geometry.detector_pitch=20").measurement
+    geometry = measurement.projector.geometry
+    image, fine = (ellipse_image(replace(geometry, image_size=n, pixel_size=400 / n)) for n in (16, 64))
+    errors = [relative_error(measurement.project(image, x), ellipse_integrals(geometry)) for x in (None, fine)]
     assert errors[1] < 0.5 * errors[0]
     assert errors[1] < 0.02
 
