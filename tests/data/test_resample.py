@@ -64,11 +64,6 @@ def test_the_header_decides_where_it_is_asked(tmp_path: Path) -> None:
         assert measured(part.fine.load(0), 60.0 / 128)[0] == pytest.approx(50.0, rel=0.005)
 
 
-def test_without_being_asked_every_slice_fills_the_field(tmp_path: Path) -> None:
-    cache = open_cache(dicom(folder(tmp_path / "root")), 100)
-    assert [measured(cache.load(k), 1.0)[0] for k in range(3)] == pytest.approx([83.3, 55.6, 55.6], abs=0.2)
-
-
 @pytest.mark.parametrize("spacing", [None, [0, 0], ["nan", "nan"]])
 def test_slices_without_a_size_are_left_out(tmp_path: Path, spacing: Any) -> None:
     root = folder(tmp_path / "root")
