@@ -1,58 +1,45 @@
 """A loss, an optimizer and a schedule of the user's own, and messages about those that do not fit."""
 
 import types
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from qnmixer.errors import PluginError
 from qnmixer.measurement.build import build_noise
 from qnmixer.module.build import build_module
 from qnmixer.module.parts import build_optimizer, learning_rate_factor
+from qnmixer.physics import KeyedNoise
 
 from ..conftest import tiny_config, tiny_module
 
-OWN = """
-import torch
-from qnmixer.physics import KeyedNoise
 
-def scalar(image, truth):
-    return (image - truth).abs().mean()
-
-def detached(image, truth):
+def detached(image: Tensor, truth: Tensor) -> Tensor:
     return (image.detach() - truth).square().mean((1, 2, 3))
-def scaled(image, truth, factor):
-    return factor * (image - truth).abs().mean((1, 2, 3))
 
-class Learning(torch.nn.Module):
-    def __init__(self, width):
+
+class Learning(nn.Module):
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.layer = torch.nn.Conv2d(1, width, 3, padding=1)
+        self.layer = nn.Conv2d(1, width, 3, padding=1)
 
-    def forward(self, image, truth):
+    def forward(self, image: Tensor, truth: Tensor) -> Tensor:
         return (self.layer(image) - self.layer(truth)).abs().mean((1, 2, 3))
 
-def of_step(step):
+
+def of_step(step: int) -> float:
     return 1.0
 
 
-def nothing(step, n_steps):
+def nothing(step: int, n_steps: int) -> None:
     return None
 
-def linear(step, n_steps, end=0.0):
-    return 1 + (end - 1) * step / n_steps
 
 class Short(KeyedNoise):
-    def sample(self, p, rng):
+    def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         return p[0]
-"""
-
-
-@pytest.fixture(autouse=True)
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "options_of_mine.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def chosen(group: str, target: str, *words: str) -> list[str]:
@@ -60,7 +47,7 @@ def chosen(group: str, target: str, *words: str) -> list[str]:
 
 
 def test_a_module_is_no_part_of_the_network() -> None:
-    config = tiny_config(*chosen("loss", "options_of_mine.Learning", "+loss.width=2"))
+    config = tiny_config(*chosen("loss", f"{__name__}.Learning", "+loss.width=2"))
     module = build_module(config)
     assert all(name.startswith("network.") for name in module.state_dict())
     image = torch.rand(3, 1, 8, 8, requires_grad=True)
@@ -72,11 +59,11 @@ def test_a_module_is_no_part_of_the_network() -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["loss", "options_of_mine.nope"], r"there is no nope in .*options_of_mine\.py"),
+    (["loss", "tests.own.nope"], r"there is no nope in .*own\.py"),
     (["loss", "math.pi"], r"loss\._target_=math\.pi is not a function \(image, truth\) or a subclass"),
-    (["loss", "options_of_mine.scaled"], r"needs an argument factor: give it as \+loss\.factor=VALUE"),
-    (["loss", "options_of_mine.scaled", "+loss.image=1"], r"unknown key loss\.image: .* has factor"),
-    (["loss", "options_of_mine.scalar", "+loss.a=1"], r"unknown key loss\.a: .* has no such key"),
+    (["loss", "tests.own.huber"], r"needs an argument delta: give it as \+loss\.delta=VALUE"),
+    (["loss", "tests.own.huber", "+loss.image=1"], r"unknown key loss\.image: .* has delta"),
+    (["loss", "tests.own.mae", "+loss.a=1"], r"unknown key loss\.a: .* has no such key"),
     (["optimizer", "torch.optim.NAdam", "+optimizer.beta=0.1"], r"did you mean optimizer\.betas\?"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_one_line(words: list[str], message: str) -> None:
@@ -88,7 +75,7 @@ def test_what_does_not_fit_is_one_line(words: list[str], message: str) -> None:
     ("torch.nn.GaussianNLLLoss", r"fails for images \[2, 1, 16, 16\] \(.*missing 1 required .* 'var'\)"),
     ("torch.nn.NLLLoss", r"fails for images \[2, 1, 16, 16\] \("),
     ("torch.nn.MSELoss", r"gives a tensor \[\] for a batch of 2: it must give \[B\]"),
-    ("options_of_mine.detached", "gives no gradient: compute it from the image with torch"),
+    (f"{__name__}.detached", "gives no gradient: compute it from the image with torch"),
 ])  # fmt: skip
 def test_a_loss_that_takes_no_two_images_is_one_line(target: str, message: str) -> None:
     config = tiny_config(*chosen("loss", target))
@@ -99,10 +86,10 @@ def test_a_loss_that_takes_no_two_images_is_one_line(target: str, message: str) 
 
 def test_results_that_do_not_fit() -> None:
     for name, why in {"nothing": "NoneType", "of_step": "takes 1 positional argument"}.items():
-        schedule = tiny_config(*chosen("schedule", f"options_of_mine.{name}"), "schedule.warmup=0.5").schedule
+        schedule = tiny_config(*chosen("schedule", f"{__name__}.{name}"), "schedule.warmup=0.5").schedule
         with pytest.raises(PluginError, match=rf"{name} fails at step 5 \(.*{why}.*must take \(step, n_steps\)"):
             learning_rate_factor(schedule, 10)  # before the first step, though the warm-up does not call it
-    noise = build_noise(tiny_config(*chosen("noise", "options_of_mine.Short")))
+    noise = build_noise(tiny_config(*chosen("noise", f"{__name__}.Short")))
     with pytest.raises(PluginError, match=r"Short\.sample gives \[8, 24\] for a sinogram \[1, 8, 24\]"):
         noise(torch.zeros(1, 1, 8, 24), [(1,)])
 
@@ -117,7 +104,7 @@ def test_an_optimizer_of_torch() -> None:
 
 
 def test_a_schedule_is_a_function_of_the_step() -> None:
-    words = chosen("schedule", "options_of_mine.linear", "+schedule.end=0.5", "schedule.warmup=0.2")
+    words = chosen("schedule", "tests.own.triangle", "+schedule.peak=0.25", "schedule.warmup=0.2")
     factor = learning_rate_factor(tiny_config(*words).schedule, 10)
     assert isinstance(factor, types.FunctionType)  # or LambdaLR would write its attributes into checkpoints
-    assert [factor(step) for step in (0, 1, 2, 10)] == pytest.approx([1 / 3, 2 / 3, 0.9, 0.5])
+    assert [factor(step) for step in (0, 1, 2, 4, 10)] == pytest.approx([1 / 3, 2 / 3, 0.8, 0.8, 0])
