@@ -1,7 +1,7 @@
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,64 +12,48 @@ from qnmixer.data.numpy_files import NumpyReader
 from qnmixer.errors import DataError, PluginError
 from qnmixer.settings.run import section
 
+from ..own import MySlices
 from .conftest import body_hu
 
-MINE = """
-import numpy as np
 
-class Mine:
-    def __init__(self, part, value=0.0):
-        self.part, self.value = part, value
+class Drawn(MySlices):
+    """Slices of any size."""
 
-    def __len__(self):
-        return {"train": 4, "val": 2, "test": 1}[self.part]
-
-    def load(self, index):
-        return np.full((20, 30), self.value + 100 * index, np.float64)
-
-class Drawn(Mine):
-    def __init__(self, part, image_size, value=0.0):
-        super().__init__(part, value)
+    def __init__(self, part: str, image_size: int) -> None:
+        super().__init__(part, 2016)
         self.size = image_size
 
-    def load(self, index):
+    def load(self, index: int) -> Any:
         return np.full((self.size, self.size), float(self.size))
 
-class Flat(Mine):
-    def load(self, index):
-        return np.zeros(7)
 
-class Named(Mine):
-    def load(self, index):
-        return np.full((16, 16), np.nan)
+class Odd(MySlices):
+    """Of no use."""
 
-    def name(self, index):
-        return f"mine {index}"
+    images: ClassVar = {"flat": np.zeros(7), "nan": np.full((16, 16), np.nan), "unit": np.eye(16)}
 
-class Scaled(Mine):
-    def load(self, index):
-        return np.eye(16)
+    def __init__(self, part: str, kind: str) -> None:
+        super().__init__(part, 2016)
+        self.kind = kind
 
-"""
+    def load(self, index: int) -> Any:
+        return self.images[self.kind]
 
-
-@pytest.fixture(autouse=True)
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "slices_of_mine.py").write_text(MINE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    def name(self, index: int) -> str:
+        return f"{self.kind} {index}"
 
 
 def module(target: str, **options: Any) -> SliceDataModule:
-    keys = {"_target_": f"slices_of_mine.{target}", "image_size": 16, "num_workers": 0} | options
+    keys = {"_target_": target, "image_size": 16, "num_workers": 0} | options
     return SliceDataModule(section("data", "custom", **keys))
 
 
 def test_slices_of_any_shape_come_square_and_scaled() -> None:
-    data = module("Mine", value=500.0, batch_size=2, simulation_factor=2)
-    assert data.describe() == "data=slices_of_mine.Mine, 16 × 16: train 4 slices, val 2 slices, test 1 slices"
+    data = module("tests.own.MySlices", year=2516, batch_size=2, simulation_factor=2)
+    assert data.describe() == "data=tests.own.MySlices, 16 × 16: train 4 slices, val 2 slices, test 2 slices"
     (batch,) = data.val_dataloader()
     assert batch["image"].shape == (2, 1, 16, 16)
-    torch.testing.assert_close(batch["image"][:, 0, 8, 8], torch.tensor([0.5, 1600 / 3000]))
+    torch.testing.assert_close(batch["image"][:, 0, 8, 8], torch.tensor([1500 / 3000, 1510 / 3000]))
     assert batch["image"][0, 0, 0, 8] < 1e-6  # air above and below what is not as high as it is wide
     assert batch["name"] == ["val 0", "val 1"]
     assert batch["fine"].shape == (2, 1, 32, 32)
@@ -77,20 +61,20 @@ def test_slices_of_any_shape_come_square_and_scaled() -> None:
 
 
 def test_a_class_that_takes_the_size_draws_at_it() -> None:
-    (batch,) = module("Drawn", simulation_factor=2).test_dataloader()
+    batch = next(iter(module(f"{__name__}.Drawn", simulation_factor=2).test_dataloader()))
     torch.testing.assert_close(batch["image"], torch.full((1, 1, 16, 16), 1016 / 3000))
     torch.testing.assert_close(batch["fine"], torch.full((1, 1, 32, 32), 1032 / 3000))
 
 
-@pytest.mark.parametrize(("target", "message"), [
-    ("Flat", r"slices_of_mine\.Flat: test 0 cannot be used \(it is no array"),
-    ("Named", r"mine 0 cannot be used \(NaN"),
-    ("Scaled", r"test 0 cannot be used \(values from 0 to 1, which are not HU, air −1000 and water 0\)"),
-    ("Mine", r"unknown key data\.values: did you mean data\.value\?"),
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"kind": "flat"}, r"test_sources\.Odd: flat 0 cannot be used \(it is no array"),
+    ({"kind": "nan"}, r"nan 0 cannot be used \(NaN"),
+    ({"kind": "unit"}, r"unit 0 cannot be used \(values from 0 to 1, which are not HU, air −1000 and water 0\)"),
+    ({"kind": "nan", "kinds": 1}, r"unknown key data\.kinds: did you mean data\.kind\?"),
 ])  # fmt: skip
-def test_what_is_no_slice_is_named(target: str, message: str) -> None:
+def test_what_is_no_slice_is_named(keys: dict[str, Any], message: str) -> None:
     with pytest.raises((DataError, PluginError), match=message):
-        next(iter(module(target, **({"values": 1} if target == "Mine" else {})).test_dataloader()))
+        next(iter(module(f"{__name__}.Odd", **keys).test_dataloader()))
 
 
 READER = """
@@ -113,6 +97,7 @@ class Plain(NumpyReader):
 
 def test_readers_of_ones_own_share_no_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with our reader that they derive from, nor with themselves, with other arguments or before a change."""
+    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "root").mkdir()
     np.save(tmp_path / "root" / "a.npy", body_hu(16, 16))
     code = tmp_path / "reader_of_mine.py"
