@@ -11,6 +11,7 @@ from torch import nn
 from qnmixer import load_pretrained
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.measurement.build import build_network, build_projector
+from qnmixer.models import UnrolledNetwork
 from qnmixer.models.plain import PlainNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
@@ -36,33 +37,6 @@ class OfSinogram(UNet):
 
     def forward(self, y):
         return super().forward(self.projector.fbp(y))
-"""
-MISNAMED = """
-import torch
-from torch import nn
-from qnmixer.models import UnrolledNetwork
-
-class Lazy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.LazyConv2d(1, 3)
-
-class Named(UnrolledNetwork):
-    def __init__(self, projector, kind: str = "module"):
-        super().__init__(1)
-        self.projector = projector
-        if kind == "module":
-            self.image = nn.Conv2d(1, 1, 1)
-        elif kind == "weight":
-            self.step = nn.Parameter(torch.zeros(1))
-        else:
-            self.register_buffer("run", torch.zeros(1))
-
-    def start(self, y):
-        return self.projector.fbp(y)
-
-    def step(self, t, y, state):
-        return self.image(state)
 """
 WORDS = [word for word in TINY if not word.startswith("model.")] + [
     *PHANTOMS, "model=custom", "~model.n_iterations", "~model.channels", "model._target_=my_plain.UNet",
@@ -112,16 +86,38 @@ def test_of_qnmixer_only_networks_are_taken() -> None:
         config_of(*WORDS, "model._target_=qnmixer.physics.FanBeamProjector")
 
 
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyConv2d(1, 3)
+
+
+class Named(UnrolledNetwork[torch.Tensor]):
+    def __init__(self, projector: FanBeamProjector, kind: str = "module") -> None:
+        super().__init__(1)
+        if kind == "module":
+            self.image = nn.Conv2d(1, 1, 1)
+        elif kind == "weight":
+            self.step = nn.Parameter(torch.zeros(1))
+        else:
+            self.register_buffer("run", torch.zeros(1))
+
+    def start(self, y: torch.Tensor) -> torch.Tensor:
+        return y
+
+    def step(self, t: int, y: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return state
+
+
 @pytest.mark.parametrize(("words", "line"), [
-    ("Lazy", r"^model\._target_=misnamed\.Lazy has module\.layer\.weight without a shape"),
+    ("Lazy", r"^model\._target_=tests\.models\.test_plain\.Lazy has module\.layer\.weight without a shape"),
     ("Named", r"^Named\.image is a method"),
     ("Named +model.kind=weight", r"^Named\.step is a method"),
-    ("Named +model.kind=buffer", r"^model\._target_=misnamed\.Named refuses .*attribute 'run' already exists"),
+    ("Named +model.kind=buffer", r"^model\._target_=\S+\.Named refuses .*attribute 'run' already exists"),
 ])  # fmt: skip
-def test_names_of_methods_and_lazy_modules_are_one_line(here: Path, words: str, line: str) -> None:
+def test_names_of_methods_and_lazy_modules_are_one_line(words: str, line: str) -> None:
     """torch takes a module named like a method, and then calls the method."""
-    (here / "misnamed.py").write_text(MISNAMED)
-    config = config_of(*WORDS, *f"model._target_=misnamed.{words}".split())
+    config = config_of(*WORDS, *f"model._target_={__name__}.{words}".split())
     with pytest.raises(ConfigError, match=line):
         build_network(config, build_projector(config))
 
