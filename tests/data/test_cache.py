@@ -71,52 +71,37 @@ def test_changed_sources_are_decoded_again(root: Path) -> None:
     assert opened(root).load(0)[10, 5] == pytest.approx(100, abs=1)
 
 
-def test_bad_files_among_good_ones_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_bad_files_and_frames_among_good_ones_are_skipped_and_named(tmp_path: Path) -> None:
     root = tmp_path / "root"
     make_ct(root / "p/0.IMA")
     (root / "notes.txt").write_text("no DICOM")
     data = (root / "p/0.IMA").read_bytes()
     (root / "p/cut.IMA").write_bytes(data[: len(data) // 2])
     make_ct(root / "p/air", np.full((40, 40), -1000.0))
-    frames = np.stack([body_hu(seed=i) for i in range(3)])
-    frames[1] = -1000
-    make_ct(root / "p/three", frames)
-    for _ in range(2):  # the second time from the cache, which is inside of the folder
-        cache = opened(root, 20, "dicom", cache_dir=str(root / "cache"))
-        assert {cache.name(i) for i in range(len(cache))} == {"p/0.IMA", "p/three#0", "p/three#2"}
-        assert sorted(name for name, _ in cache.skipped) == ["notes.txt", "p/air", "p/cut.IMA", "p/three#1"]
-
-
-def test_frames_of_no_use_leave_the_others_of_their_file(tmp_path: Path) -> None:
-    dataset = make_ct(tmp_path / "root/multi", np.stack([body_hu(seed=i) for i in range(5)]))
+    frames = np.stack([body_hu(seed=i) for i in range(6)])
+    frames[5] = -1000
+    dataset = make_ct(root / "p/six", frames)
     groups = dataset.PerFrameFunctionalGroupsSequence
     for frame, words in {0: "ORIGINAL PRIMARY LOCALIZER", 3: "DERIVED PRIMARY AXIAL MAXIMUM"}.items():
         groups[frame].CTImageFrameTypeSequence = [Dataset()]
         groups[frame].CTImageFrameTypeSequence[0].FrameType = words.split()
     groups[2].PixelValueTransformationSequence[0].RescaleSlope = 0
-    dataset.save_as(tmp_path / "root/multi")
-    cache = opened(tmp_path / "root", 20, "dicom")
-    assert {cache.name(i) for i in range(len(cache))} == {"multi#1", "multi#4"}
-    assert [name for name, _ in cache.skipped] == ["multi#0", "multi#2", "multi#3"]
-    assert cache.skipped[0][1] == "a localizer"
-    assert cache.skipped[2][1] == "a derived image (MAXIMUM)"
-    cache = opened(tmp_path / "root", 20, "dicom", derived=True)
-    assert [name for name, _ in cache.skipped] == ["multi#0", "multi#2"]
-
-
-def test_the_line_on_derived_images_names_the_key(tmp_path: Path) -> None:
-    for k in range(4):
-        its = {"PatientID": f"P{k}", "ImageType": ["DERIVED", "SECONDARY", "AXIAL", "MIP"]}
-        make_ct(tmp_path / "root" / str(k), body_hu(), **its)
-    line = r"4 a derived image \(MIP\)\): 0, 1, 2, …; data\.derived=true takes derived images"
-    with pytest.raises(DataError, match=line):
-        opened(tmp_path / "root", 20, "dicom")
-    assert len(opened(tmp_path / "root", 20, "dicom", derived=True)) == 4
+    dataset.save_as(root / "p/six")
+    for derived in (False, False, True):  # the second time from the cache, which is inside of the folder
+        cache = opened(root, 20, "dicom", cache_dir=str(root / "cache"), derived=derived)
+        names, reasons = {cache.name(i) for i in range(len(cache))}, dict(cache.skipped)
+        assert names == {"p/0.IMA", "p/six#1", "p/six#4"} | ({"p/six#3"} if derived else set())
+        assert {*reasons} | names == {"notes.txt", "p/0.IMA", "p/air", "p/cut.IMA", *(f"p/six#{k}" for k in range(6))}
+        assert len(reasons) + len(names) == 10
+        assert reasons["p/six#0"] == "a localizer"
+        assert reasons.get("p/six#3", "") == ("" if derived else "a derived image (MAXIMUM)")
 
 
 @pytest.mark.parametrize(("option", "files", "says"), [
     ("dicom", None, r"data\.root=.*root does not exist: give the folder with the slices"),
     ("dicom", {}, "is empty"),
+    ("dicom", {str(k): {"ImageType": ["DERIVED", "SECONDARY", "AXIAL", "MIP"], "PatientID": f"P{k}"} for k in range(4)},
+     r"4 a derived image \(MIP\)\): 0, 1, 2, …; data\.derived=true takes derived images"),
     ("dicom", {"a.txt": b"hello"}, r"no usable slice.*1 not DICOM.*a\.txt.*give a folder with CT images in DICOM"),
     ("numpy", {"line.npy": np.arange(9.0), "cut.npy": b"\x93NUMPY\x01\x00"}, "no usable slice"),
     ("numpy", {"unit.npy": np.linspace(0, 1, 1600).reshape(40, 40)}, "not HU"),
@@ -126,8 +111,12 @@ def test_folders_of_no_use_say_so(root: Path, option: str, files: dict[str, Any]
     for path in root.iterdir():
         path.unlink()
     for name, content in (files or {}).items():
-        path = root / name
-        path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content)
+        if isinstance(content, bytes):
+            (root / name).write_bytes(content)
+        elif isinstance(content, dict):
+            make_ct(root / name, **content)
+        else:
+            np.save(root / name, content)
     if files is None:
         root.rmdir()
     with pytest.raises(DataError, match=says):
