@@ -13,11 +13,9 @@ from qnmixer.data.folders import check_data
 from qnmixer.errors import CheckpointError, ConfigError, DataError, PluginError
 from qnmixer.evaluation.evaluate import evaluated_source
 from qnmixer.evaluation.evaluate_run import as_trained
-from qnmixer.reconstruction.checkpoints import encode, read_checkpoint
 from qnmixer.reconstruction.sections import AsTrained
-from qnmixer.settings.compose import compose
 from qnmixer.settings.data import MixedData
-from qnmixer.settings.run import parse, section
+from qnmixer.settings.run import section
 
 N_PATIENTS, N_EACH = 5, 2
 
@@ -147,20 +145,3 @@ def test_an_own_source_is_found_and_trusted_by_its_key(root: Path, tmp_path: Pat
     assert as_trained(str(tmp_path), changed, data, ["collections"]) == data
     with pytest.raises(CheckpointError, match=r"data.root=/a is for a run on one folder, but .* with data=mixed"):
         as_trained(str(tmp_path), changed.changed(root="/a"), data, ["collections"])
-
-
-def test_weights_files_name_no_folder_or_patient(root: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / "secret" / name).mkdir(parents=True)
-    config = parse(compose("train", ["model.patch_size=4"]))
-    config.data = config_of(root, {
-        "slices": {"root": str(tmp_path / "secret/a"), "split": "explicit", "val_patients": ["secret"]},
-        "mine": {"share": 0, "name": "custom", "_target_": "collections.Counter", "root": str(tmp_path / "secret/b")},
-    }, image_size=256)  # fmt: skip
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(encode(config, {}))
-    assert b"secret" not in path.read_bytes()
-    again, _ = read_checkpoint(path)
-    assert again.data.shares == config.data.shares
-    assert again.data.sources["slices"]["split"] == "explicit"
-    assert parse(again.plain()) == again

@@ -15,7 +15,9 @@ from qnmixer.reconstruction import weights
 from qnmixer.reconstruction.checkpoints import encode, load_run, load_weights, read_checkpoint, resumable
 from qnmixer.reconstruction.pretrained import decode, digest_of_weights
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED, check_weights, find_checkpoint
+from qnmixer.settings.data import MixedData
 from qnmixer.settings.plugins import module_of
+from qnmixer.settings.run import parse
 
 from ..conftest import config_of, tiny_module
 from ..public import PRIVATE
@@ -63,8 +65,14 @@ FOLDER = [
 ]  # fmt: skip
 CUSTOM = ["data=custom", "data._target_=collections.Counter", "+data.root=/home/secret", "resume=/secret"]
 
+MIXED = [
+    "data=mixed", "data.sources.slices.root=/home/secret", "data.sources.slices.split=explicit",
+    "+data.sources.slices.val_patients=[secret]",
+    "+data.sources.mine={share: 0, name: custom, _target_: collections.Counter, root: /secret}",
+]  # fmt: skip
 
-@pytest.mark.parametrize("overrides", [FOLDER, CUSTOM], ids=["folder", "custom"])
+
+@pytest.mark.parametrize("overrides", [FOLDER, CUSTOM, MIXED], ids=["folder", "custom", "mixed"])
 def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str], tmp_path: Path) -> None:
     config = config_of(*overrides, "data.image_size=32", "data.hu_max=1500")
     path = tmp_path / "a.safetensors"
@@ -73,6 +81,10 @@ def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str],
     again, _ = read_checkpoint(path)
     assert (again.data.name, again.data.image_size, again.data.hu_max) == (config.data.name, 32, 1500)
     assert (again.model, again.geometry, again.noise) == (config.model, config.geometry, config.noise)
+    assert parse(again.plain()) == again
+    if isinstance(config.data, MixedData):
+        assert again.data.shares == config.data.shares
+        assert again.data.sources["slices"]["split"] == "explicit"
 
 
 @pytest.mark.parametrize("target", ["os.system", "qnmixer.data.batch.to_hu"])
