@@ -334,8 +334,7 @@ def test_images_of_air_only_are_doubted_once(own: OwnDataModule) -> None:
     air = {"image": torch.full((2, 1, 16, 16), 0.02)}
     with pytest.warns(UserWarning, match=r"first images of train are nothing but air \(up to -940 HU\)"):
         batches.completed(air)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         batches.completed(air)
 
 

@@ -31,8 +31,7 @@ def volume(seed: int = 0, n: int = 3) -> Stack:
 
 def lines_of(data: DataConfig) -> list[str]:
     """What is said when the slices are opened."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         SliceDataModule(data).setup()
     return [str(warning.message) for warning in said]
 

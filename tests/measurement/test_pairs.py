@@ -53,8 +53,7 @@ def test_a_detector_that_is_off_is_told_of_the_first_sinogram_without_an_image()
 
 @pytest.mark.parametrize("change", [lambda y: y, few_photons, without_views])
 def test_right_pairs_give_no_word(change: Callable[[Tensor], Tensor]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         check(change(A(IMAGES)))
 
 
@@ -77,8 +76,7 @@ def test_the_slice_is_named_and_fillers_are_not_looked_at() -> None:
     y[2] = y[0]
     with pytest.warns(UserWarning, match=r"\(train, slice 2 of its first batch, c\)"):
         check(y, name=["a", "b", "c"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         check(y, weight=torch.tensor([1, 1, 0]))
         check(y, weight=torch.zeros(3))
 
@@ -99,8 +97,7 @@ class Mirrored(LightningDataModule):
 
 def test_a_run_says_it_once_for_each_part(tmp_path: Path) -> None:
     words = [f"datamodule._target_={__name__}.Mirrored", "trainer.max_steps=2", "trainer.val_every_n_steps=1"]
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as warned:
         fit(tiny_config(*words, "test_after_training=true"), Run(tmp_path))
     said = [str(warning.message) for warning in warned if "differs from A x" in str(warning.message)]
     assert [line.partition(" (")[2].partition(",")[0] for line in said] == ["train", "val", "test"]
