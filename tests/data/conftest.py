@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydicom import dcmread
 from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
-from pydicom.sequence import Sequence
 from pydicom.uid import CTImageStorage, EnhancedCTImageStorage, ExplicitVRLittleEndian, generate_uid
 
 
@@ -22,26 +22,34 @@ def body_hu(rows: int = 40, columns: int = 40, *, seed: int = 0) -> np.ndarray[A
 def make_ct(path: Path, hu: np.ndarray[Any, Any] | None = None, **tags: Any) -> FileDataset:
     """Write a CT image; 3-D hu makes an enhanced one; a tag of None is left out."""
     hu = body_hu() if hu is None else hu
-    meta = FileMetaDataset()
-    meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    meta.MediaStorageSOPClassUID = CTImageStorage
-    meta.MediaStorageSOPInstanceUID = generate_uid()
-    dataset = FileDataset(str(path), {}, file_meta=meta, preamble=b"\0" * 128)
-    dataset.SOPClassUID, dataset.SOPInstanceUID = meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID
-    dataset.Modality, dataset.ImageType = "CT", ["ORIGINAL", "PRIMARY", "AXIAL"]
-    dataset.PatientID, dataset.PatientName = "P1", "Doe^Jane"
+    dataset = item(
+        SOPClassUID=CTImageStorage if hu.ndim == 2 else EnhancedCTImageStorage, SOPInstanceUID=generate_uid(),
+        Modality="CT", ImageType=["ORIGINAL", "PRIMARY", "AXIAL"], PatientID="P1", PatientName="Doe^Jane",
+        StudyDescription="Abdomen", SeriesNumber=3, InstanceNumber=7,
+    )  # fmt: skip
     study = f"1.2.{zlib.crc32(tags.get('PatientID', 'P1').encode())}"  # one for each patient
     dataset.StudyInstanceUID, dataset.SeriesInstanceUID = study, f"{study}.5"
-    dataset.StudyDescription, dataset.SeriesNumber, dataset.InstanceNumber = "Abdomen", 3, 7
-    dataset.PixelSpacing, dataset.SliceThickness = [0.8, 0.8], 3
-    dataset.ImagePositionPatient, dataset.ImageOrientationPatient = [-10, -20, 30], [1, 0, 0, 0, 1, 0]
-    dataset.RescaleSlope, dataset.RescaleIntercept = 1, -1024
-    dataset.SamplesPerPixel, dataset.PhotometricInterpretation = 1, "MONOCHROME2"
-    dataset.BitsAllocated, dataset.BitsStored, dataset.HighBit, dataset.PixelRepresentation = 16, 16, 15, 1
-    dataset.Rows, dataset.Columns = hu.shape[-2:]
-    dataset.add_new("PixelData", "OW", (hu + 1024).astype("<i2").tobytes())
-    if hu.ndim == 3:
-        _enhance(dataset, len(hu))
+    orientation = item(ImageOrientationPatient=[1, 0, 0, 0, 1, 0])
+    spacing = item(PixelSpacing=[0.8, 0.8], SliceThickness=3)
+    if hu.ndim == 2:
+        dataset.update(orientation)
+        dataset.update(spacing)
+        dataset.update({"RescaleSlope": 1, "RescaleIntercept": -1024, "ImagePositionPatient": [-10, -20, 30]})
+    else:  # which has them in functional groups
+        shared = item(PlaneOrientationSequence=[orientation], PixelMeasuresSequence=[spacing])
+        dataset.SharedFunctionalGroupsSequence = [shared]
+        dataset.PerFrameFunctionalGroupsSequence = [
+            item(
+                PixelValueTransformationSequence=[
+                    item(RescaleSlope=1, RescaleIntercept=-1024 - 100 * frame, RescaleType="HU")
+                ],
+                PlanePositionSequence=[item(ImagePositionPatient=[-10, -20, 30 - 2 * frame])],
+            )
+            for frame in range(len(hu))
+        ]
+    dataset.file_meta = FileMetaDataset()
+    dataset.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    dataset.set_pixel_data((hu + 1024).astype("<i2"), "MONOCHROME2", 16, generate_instance_uid=False)
     for keyword, value in tags.items():
         if value is None:
             delattr(dataset, keyword)
@@ -49,29 +57,11 @@ def make_ct(path: Path, hu: np.ndarray[Any, Any] | None = None, **tags: Any) -> 
             setattr(dataset, keyword, value)
     path.parent.mkdir(parents=True, exist_ok=True)
     dataset.save_as(path, enforce_file_format=True)
+    return dcmread(path)
+
+
+def item(**tags: Any) -> Dataset:
+    """Tags together, such as an item of a sequence."""
+    dataset = Dataset()
+    dataset.update(tags)
     return dataset
-
-
-def _enhance(dataset: FileDataset, n_frames: int) -> None:
-    """Move what an enhanced CT keeps in functional groups there."""
-    dataset.SOPClassUID = dataset.file_meta.MediaStorageSOPClassUID = EnhancedCTImageStorage
-    dataset.NumberOfFrames = n_frames
-    shared, orientation, measures = Dataset(), Dataset(), Dataset()
-    orientation.ImageOrientationPatient = dataset.ImageOrientationPatient
-    measures.PixelSpacing, measures.SliceThickness = dataset.PixelSpacing, dataset.SliceThickness
-    shared.PlaneOrientationSequence, shared.PixelMeasuresSequence = Sequence([orientation]), Sequence([measures])
-    dataset.SharedFunctionalGroupsSequence = Sequence([shared])
-    groups = []
-    for frame in range(n_frames):
-        group, rescale, position = Dataset(), Dataset(), Dataset()
-        rescale.RescaleSlope, rescale.RescaleIntercept, rescale.RescaleType = 1, -1024 - 100 * frame, "HU"
-        position.ImagePositionPatient = [-10, -20, 30 - 2 * frame]
-        group.PixelValueTransformationSequence = Sequence([rescale])
-        group.PlanePositionSequence = Sequence([position])
-        groups.append(group)
-    dataset.PerFrameFunctionalGroupsSequence = Sequence(groups)
-    for keyword in (
-        "RescaleSlope", "RescaleIntercept", "ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing",
-        "SliceThickness",
-    ):  # fmt: skip
-        delattr(dataset, keyword)

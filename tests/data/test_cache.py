@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydicom.dataset import Dataset
 from tests.limits import within_limits
 
 from qnmixer.data.cache import SliceCache, open_cache
@@ -23,7 +22,7 @@ from qnmixer.data.slices import Slice
 from qnmixer.errors import DataError
 from qnmixer.settings.run import section
 
-from .conftest import body_hu, make_ct
+from .conftest import body_hu, item, make_ct
 
 
 @pytest.fixture
@@ -83,8 +82,7 @@ def test_bad_files_and_frames_among_good_ones_are_skipped_and_named(tmp_path: Pa
     dataset = make_ct(root / "p/six", frames)
     groups = dataset.PerFrameFunctionalGroupsSequence
     for frame, words in {0: "ORIGINAL PRIMARY LOCALIZER", 3: "DERIVED PRIMARY AXIAL MAXIMUM"}.items():
-        groups[frame].CTImageFrameTypeSequence = [Dataset()]
-        groups[frame].CTImageFrameTypeSequence[0].FrameType = words.split()
+        groups[frame].CTImageFrameTypeSequence = [item(FrameType=words.split())]
     groups[2].PixelValueTransformationSequence[0].RescaleSlope = 0
     dataset.save_as(root / "p/six")
     for derived in (False, False, True):  # the second time from the cache, which is inside of the folder

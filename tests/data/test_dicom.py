@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydicom import Dataset, dcmread, dcmwrite
+from pydicom import dcmread, dcmwrite
 from pydicom.uid import UID, DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian, ImplicitVRLittleEndian, RLELossless
 from tests.compressed import compressed
 from tests.limits import within_limits
@@ -12,7 +12,7 @@ from tests.limits import within_limits
 from qnmixer.data.dicom import DicomReader, decode_frame, open_ct
 from qnmixer.data.slices import SkipFile, Slice
 
-from .conftest import body_hu, make_ct
+from .conftest import body_hu, item, make_ct
 
 
 def read(path: Path) -> list[Slice]:
@@ -226,8 +226,7 @@ def test_the_type_of_a_frame_counts(tmp_path: Path) -> None:
     dataset = make_ct(tmp_path / "multi.dcm", np.stack([body_hu(), body_hu()]), ImageType=["MIXED", "PRIMARY"])
     for group, words in zip(dataset.PerFrameFunctionalGroupsSequence, ("ORIGINAL NONE", "DERIVED RCBF"), strict=True):
         group.PixelValueTransformationSequence[0].RescaleType = "US"
-        group.CTImageFrameTypeSequence = [Dataset()]
-        group.CTImageFrameTypeSequence[0].FrameType = words.replace(" ", " PRIMARY PERFUSION ").split()
+        group.CTImageFrameTypeSequence = [item(FrameType=words.replace(" ", " PRIMARY PERFUSION ").split())]
     dataset.save_as(tmp_path / "multi.dcm")
     opened = open_ct(tmp_path / "multi.dcm")
     np.testing.assert_array_equal(decode_frame(opened, 0), body_hu())
@@ -248,8 +247,7 @@ def test_images_computed_of_slices_are_taken_if_asked_for(tmp_path: Path, words:
     if n_frames > 1:  # one frame of it
         dataset.ImageType = [words[0], "PRIMARY", "VOLUME", "MIXED"]
         group = dataset.PerFrameFunctionalGroupsSequence[1]
-        group.CTImageFrameTypeSequence = [Dataset()]
-        group.CTImageFrameTypeSequence[0].FrameType = words
+        group.CTImageFrameTypeSequence = [item(FrameType=words)]
         dataset.save_as(tmp_path / "a")
     pieces = DicomReader().read(tmp_path, "a")
     assert len([*islice(pieces, n_frames - 1)]) == n_frames - 1
@@ -267,8 +265,7 @@ def test_a_localizer_is_never_taken(tmp_path: Path, where: str, derived: bool) -
     if where != "ImageType":
         shared, last = dataset.SharedFunctionalGroupsSequence[0], dataset.PerFrameFunctionalGroupsSequence[1]
         group = shared if where == "SharedFrameType" else last
-        group.CTImageFrameTypeSequence = [Dataset()]
-        group.CTImageFrameTypeSequence[0].FrameType = words
+        group.CTImageFrameTypeSequence = [item(FrameType=words)]
     dataset.save_as(tmp_path / "a")
     opened = open_ct(tmp_path / "a")
     for frame in range(2):
