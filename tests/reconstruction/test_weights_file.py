@@ -68,7 +68,7 @@ CUSTOM = ["data=custom", "data._target_=collections.Counter", "+data.root=/home/
 MIXED = [
     "data=mixed", "data.sources.slices.root=/home/secret", "data.sources.slices.split=explicit",
     "+data.sources.slices.val_patients=[secret]",
-    "+data.sources.mine={share: 0, name: custom, _target_: collections.Counter, root: /secret}",
+    "+data.sources.mine={share: 0, name: custom, _target_: collections.Counter, place: /secret}",
 ]  # fmt: skip
 
 
