@@ -145,27 +145,6 @@ def test_a_pipeline_refuses_them(words: list[str]) -> None:
         build_module(config)
 
 
-class Smooth(Split):
-    """As a project would have it."""
-
-    def __init__(self, weight: float, **others: Any) -> None:
-        super().__init__(**others)
-        self.weight = weight
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        image, losses = self.prediction(self.measure(batch, "train"))
-        return (batch["weight"] * (losses + self.weight * image.diff(dim=-1).abs().mean((1, 2, 3)))).mean()
-
-
-def test_a_subclass_adds_to_the_loss() -> None:
-    plain, module = (
-        tiny_module(*SPLIT, *words) for words in ([], [f"module._target_={__name__}.Smooth", "+module.weight=2"])
-    )
-    loss, more = (part.training_step(batch_of(plain), 0) for part in (plain, module))
-    assert 0 < float((more - loss).detach()) < 2
-    assert module.hparams == {"parts": 2, "weight": 2}
-
-
 def test_parts_that_do_not_divide_the_views_leave_out_the_last() -> None:
     """As a scan of 61 views needs: the image of the part and the loss are those of the other views."""
     module = tiny_module(*SPLIT, "module.parts=3")
