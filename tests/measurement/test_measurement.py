@@ -33,7 +33,7 @@ def test_training_validation_and_test_draw_different_noise() -> None:
 
 
 @pytest.mark.parametrize("overrides", [
-    ["noise=field", "data.num_workers=2"],
+    ["noise=field", "data.num_workers=1"],
     ["noise=physical", "data.simulation_factor=2", "data.views=[6,8]", "data.arcs=[180,360]"],
 ])  # fmt: skip
 def test_workers_measure_as_the_module_does(overrides: list[str]) -> None:

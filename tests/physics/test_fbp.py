@@ -51,9 +51,9 @@ def reconstruct(geometry: FanBeamGeometry, fbp_filter: str = "ramp") -> Tensor:
     return operator.fbp(operator(ellipse_image(geometry)))[0, 0]
 
 
-@pytest.mark.parametrize(
-    ("name", "fbp_filter"), [*((name, "ramp") for name in BEAMS), *(("fan_flat", name) for name in FBP_WINDOWS)]
-)
+@pytest.mark.parametrize(("name", "fbp_filter"), [
+    *((name, "ramp") for name in BEAMS), *(("fan_flat", name) for name in FBP_WINDOWS if name != "ramp"),
+])  # fmt: skip
 def test_every_beam_and_every_filter_has_unit_gain(name: str, fbp_filter: str) -> None:
     geometry = BEAMS[name]
     x, found, seen = ellipse_image(geometry)[0, 0], reconstruct(geometry, fbp_filter), disc(geometry)
