@@ -4,16 +4,14 @@ import numpy as np
 import pytest
 
 from qnmixer.data.phantoms.discs import DiscSource
+from qnmixer.fit import fit
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.units import FloatArray
-from qnmixer.train import train
+from qnmixer.runs.run import Run
+
+from ..conftest import other_config
 
 GEOMETRY = FanBeamGeometry(64, 76 / 64, 8, 140, 0.8, 410.66, 143.08)
-TINY = [
-    "experiment=htc", "data.image_size=32", "geometry.n_views=8", "geometry.n_detectors=70", "model.channels=4",
-    "geometry.detector_pitch=1.6", "model.n_iterations=1", "model.depth=2", "data.n_val=1", "trainer.max_steps=2",
-    "data.arcs=[30,91.5]", "test_after_training=false", "callbacks=none",
-]  # fmt: skip
 
 
 def discs(part: str = "val", seed: int = 1, **change: float | bool) -> DiscSource:
@@ -52,5 +50,6 @@ def circle(image: FloatArray) -> tuple[tuple[float, float], float]:
 
 
 def test_the_network_of_the_discs_trains(tmp_path: Path) -> None:
-    train(*TINY, f"hydra.run.dir={tmp_path}")
+    words = ["experiment=htc", "data.arcs=[30,91.5]", "geometry.detector_pitch=5", "model.depth=2"]
+    fit(other_config(*words, "trainer.max_steps=2", "test_after_training=false"), Run(tmp_path))
     assert (tmp_path / "checkpoints" / "best.ckpt").exists()

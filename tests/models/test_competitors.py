@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,20 +37,12 @@ def matrix(operator: Callable[[Tensor], Tensor], *shape: int) -> Tensor:
     return torch.cat([operator(unit[None]).flatten()[:, None] for unit in basis], dim=1)
 
 
-class Dense(NamedTuple):
+def dense(network: UnrolledNetwork[Any]) -> tuple[Tensor, Tensor, Tensor]:
     """A, A† and FBP as matrices."""
-
-    A: Tensor
-    back: Tensor
-    fbp: Tensor
-
-
-def dense(network: UnrolledNetwork[Any]) -> Dense:
     p = network.projector
     A = matrix(p, 16, 16)
-    ramp = matrix(p.filtered_adjoint, 12, 24)
     torch.testing.assert_close(matrix(p.adjoint, 12, 24), A.T)
-    return Dense(A, ramp, matrix(p.fbp, 12, 24))
+    return A, matrix(p.filtered_adjoint, 12, 24), matrix(p.fbp, 12, 24)
 
 
 def cnn_of_learn(x: Tensor, weights: Iterator[Tensor]) -> Tensor:

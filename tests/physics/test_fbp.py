@@ -29,7 +29,6 @@ BEAMS = {
     "fan_curved far to the other": replace(CURVED, n_detectors=64, detector_offset=-24.25),
     "parallel far to one side": replace(PARALLEL, **FAR),
 }
-SCANS = {"fan_flat": PAPER, "fan_curved": CURVED, "parallel": PARALLEL}
 
 
 def disc(geometry: FanBeamGeometry) -> Tensor:
@@ -68,8 +67,8 @@ def test_every_beam_and_every_filter_has_unit_gain(name: str, fbp_filter: str) -
 def test_a_short_scan_gives_what_the_full_turn_gives(beam: str, degrees: int, offset: float) -> None:
     """By rms inside the body; single pixels differ by more."""
     span = math.radians(degrees)
-    short = replace(SCANS[beam], n_views=120, first_angle=0.7, angle_span=span, detector_offset=offset)
-    inside, full_turn = body(short), replace(SCANS[beam], n_views=180, detector_offset=offset)
+    short = replace(BEAMS[beam], n_views=120, first_angle=0.7, angle_span=span, detector_offset=offset)
+    inside, full_turn = body(short), replace(BEAMS[beam], n_views=180, detector_offset=offset)
     assert relative_error(reconstruct(short)[inside], reconstruct(full_turn)[inside]) < 0.01
 
 
@@ -80,12 +79,12 @@ def test_a_quarter_offset_samples_a_full_turn_twice_as_finely() -> None:
     assert relative_error(quarter[inside], x[inside]) < 0.6 * relative_error(centred[inside], x[inside])
 
 
-@pytest.mark.parametrize("beam", SCANS)
+@pytest.mark.parametrize("beam", ["fan_flat", "fan_curved", "parallel"])
 @pytest.mark.parametrize("span", [2 * math.pi, 4.5, -3.7])
 @pytest.mark.parametrize("offset", [0.0, 0.25, -12.5])
 def test_the_weights_of_all_copies_of_a_line_sum_to_one(beam: str, span: float, offset: float) -> None:
     """The copy of ray (β, γ) is (β + π − 2γ, −γ); bins are left out whose copy is near an end of the detector."""
-    geometry = replace(SCANS[beam], n_views=2880, n_detectors=96, detector_pitch=8.0, angle_span=span)
+    geometry = replace(BEAMS[beam], n_views=2880, n_detectors=96, detector_pitch=8.0, angle_span=span)
     geometry = replace(geometry, first_angle=0.3, detector_offset=offset)
     gamma, bins = geometry.fan_angles(), np.arange(96)
     weights = np.broadcast_to(ray_weights(geometry) / np.cos(gamma), (2880, 96))
