@@ -28,7 +28,7 @@ from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
 
 from ..conftest import TINY, config_of, environment, few_conditions, tiny_config
-from ..warm import FORK_RANKS, Done, Warm
+from ..warm import FORK_RANKS, Warm
 
 PAGE = Path(__file__).parents[2] / "docs" / "other_loops.md"
 OWN = ["datamodule._target_=my_slices.MySlices", "+datamodule.folder=pairs"]
@@ -66,8 +66,11 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(warm: Warm, folder: Path, *words: str) -> Done:
-    return warm.run("-m", "qnmixer.train", *words, cwd=folder, env=environment(**FORK_RANKS))
+def run(warm: Warm, folder: Path, command: str, *words: str) -> str:
+    """What a command says on standard output. It ends well, without a word on standard error."""
+    done = warm.run("-m", f"qnmixer.{command}", *words, cwd=folder, env=environment(**FORK_RANKS))
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
 def steps_of(run: Path) -> list[int]:
@@ -77,26 +80,20 @@ def steps_of(run: Path) -> list[int]:
 @pytest.mark.slow
 def test_it_trains_and_resumes_and_comes_back(here: Path, warm: Warm) -> None:
     words = [*TINY, *OWN, "test_after_training=true", "schedule=constant", "trainer.max_steps=3"]
-    done = train(warm, here, *words, "hydra.run.dir=alone")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("not promised") == 1
-    assert "datamodule=my_slices.MySlices (loading" in done.stdout
-    assert "data=" not in done.stdout
-    done = train(warm, here, "resume=alone", "trainer.max_steps=7")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "resumed at step 3 of 7" in done.stdout
+    said = run(warm, here, "train", *words, "hydra.run.dir=alone")
+    assert said.count("not promised") == 1
+    assert "datamodule=my_slices.MySlices (loading" in said
+    assert "data=" not in said
+    assert "resumed at step 3 of 7" in run(warm, here, "train", "resume=alone", "trainer.max_steps=7")
     assert steps_of(here / "alone") == [1, 2, 3, 4, 5, 6, 7]
-    done = warm.run("-m", "qnmixer.evaluate", "run=alone", "hydra.run.dir=table", cwd=here, env=environment())
-    assert (done.returncode, done.stderr) == (0, "")
+    run(warm, here, "evaluate", "run=alone", "hydra.run.dir=table")
     after, again = (read_results(here / name) for name in ("alone", "table"))
     assert after["test"] == again["test"]
     assert after["evaluated"] == again["evaluated"]
     assert after["evaluated"]["data"] == "my_slices.MySlices"
     assert (here / "table" / "picture.png").is_file()
     assert images_of(here / "alone/evaluation") == ["test_0", "test_1", "test_2"]
-    words = ["run=alone", "input=predict_dataloader", "output=out", "formats=[npy]"]
-    done = warm.run("-m", "qnmixer.reconstruct", *words, cwd=here, env=environment())
-    assert done.returncode == 0, done.stderr
+    run(warm, here, "reconstruct", "run=alone", "input=predict_dataloader", "output=out", "formats=[npy]")
     names = [f"predict_{k}{end}.npy" for k in range(3) for end in ("", "_fbp")]
     assert sorted(path.name for path in (here / "out").iterdir()) == names
 
@@ -116,28 +113,23 @@ def images_of(folder: Path) -> list[str]:
 ])  # fmt: skip
 def test_two_processes_share_its_slices(here: Path, warm: Warm, target: str) -> None:
     two = ["strategy=ddp", "trainer.devices=2", "data.batch_size=1", "trainer.max_epochs=1", "trainer.max_steps=-1"]
-    run = f"two_{target}"
-    words = [*TINY, *OWN, *two, f"datamodule._target_={target}", "schedule=constant", f"hydra.run.dir={run}"]
-    done = train(warm, here, *words, "test_after_training=true")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert steps_of(here / run) == [1, 2, 3, 4]  # seven slices, one on each of two devices
-    assert float(read_metrics(here / run / "metrics.csv")[-1]["samples"]) == 8
-    assert images_of(here / run / "evaluation") == ["test_0", "test_1", "test_2"]
+    folder = f"two_{target}"
+    words = [*TINY, *OWN, *two, f"datamodule._target_={target}", "schedule=constant", f"hydra.run.dir={folder}"]
+    run(warm, here, "train", *words, "test_after_training=true")
+    assert steps_of(here / folder) == [1, 2, 3, 4]  # seven slices, one on each of two devices
+    assert float(read_metrics(here / folder / "metrics.csv")[-1]["samples"]) == 8
+    assert images_of(here / folder / "evaluation") == ["test_0", "test_1", "test_2"]
     if target == "my_images.Images":
         alone = ["strategy=single", "trainer.devices=null", "data.batch_size=2", "hydra.run.dir=one"]
-        done = train(warm, here, *words, *alone)
-        assert (done.returncode, done.stderr) == (0, "")
-        of_one, of_two = (read_results(here / name)["best"]["val/psnr"] for name in ("one", run))
+        run(warm, here, "train", *words, *alone)
+        of_one, of_two = (read_results(here / name)["best"]["val/psnr"] for name in ("one", folder))
         assert of_two == pytest.approx(of_one, rel=1e-5)  # also with a device that has no slice in the last step
         few = {"photons": "[1e5]", "views": "null", "crosstalk": "[0.02]", "truncation": "[1.5]"}
-        words = [f"run={run}", "hydra.run.dir=robust", "n_slices=2", *few_conditions(**few)]
-        words.append("evaluation.tv_weight=null")
-        done = warm.run("-m", "qnmixer.robustness", *words, cwd=here, env=environment())
-        assert done.returncode == 0, done.stderr
-        assert "my_images.Images: 2 slices of its test_dataloader." in " ".join(done.stdout.split())
-        words = [f"run={run}", "input=predict_dataloader", "output=inside", "formats=[npy]"]
-        done = warm.run("-m", "qnmixer.reconstruct", *words, cwd=here, env=environment())
-        assert (done.returncode, (here / "inside/a/b.npy").is_file()) == (0, True), done.stderr
+        words = ["hydra.run.dir=robust", "n_slices=2", *few_conditions(**few), "evaluation.tv_weight=null"]
+        said = run(warm, here, "robustness", f"run={folder}", *words)
+        assert "my_images.Images: 2 slices of its test_dataloader." in " ".join(said.split())
+        run(warm, here, "reconstruct", f"run={folder}", "input=predict_dataloader", "output=inside", "formats=[npy]")
+        assert (here / "inside/a/b.npy").is_file()
 
 
 @pytest.fixture
