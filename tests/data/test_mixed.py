@@ -20,23 +20,16 @@ from qnmixer.settings.run import section
 N_PATIENTS, N_EACH = 5, 2
 
 
-def ct(root: Path, offset: int = 0, n_patients: int = N_PATIENTS) -> Path:
-    """Slices of 40 × 40, each of its own value, and for each patient a stack."""
-    root.mkdir()
-    for k in range(n_patients):
-        values = offset + 100.0 * k + np.arange(N_EACH)
-        stack = np.full((N_EACH, 40, 40), -1000, np.float32)
-        stack[:, 8:32, 8:24] = values[:, None, None]
-        np.save(root / f"{root.name}{k}.npy", stack)
-    return root
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders a and b, and c with fewer patients."""
+    """Folders a and b, and c with fewer patients: a stack for each, whose slices have each their own value."""
     root = tmp_path_factory.mktemp("mixed")
     for name, offset, n_patients in (("a", 0, N_PATIENTS), ("b", 700, N_PATIENTS), ("c", 0, 3)):
-        ct(root / name, offset, n_patients)
+        (root / name).mkdir()
+        for k in range(n_patients):
+            stack = np.full((N_EACH, 40, 40), -1000, np.float32)
+            stack[:, 8:32, 8:24] = offset + 100 * k + np.arange(N_EACH)[:, None, None]
+            np.save(root / name / f"{name}{k}.npy", stack)
     return root
 
 

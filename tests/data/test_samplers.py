@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -34,13 +34,6 @@ class Shuffled(Sampler[int]):
 
     def __len__(self) -> int:
         return 7
-
-
-class Stream(IterableDataset[Any]):
-    """Nobody knows its slices."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
 
 
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
@@ -102,7 +95,7 @@ def test_the_random_numbers_of_a_run_stay_as_they_are() -> None:
 def test_a_distributed_sampler_and_a_stream_share_themselves() -> None:
     sampler: Any = DistributedSampler(SLICES, num_replicas=2, rank=0)
     nested = DataLoader(SLICES, batch_sampler=BatchSampler(sampler, 2, False))
-    for loader in (DataLoader(SLICES, 2, sampler=sampler), nested, DataLoader(Stream(), 2)):
+    for loader in (DataLoader(SLICES, 2, sampler=sampler), nested, DataLoader(ChainDataset([]), 2)):
         assert shared(loader, lambda: [1], 2, 0) is loader
 
 

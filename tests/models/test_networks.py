@@ -109,11 +109,6 @@ def test_sizes_are_the_published_ones(projector: FanBeamProjector, network: Any)
         assert n_weights(network(projector)) == SIZES[network]
 
 
-class OfChannels(nn.Identity):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-
-
 @pytest.mark.parametrize(("network", "options", "error", "message"), [
     (LEARN, {"data_term": "fpb"}, ConfigError, "choose fbp or adjoint"),
     (QNMixer, {"hessian": "bgfs"}, ConfigError, "choose bfgs or identity or momentum or gradients"),
@@ -122,7 +117,7 @@ class OfChannels(nn.Identity):
     *((RegFormer, {"channels": n}, ConfigError, f"channels={n} should be a multiple of 6") for n in (4, 8, 9, 100)),
     *((QNMixer, {"detail_channels": 0, "regularizer": part}, PluginError,
        r"called with two arguments, \(image_size, channels\)")
-      for part in (OfChannels, lambda: nn.Identity(), lambda a, b, c: nn.Identity())),
+      for part in (nn.PixelShuffle, lambda: nn.Identity(), lambda a, b, c: nn.Identity())),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(
     projector: FanBeamProjector, network: Any, options: dict[str, Any], error: type[Exception], message: str

@@ -164,20 +164,12 @@ def test_a_loss_on_passes_starts_each_at_the_image_before(memory: str) -> None:
         torch.testing.assert_close(weight.grad, expected_weight.grad, rtol=1e-9, atol=1e-12)
 
 
-class Manual(ReconstructionModule):
-    """Optimizes by itself."""
-
-    def __init__(self, *parts: Any, **named: Any) -> None:
-        super().__init__(*parts, **named)
-        self.automatic_optimization = False
-
-
 @pytest.mark.parametrize(("words", "way"), [
     ([], "trainer.gradient_clip_val=null"),
     (["trainer.gradient_clip_val=null", "trainer.accumulate_grad_batches=2"], "trainer.accumulate_grad_batches=1"),
 ])  # fmt: skip
 def test_what_a_module_that_optimizes_by_itself_cannot_take_is_told_at_once(words: list[str], way: str) -> None:
-    manual = [f"module._target_={__name__}.Manual", *words]
+    manual = [f"module._target_={__name__}.Clipping", "+module.algorithm=norm", "+module.bound=1", *words]
     with pytest.raises(ConfigError, match=rf"^this module optimizes by itself .*: set {way}$"):
         prepared_module(tiny_config(*manual))
     assert not prepared_module(tiny_config(*manual, way)).automatic_optimization
