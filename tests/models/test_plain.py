@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from qnmixer import load_pretrained
-from qnmixer.errors import ConfigError, PluginError
+from qnmixer.errors import ConfigError
 from qnmixer.measurement.build import build_network, build_projector
 from qnmixer.models import UnrolledNetwork
 from qnmixer.models.plain import PlainNetwork
@@ -78,12 +78,6 @@ def test_it_gets_fbp_or_the_sinogram(here: Path, target: str) -> None:
 def test_what_needs_steps_says_so(here: Path, words: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         config_of(*WORDS, *words.split())
-
-
-def test_of_qnmixer_only_networks_are_taken() -> None:
-    """A file of somebody else may name what is in qnmixer."""
-    with pytest.raises(PluginError, match=r"is not a subclass of qnmixer\.models\.UnrolledNetwork"):
-        config_of(*WORDS, "model._target_=qnmixer.physics.FanBeamProjector")
 
 
 class Lazy(nn.Module):

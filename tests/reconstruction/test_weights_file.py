@@ -87,7 +87,7 @@ def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str],
         assert again.data.sources["slices"]["split"] == "explicit"
 
 
-@pytest.mark.parametrize("target", ["os.system", "qnmixer.data.batch.to_hu"])
+@pytest.mark.parametrize("target", ["os.system", "qnmixer.physics.FanBeamProjector"])
 def test_what_a_file_names_is_looked_at_before_it_is_called(tmp_path: Path, target: str) -> None:
     plain = config_of().plain()
     plain["model"]["_target_"] = plain["optimizer"]["_target_"] = plain["loss"]["_target_"] = target
