@@ -76,14 +76,3 @@ def test_a_parallel_beam_has_no_source() -> None:
     assert geometry.pitch_at_axis == geometry.detector_pitch
     np.testing.assert_array_equal(geometry.ray_distances(), geometry.bin_positions())
     assert not geometry.fan_angles().any()
-
-
-@pytest.mark.parametrize(("beam", "views", "span", "offset", "distinct"), [
-    ("fan_flat", 30, 2 * math.pi, 0.0, (30, 512)), ("fan_curved", 32, -2 * math.pi, 0.25, (8, 512)),
-    ("fan_curved", 32, math.pi, 0.0, (32, 512)), ("parallel", 32, 2 * math.pi, 0.25, (8, 512)),
-    ("parallel", 30, -math.pi, 0.0, (15, 256)), ("parallel", 30, math.pi, 0.25, (30, 512)),
-    ("parallel", 31, math.pi, 0.0, (31, 512)),
-])  # fmt: skip
-def test_what_of_a_scan_tells_all(beam: str, views: int, span: float, offset: float, distinct: tuple[int, int]) -> None:
-    geometry = replace(PAPER, beam=beam, n_views=views, angle_span=span, detector_offset=offset)
-    assert (geometry.n_distinct_views, geometry.n_distinct_bins) == distinct
