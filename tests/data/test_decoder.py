@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydicom.uid import RLELossless
+from tests.compressed import compressed
 
 from qnmixer.data.decoder import decode_apart
 from qnmixer.data.slices import SkipFile
@@ -19,10 +19,8 @@ from .conftest import body_hu, make_ct
 
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
-    dataset = make_ct(tmp_path / "good.dcm", body_hu(16, 16))
-    dataset.compress(RLELossless)
-    dataset.save_as(tmp_path / "good.dcm")
-    return tmp_path / "good.dcm"
+    make_ct(tmp_path / "good.dcm", body_hu(16, 16))
+    return compressed(tmp_path / "good.dcm", tmp_path / "good.dcm")
 
 
 STORED = body_hu(16, 16) + 1024
