@@ -69,10 +69,3 @@ def test_a_short_scan_is_half_a_turn_and_the_fan() -> None:
     fan = 2 * math.atan(128 / math.sqrt(500**2 - 128**2))  # a tangent from the source to the circle of the field
     assert geometry.short_scan == pytest.approx(math.pi + fan)
     assert replace(geometry, beam="parallel").short_scan == math.pi
-
-
-def test_a_parallel_beam_has_no_source() -> None:
-    geometry = replace(PAPER, beam="parallel", source_to_axis=0.0, axis_to_detector=math.nan)
-    assert geometry.pitch_at_axis == geometry.detector_pitch
-    np.testing.assert_array_equal(geometry.ray_distances(), geometry.bin_positions())
-    assert not geometry.fan_angles().any()

@@ -95,7 +95,8 @@ def test_another_scan_has_other_files(folder: Path, monkeypatch: pytest.MonkeyPa
         FanBeamProjector(replace(GEOMETRY, **change))  # type: ignore[arg-type]  # numbers and words
     assert len(files(folder)) == 2 * len(changes)
     FanBeamProjector(replace(GEOMETRY, source_to_axis=np.float64(600), axis_to_detector=290))
-    FanBeamProjector(replace(GEOMETRY, beam="parallel", source_to_axis=1.0))  # it has no source
+    no_source = {"beam": "parallel", "source_to_axis": 0.0, "axis_to_detector": np.nan}
+    FanBeamProjector(replace(GEOMETRY, **no_source))
     assert len(files(folder)) == 2 * len(changes)
     monkeypatch.setattr(sparse, "FORMAT", sparse.FORMAT + 1)
     FanBeamProjector(GEOMETRY)
