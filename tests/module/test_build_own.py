@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from qnmixer.errors import PluginError
 from qnmixer.measurement.build import build_noise
 from qnmixer.module.build import build_module
-from qnmixer.module.parts import build_optimizer, learning_rate_factor
+from qnmixer.module.parts import learning_rate_factor
 from qnmixer.physics import KeyedNoise
 
-from ..conftest import tiny_config, tiny_module
+from ..conftest import tiny_config
 
 
 def detached(image: Tensor, truth: Tensor) -> Tensor:
@@ -89,15 +89,6 @@ def test_results_that_do_not_fit() -> None:
     noise = build_noise(tiny_config(*chosen("noise", f"{__name__}.Short")))
     with pytest.raises(PluginError, match=r"Short\.sample gives \[8, 24\] for a sinogram \[1, 8, 24\]"):
         noise(torch.zeros(1, 1, 8, 24), [(1,)])
-
-
-def test_an_optimizer_of_torch() -> None:
-    words = chosen("optimizer", "torch.optim.NAdam", "+optimizer.momentum_decay=0.1", "optimizer.weight_decay=0.5")
-    module = tiny_module(*words)
-    optimizer = build_optimizer(module.config.optimizer, module.network)
-    decays = [(group["momentum_decay"], group["weight_decay"]) for group in optimizer.param_groups]
-    assert decays == [(0.1, 0.5), (0.1, 0.0), (0.1, 0.0)]
-    assert optimizer.param_groups[-1]["lr"] == pytest.approx(10 * optimizer.param_groups[0]["lr"])
 
 
 def test_a_schedule_is_a_function_of_the_step() -> None:
