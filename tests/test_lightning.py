@@ -170,14 +170,8 @@ def test_strategies_by_object_are_as_one_process(tmp_path: Path) -> None:
         assert float((found - trained["one"]).norm() / trained["one"].norm()) < 1e-6, name
 
 
-def test_slices_of_ones_own_class_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "drawn.py").write_text(
-        "import numpy as np\n\nclass Flat:\n    def __init__(self, part, n):\n        self.n = n\n\n"
-        "    def __len__(self):\n        return self.n\n\n"
-        "    def load(self, index):\n        return np.full((16, 16), 100.0 * index, np.float32)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    data = slices("drawn.Flat", n=3, image_size=16, batch_size=3, num_workers=0)
+def test_slices_of_ones_own_class_by_its_name() -> None:
+    data = slices("tests.own.MySlices", year=2016, image_size=16, batch_size=2, num_workers=0)
     data.setup("validate")
     (batch,) = data.val_dataloader()
-    assert batch["image"].shape == (3, 1, 16, 16)
+    assert batch["image"].shape == (2, 1, 16, 16)
