@@ -126,10 +126,10 @@ class Reader(Protocol):
 class _Stream:
     """A file that stays open until the object is gone, also in the data workers, whichever way they start."""
 
-    def __init__(self, path: Path, descriptor: int | None = None) -> None:
+    def __init__(self, path: Path, duplicate: Any = None) -> None:
         self._path = path
         flags = os.O_RDONLY | getattr(os, "O_BINARY", 0)  # Windows has it
-        self._descriptor = os.open(path, flags) if descriptor is None else descriptor
+        self._descriptor = os.open(path, flags) if duplicate is None else duplicate.detach()
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, length: int, offset: int) -> bytes:
@@ -141,13 +141,7 @@ class _Stream:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only Windows keeps an open file from being removed, so that its path will do.
-        if os.name == "nt":
-            return _Stream, (self._path,)
-        return _received, (self._path, reduction.DupFd(self._descriptor))
-
-
-def _received(path: Path, descriptor: Any) -> _Stream:
-    return _Stream(path, descriptor.detach())
+        return _Stream, (self._path, None if os.name == "nt" else reduction.DupFd(self._descriptor))
 
 
 class SliceCache:
@@ -227,9 +221,7 @@ def open_cache(
     """
     reader: Reader = config.build(supplied={} if scan is None else {"geometry": scan, "hu_max": config.hu_max})
     shape = (image_size, image_size) if scan is None else (scan.n_views, scan.n_detectors)
-    root, cache_dir = path_of(str(config.root)), default_cache_dir()
-    if config.cache_dir:
-        cache_dir = path_of(config.cache_dir)
+    root, cache_dir = path_of(str(config.root)), path_of(config.cache_dir or default_cache_dir())
     files = list_files(root, leave_out=cache_dir)
     matches = [path for path in files if fnmatch(path, config.include)]
     if not matches:
@@ -299,8 +291,7 @@ class _Decoding:
     field_of_view: float | None
     section: str  # for messages
     of_sinograms: bool  # which are stored as the reader gives them
-    _rows: list[dict[str, Any]] = field(default_factory=list)  # of the index, in the order of decoding
-    _order: list[tuple[Any, ...]] = field(default_factory=list)
+    _rows: list[tuple[SliceInfo, dict[str, Any]]] = field(default_factory=list)  # of the index, in decoding order
     _skipped: list[tuple[str, str]] = field(default_factory=list)
     _contents: dict[str, set[int]] = field(default_factory=dict)  # digests of the slices with the same UID
     _clashes: list[str] = field(default_factory=list)
@@ -342,17 +333,15 @@ class _Decoding:
         of_grid = hu if self.of_sinograms else to_grid(hu, piece.spacing, self.size, self.field_of_view)
         pixels = of_grid.astype(_PIXEL, copy=False).tobytes()
         stream.write(pixels)
-        self._order.append(piece.info.order)
-        self._rows.append(
-            {
-                "infos": asdict(piece.info),
-                "digests": digest_of_bytes(pixels),
-                "originals": original(hu),
-                "looks": look(hu),
-                "rows": len(self._rows),
-                "signs": unit_signs(hu, piece.info),
-            }
-        )
+        row = {
+            "infos": asdict(piece.info),
+            "digests": digest_of_bytes(pixels),
+            "originals": original(hu),
+            "looks": look(hu),
+            "rows": len(self._rows),
+            "signs": unit_signs(hu, piece.info),
+        }
+        self._rows.append((piece.info, row))
 
     def index(self) -> dict[str, Any]:
         """The index of all slices, sorted by patient, series and position. Raises DataError if there are none."""
@@ -360,6 +349,6 @@ class _Decoding:
             reasons = summarise_skipped(str(self.root), self._skipped, self.section)
             raise DataError(f"data.root has no usable slice ({reasons}): give a folder with {self.reader.wanted}")
         # Pixels stay in the order of decoding: sorting them would need all of them in memory. `rows` has the order.
-        rows = [self._rows[row] for row in sorted(range(len(self._rows)), key=self._order.__getitem__)]
+        rows = [row for _, row in sorted(self._rows, key=lambda pair: pair[0].order)]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         return columns | {"skipped": self._skipped, "clashes": self._clashes}
