@@ -24,7 +24,7 @@ from qnmixer.runs.loggers import recording_scores
 from qnmixer.runs.records import is_signed, own_modules, read_results
 from qnmixer.runs.terminal import Console
 from qnmixer.settings.compose import values_of
-from qnmixer.settings.data import DataConfig, FolderData, MixedData, PairData, PhantomData
+from qnmixer.settings.data import DataConfig, FolderData, PairData, PhantomData
 from qnmixer.settings.plugins import check_trusted, is_trusted, module_of
 from qnmixer.settings.rules import one_scale, scan_of_set
 from qnmixer.settings.run import section, targets_of
@@ -130,7 +130,7 @@ def in_turn(patients: Sequence[int]) -> list[int]:
     turns: dict[int, int] = {}
     for indices in places.values():
         middle = (len(indices) - 1) / 2
-        nearest = sorted(range(len(indices)), key=lambda place: (abs(place - middle), place))
+        nearest = sorted(range(len(indices)), key=lambda place: abs(place - middle))
         turns |= {indices[place]: turn for turn, place in enumerate(nearest)}
     return sorted(turns, key=lambda index: (turns[index], index))
 
@@ -156,10 +156,9 @@ def with_own_cache(data: DataConfig, checkpoint: Path) -> DataConfig:
     """The slices of a run. If somebody else started it, they are cached where this user does, not where it names."""
     if is_signed(read_results(run_of(checkpoint))):
         return data
-    if isinstance(data, MixedData):
-        sources = {name: keys | dict.fromkeys({"cache_dir"} & keys.keys()) for name, keys in data.sources.items()}
-        return data.changed(sources=sources)
-    return data.changed(cache_dir=None) if isinstance(data, FolderData) else data
+    return data.with_each_source(
+        lambda source: source.changed(cache_dir=None) if isinstance(source, FolderData) else source
+    )
 
 
 def other_slices(

@@ -35,24 +35,24 @@ class AsTrained(Section):
     disc: bool | None
 
 
-def _kind_of_slices(values: Any) -> str:
-    return "as trained" if isinstance(values, Mapping) and values.get(TARGET, "") is None else "others"
+def _is_of_run(section: Any, key: str = TARGET) -> bool:
+    """Whether a section gives no value to the key that chooses it: it is that of the run, with changes."""
+    return isinstance(section, Mapping) and section.get(key, "") is None
 
 
 SourceOrAsTrained = Annotated[
-    Annotated[Source, Tag("others")] | Annotated[AsTrained, Tag("as trained")], Discriminator(_kind_of_slices)
+    Annotated[Source, Tag("others")] | Annotated[AsTrained, Tag("as trained")],
+    Discriminator(lambda section: "as trained" if _is_of_run(section) else "others"),
 ]
 """Other slices, or those of the run."""
-
-
-def _noise_of_run(section: Any) -> Any:
-    return None if isinstance(section, Mapping) and section.get(TARGET, "") is None else section
 
 
 class WithNoise(Section):
     """A command that adds noise to simulated sinograms: that of the training, or another."""
 
-    noise: Annotated[NoiseConfig | None, BeforeValidator(_noise_of_run)]  # None: the noise of training
+    noise: Annotated[  # None: the noise of training
+        NoiseConfig | None, BeforeValidator(lambda section: None if _is_of_run(section) else section)
+    ]
 
     @classmethod
     def parse(cls, cfg: DictConfig) -> Self:
@@ -64,10 +64,6 @@ class WithNoise(Section):
         return config
 
 
-def _kind_of_scan(values: Any) -> str:
-    return "changes" if isinstance(values, dict) and values.get("name", "") is None else "scan"
-
-
 _CHANGES: dict[str, Any] = {
     key: (Annotated[field.annotation, key, *field.metadata] | None, ...)
     for key, field in GeometryConfig.model_fields.items()
@@ -75,7 +71,8 @@ _CHANGES: dict[str, Any] = {
 GeometryChanges: Any = create_model("GeometryChanges", __base__=Section, **_CHANGES)
 """For a trained network: the scan of the run itself. Keys that are not None here replace the run's."""
 ScanOrAsTrained = Annotated[
-    Annotated[GeometryConfig, Tag("scan")] | Annotated[GeometryChanges, Tag("changes")], Discriminator(_kind_of_scan)
+    Annotated[GeometryConfig, Tag("scan")] | Annotated[GeometryChanges, Tag("changes")],
+    Discriminator(lambda section: "changes" if _is_of_run(section, "name") else "scan"),
 ]
 """A scan, or changes of the run's."""
 
