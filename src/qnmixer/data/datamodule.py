@@ -153,9 +153,6 @@ class SliceDataModule(LightningDataModule):
         if train:
             sampler.start_at(*self._start)
         workers = min(self.config.num_workers, -(-len(sampler) // sampler.batch_size))
-        only_with_workers: dict[str, Any] = {}
-        if workers:
-            only_with_workers = {"prefetch_factor": self.config.prefetch_factor, "persistent_workers": True}
         # For a dataset of the user's: what slices draw is seeded by their number. Without a generator of its own, each
         # new iterator would draw a number that dropout would get.
         place = [self.config.seed, zlib.crc32(part.encode()), sampler.rank, *(self._start if train else ())]
@@ -169,7 +166,8 @@ class SliceDataModule(LightningDataModule):
             worker_init_fn=_end_with_parent_only,
             generator=generator,
             pin_memory=pin,
-            **only_with_workers,
+            prefetch_factor=self.config.prefetch_factor if workers else None,
+            persistent_workers=workers > 0,
         )
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning import LightningDataModule, Trainer
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
@@ -309,10 +310,8 @@ def loader_names(loaders: Any) -> list[str]:
 
 def n_batches(loader: Any) -> int:
     """The batches of an epoch of a loader; as many as a run can have if it does not know."""
-    try:
-        return len(loader)
-    except TypeError:
-        return 2**62
+    n = sized_len(loader)
+    return 2**62 if n is None else n
 
 
 def samples_of(trainer: Trainer, loader: Any, step: int) -> int:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from qnmixer.data.dataset import Sample
-from qnmixer.errors import GeometryError, PluginError
-from qnmixer.measurement.geometry import scan_of
-from qnmixer.measurement.measurement import STREAMS, Measurement, matrix_at
+from qnmixer.errors import PluginError
+from qnmixer.measurement.measurement import STREAMS, Measurement, matrix_at, scan_of
 from qnmixer.models.plain import PlainNetwork
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
@@ -107,10 +106,7 @@ def build_geometry(config: Config) -> FanBeamGeometry:
 
 def geometry_of(section: GeometryConfig, image_size: int) -> FanBeamGeometry:
     """Build the scan of a section `geometry`, for images of this size. Raises GeometryError if it is impossible."""
-    try:
-        return scan_of(section.plain(), image_size)
-    except GeometryError as error:  # it names its argument; on the command line the group comes first
-        raise GeometryError(f"geometry.{error}") from error
+    return scan_of(section.plain(), image_size)
 
 
 def build_projector(config: Config) -> FanBeamProjector:

@@ -2,9 +2,9 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from qnmixer.physics.sparse import apply_linear
 
 # Training, validation and test draw their noise from different random streams.
 STREAMS = {"train": 0, "val": 1, "test": 2}
+_LARGEST = 8192  # pixels of a side, views and bins of a scan, as in `qnmixer.settings`
 
 
 class Measurement(nn.Module):
@@ -118,6 +119,19 @@ class Measurement(nn.Module):
             self.fine_matrix = matrix_at(self._geometry, fine.shape[-1])
         matrix = self.fine_matrix.to(fine.device)
         return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
+
+
+def scan_of(section: Mapping[str, Any], image_size: int) -> FanBeamGeometry:
+    """The scan of a section `geometry`, for images of this size. Raises GeometryError if it is impossible."""
+    keys = {key: value for key, value in section.items() if key not in ("name", "field_of_view", "fbp_filter")}
+    if not all(0 < n <= _LARGEST for n in (image_size, keys["n_views"], keys["n_detectors"])):
+        raise GeometryError(f"image_size, n_views or n_detectors is not in 1 to {_LARGEST}")
+    if keys["first_angle"] is None:  # half a step between views
+        keys["first_angle"] = 0.5 * keys["angle_span"] / keys["n_views"]
+    try:
+        return FanBeamGeometry(image_size=image_size, pixel_size=section["field_of_view"] / image_size, **keys)
+    except GeometryError as error:  # it names its argument; in a config the group comes first
+        raise GeometryError(f"geometry.{error}") from error
 
 
 def part_of(projector: FanBeamProjector, n: int, k: int = 0) -> FanBeamProjector:

@@ -31,7 +31,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line, say
 from qnmixer.files import digest
-from qnmixer.measurement.geometry import scan_of
+from qnmixer.measurement.measurement import scan_of
 from qnmixer.models.data_term import follow_scan
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
