@@ -31,18 +31,14 @@ def original(hu: FloatArray) -> int:
     crop = hu[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     image = np.maximum(crop, AIR).round().astype(np.int32)
     # Flips and turns of a slice must lead to one orientation: that whose sums of rows and columns come first.
-    if _is_before(image.sum(1)[::-1], image.sum(1)):
+    if (sums := image.sum(1).tolist())[::-1] < sums:
         image = image[::-1]
-    if _is_before(image.sum(0)[::-1], image.sum(0)):
+    if (sums := image.sum(0).tolist())[::-1] < sums:
         image = image[:, ::-1]
-    if _is_before(image.sum(0), image.sum(1)):
+    if image.sum(0).tolist() < image.sum(1).tolist():
         image = image.T
     # With the number of rows: images of 2 × 6 and 3 × 4 pixels may have the same bytes.
     return digest_of_bytes(np.int64(len(image)).tobytes() + image.tobytes())
-
-
-def _is_before(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-    return bool(a.tolist() < b.tolist())
 
 
 def look(hu: FloatArray) -> list[int]:
