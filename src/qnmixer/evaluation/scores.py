@@ -61,19 +61,17 @@ class Conditions(NamedTuple):
 
 def by_patient(scores: Sequence[ImageScore], metric: str) -> dict[str, float]:
     """The mean of each patient, by a digest of the patient's slices. Slices of no known patient stand alone."""
-    contents: dict[tuple[str, int], list[int]] = {}
-    values: dict[tuple[str, int], list[float]] = {}
+    patients: dict[tuple[str, int], list[ImageScore]] = {}
     for score in scores:
         patient = ("slice", score.number) if score.patient is None else ("patient", score.patient)
-        contents.setdefault(patient, []).append(score.content)
-        if (value := score.values.get(metric)) is not None:
-            values.setdefault(patient, []).append(value)
+        patients.setdefault(patient, []).append(score)
     means: dict[str, float] = {}
-    for patient, patient_values in values.items():
-        name = digest(sorted(contents[patient]))
+    for of_patient in patients.values():
+        name = digest(sorted(score.content for score in of_patient))
         while name in means:  # a copy of the patient
             name += "+"
-        means[name] = mean(patient_values)
+        if values := [score.values[metric] for score in of_patient if score.values.get(metric) is not None]:
+            means[name] = mean(values)
     return means
 
 

@@ -95,7 +95,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
                 )
             hu, maps = scan.hu(x), dict[str, FloatArray]()
             if spread is not None:
-                maps[_SPREAD] = scan.hu_of_difference(spread)
+                maps[_SPREAD] = (scan.scale * spread)[0, 0].cpu().numpy()
                 if calibration is not None:
                     maps[_UNCERTAINTY] = calibration.of(config.level, hu, maps[_SPREAD])
             written = writer.write(scan, hu, maps)
@@ -112,7 +112,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
         if "dicom" in config.formats and max(writer.in_series.values()) > 1:
             line = f"slices without DICOM follow each other in steps of {config.slice_spacing:g} mm (slice_spacing=)"
             console.lines(line)
-        if writer.measured:
+        if scan.measured:
             console.lines(f"FBP of the same scans beside them: NAME{_FBP}")
         if len(turns) > 1:
             line = f"deviation over {len(turns)} turns and flips of each scan, in HU: NAME{_SPREAD}"
@@ -193,7 +193,6 @@ class _Writer:
 
     def __init__(self, module: Reconstructor, config: ReconstructConfig, inputs: Sequence[Path]) -> None:
         self.module, self.config, self.count = module, config, 0
-        self.measured = False  # whether an image of a measured scan was written
         self.failed: list[str] = []  # name of the scan, and why
         self._call_uid = generate_uid()
         self._written: set[Path] = set()
@@ -210,17 +209,16 @@ class _Writer:
         An image that fails leaves no file. Raises OSError for what is wrong with the disk, and not with a name.
         """
         self._files.clear()
-        self.count += 1
         try:
             self._write_images(scan, hu, maps)
         except (DataError, OSError) as error:
             for path in self._files:
                 path.unlink()
-            self.count -= 1
             if isinstance(error, OSError) and error.errno not in _OF_A_NAME:
                 raise
             self.failed.append(f"{scan.name}: {error.strerror}" if isinstance(error, OSError) else str(error))
             return False
+        self.count += 1
         return True
 
     def summary(self) -> str:
@@ -243,7 +241,6 @@ class _Writer:
         as_dicom = partial(self._write_dicom, scan=scan)
         image = self._write(target, hu, window, partial(as_dicom, hu=hu, method=self.module.network.title))
         if scan.measured:
-            self.measured = True
             with torch.no_grad():
                 fbp = scan.hu(self.module.projector.fbp(scan.sinogram))
             self._write(_with_end(target, _FBP), fbp, window, partial(as_dicom, hu=fbp, method=FBP.title))
@@ -256,7 +253,7 @@ class _Writer:
         So does a file whose path with an ending is that of a folder: `a` beside `a.dcm/`.
         """
         target = name = Path(self.config.output) / _file_name(scan.name)
-        numbers = count(self.count)
+        numbers = count(self.count + 1)
         while True:
             ends = _SPREAD, _UNCERTAINTY, *([_FBP] if scan.measured else [])
             targets = {target, *(_with_end(target, end) for end in ends)}

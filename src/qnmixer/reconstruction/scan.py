@@ -32,10 +32,6 @@ class Scan:
         """An image x [1, 1, S, S] of this scan as HU [S, S]."""
         return (self.offset + self.scale * x[0, 0].cpu().numpy()).astype(np.float32)
 
-    def hu_of_difference(self, x: Tensor) -> FloatArray:
-        """A difference of images, or a deviation [1, 1, S, S], in HU [S, S]."""
-        return (self.scale * x[0, 0].cpu().numpy()).astype(np.float32)
-
 
 def by_numbers(path: Path | str) -> list[str | int]:
     """The key that sorts paths with the numbers in them as numbers: a slice 10 comes after 9, as in its series."""
