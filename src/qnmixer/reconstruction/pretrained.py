@@ -15,7 +15,6 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from numbers import Integral, Real
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line, say
+from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line, say, suggest
 from qnmixer.files import digest
 from qnmixer.measurement.measurement import scan_of
 from qnmixer.models.data_term import follow_scan
@@ -105,8 +104,7 @@ def changed_scan(section: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
     changed = {"beam": "fan_flat", "detector_offset": 0.0} | dict(section)  # what a file may leave out
     for key, value in changes.items():
         if key not in changed:
-            near = get_close_matches(key, changed, 1)
-            raise ConfigError(f"geometry has no key {key}" + (f": did you mean {near[0]}?" if near else ""))
+            raise ConfigError(f"geometry has no key {key}: {suggest(key, changed)}")
         kind: Any = str if key in _WORDS else Integral if key in _COUNTS else Real
         if (not isinstance(value, kind) or isinstance(value, bool)) and not (key == "first_angle" and value is None):
             what = {str: "text", Integral: "a whole number", Real: "a number"}[kind]
