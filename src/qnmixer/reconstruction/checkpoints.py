@@ -256,10 +256,8 @@ def _changes(old_config: Config, new_config: Config) -> Iterator[str]:
 def _differing(old_config: Config, new_config: Config, section: str) -> dict[str, tuple[Any, Any]]:
     """The settings of a section that differ and that change results: their values before and now, by key."""
     checked_section = getattr(new_config, section)
-    old_settings = _settings(getattr(old_config, section), checked_section)
-    new_settings = _settings(checked_section, checked_section)
-    pairs = {key: (old_settings.get(key), new_settings.get(key)) for key in old_settings | new_settings}
-    return {key: (old_value, new_value) for key, (old_value, new_value) in pairs.items() if old_value != new_value}
+    old, new = (_settings(getattr(config, section), checked_section) for config in (old_config, new_config))
+    return {key: (old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)}
 
 
 def _settings(section: Any, checked_section: Any) -> dict[str, Any]:

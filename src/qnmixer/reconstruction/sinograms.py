@@ -33,7 +33,7 @@ def holds_sinograms(path: Path, trained: FanBeamGeometry, config: ReconstructCon
     if path.suffix.lower() in (".mat", *TIFF) or config.detector_pitch is not None or config.angle_span is not None:
         return True
     views, bins = trained.n_views, trained.n_detectors
-    for file in _scan_files(path) if path.is_dir() or path.suffix.lower() == ".npy" else ():
+    for file in _scan_files(path):
         ending = file.suffix.lower()
         if ending == ".mat":
             return True
