@@ -201,12 +201,10 @@ class _Results:
 
         `host_batch`: the batch as its loader gave it.
         """
-        values: dict[str, list[dict[str, float | None]]] = {}
-        for name, xs in images.items():
-            if "image" in batch:
-                values[name] = _values_of(batch, xs[-1], self.window, self.metrics)
-            else:
-                values[name] = [{RESIDUAL: value} for value in residuals[name].tolist()]
+        if "image" in batch:
+            values = {name: _values_of(batch, xs[-1], self.window, self.metrics) for name, xs in images.items()}
+        else:
+            values = {name: [{RESIDUAL: value} for value in column.tolist()] for name, column in residuals.items()}
         numbers = host_batch.get("number", host_batch["sample"]).tolist()
         for b, (n, weight) in enumerate(zip(numbers, host_batch["weight"].tolist(), strict=True)):
             if weight:  # else it only fills the batch
@@ -221,8 +219,7 @@ class _Results:
         """Give each process the results of all."""
         if not dist.is_initialized():
             return
-        shares: list[tuple[dict[int, list[ImageScore]], dict[int, SliceImages]]]
-        shares = [({}, {})] * dist.get_world_size()
+        shares: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shares, (self.scores, self.slices))
         self.scores = {n: slice_scores for scores, _ in shares for n, slice_scores in scores.items()}
         slices = {n: slice_ for _, slices in shares for n, slice_ in slices.items()}
