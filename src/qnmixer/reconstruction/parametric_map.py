@@ -1,6 +1,5 @@
 """Write a map of HU as a DICOM parametric map, by highdicom. No viewer takes it for a CT image."""
 
-import io
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydicom.sr.coding import Code
 from pydicom.uid import generate_uid
 
 from qnmixer.physics.units import FloatArray
-from qnmixer.reconstruction.writers import save
+from qnmixer.reconstruction.writers import new_file
 
 _HU = Code("[hnsf'U]", "UCUM", "Hounsfield unit")
 
@@ -55,6 +54,5 @@ def write_parametric_map(path: Path, values: FloatArray, image: Dataset, *, seri
             content_description=label[:64],
             series_description=label[:64],
         )
-    encoded = io.BytesIO()
-    dataset.save_as(encoded, enforce_file_format=True)
-    save(path, encoded)
+    with new_file(path) as stream:
+        dataset.save_as(stream, enforce_file_format=True)

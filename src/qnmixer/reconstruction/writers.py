@@ -4,7 +4,8 @@ import copy
 import datetime
 import io
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -67,19 +68,18 @@ _REQUIRED = (
 
 def write_npy(path: Path, hu: FloatArray) -> None:
     """HU [H, W] as a float32 `.npy`."""
-    encoded = io.BytesIO()
-    np.save(encoded, np.asarray(hu, np.float32))
-    save(path, encoded)
+    with new_file(path) as stream:
+        np.save(stream, np.asarray(hu, np.float32))
 
 
 def write_png(path: Path, hu: FloatArray, *, window: tuple[float, float]) -> None:
     """HU [H, W] as an 8-bit PNG, from black to white in the window. Its Description gives the window."""
     low, high = window
     pixels = np.rint(np.clip((hu - low) / (high - low), 0, 1) * 255).astype(np.uint8)
-    metadata, encoded = PngInfo(), io.BytesIO()
+    metadata = PngInfo()
     metadata.add_text("Description", f"{low:g} HU is black, {high:g} HU is white")
-    Image.fromarray(pixels).save(encoded, format="PNG", pnginfo=metadata)
-    save(path, encoded)
+    with new_file(path) as stream:
+        Image.fromarray(pixels).save(stream, format="PNG", pnginfo=metadata)
 
 
 def window_of(hu: FloatArray) -> tuple[float, float]:
@@ -88,8 +88,11 @@ def window_of(hu: FloatArray) -> tuple[float, float]:
     return low, max(high, low + 1)
 
 
-def save(path: Path, encoded: io.BytesIO) -> None:
-    """Write an encoded file in one piece. A full disk then raises the plain OSError with its errno."""
+@contextmanager
+def new_file(path: Path) -> Iterator[io.BytesIO]:
+    """A stream that is written in one piece at the end. A full disk then raises the plain OSError with its errno."""
+    encoded = io.BytesIO()
+    yield encoded
     if path.exists():  # for example, written by another process
         raise DataError(f"{path} exists already and is not overwritten: give another output=")
     with atomic_file(path) as stream:
@@ -116,16 +119,14 @@ def write_dicom(
 
     Raises OSError if the disk is full. No half-written file stays.
     """
-    encoded = io.BytesIO()
-    with warnings.catch_warnings(action="ignore"):  # of odd values in the source
+    with new_file(path) as stream, warnings.catch_warnings(action="ignore"):  # of odd values in the source
         source = _anonymous(hu.shape, pixel_spacing, place, slice_spacing) if template is None else template
         dataset = _kept_tags(source, frame)
         _set_source(dataset, source, frame)
         _set_grid(dataset, (int(source.Rows), int(source.Columns)), hu.shape, field_of_view)
         _mark_as_derived(dataset, series_uid, description)
         _set_pixels(dataset, hu)
-        dcmwrite(encoded, dataset, enforce_file_format=True)
-    save(path, encoded)
+        dcmwrite(stream, dataset, enforce_file_format=True)
     return dataset
 
 
