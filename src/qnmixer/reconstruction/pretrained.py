@@ -67,36 +67,22 @@ def load_network(path: Path, cures: Cures = NO_CHOICE, **changes: Any) -> Unroll
         with in_float32():
             require_fit(build, geometry, state, path)
             trained = FanBeamProjector(geometry, fbp_filter=config["geometry"]["fbp_filter"])
-            network = build(trained)
     except CheckpointError:
         raise
     except Exception as error:  # a section may contain anything
         raise of_another_version(path, error) from error
+    section = changed_scan(config["geometry"], changes)
+    geometry = scan_of(section, config["data"]["image_size"])
+    is_same = geometry == trained.geometry and section["fbp_filter"] == trained.fbp_filter
+    with in_float32():
+        network = build(trained if is_same else FanBeamProjector(geometry, fbp_filter=section["fbp_filter"]))
     load_state(network, state, path)
-    if changes:
-        network = _on_scan(network, build, config, changes)
+    if not is_same:
+        say(line_of_scan(config["geometry"], section, follow_scan(network, trained)))
     scans = Scans(*(config["data"].get(key, ()) for key in ("views", "arcs")))
     if line := put_on(network, trained, cures, scans=scans):
         say(line)
     return network
-
-
-def _on_scan(
-    network: UnrolledNetwork[Any],
-    build: Callable[[FanBeamProjector], UnrolledNetwork[Any]],
-    config: Mapping[str, Any],
-    changes: Mapping[str, Any],
-) -> UnrolledNetwork[Any]:
-    """A network on its scan with changes: the same one if nothing differs."""
-    section = changed_scan(config["geometry"], changes)
-    geometry, trained = scan_of(section, config["data"]["image_size"]), network.projector
-    if geometry == trained.geometry and section["fbp_filter"] == config["geometry"]["fbp_filter"]:
-        return network
-    with in_float32():
-        moved = build(FanBeamProjector(geometry, fbp_filter=section["fbp_filter"]))
-    moved.load_state_dict(network.state_dict())
-    say(line_of_scan(config["geometry"], section, follow_scan(moved, trained)))
-    return moved
 
 
 def changed_scan(section: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
