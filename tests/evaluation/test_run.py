@@ -15,7 +15,7 @@ def others(trained: list[str], overrides: list[str], *, own: bool = False) -> Da
     """The slices of an evaluation, beside those of a run with these overrides; own: they are of the run's folder."""
     chosen = EvaluateConfig.parse(compose("evaluate", ["run=.", *overrides]))
     run = config_of(*trained)
-    data, is_own = other_slices(chosen.data, run.data, run.geometry, overrides)
+    data, is_own = other_slices(chosen.data, run.data, overrides)
     assert is_own == own
     return data
 

@@ -28,7 +28,6 @@ from qnmixer.settings.data import DataConfig, FolderData, PairData, PhantomData
 from qnmixer.settings.plugins import check_trusted, is_trusted, module_of
 from qnmixer.settings.rules import one_scale, scan_of_set
 from qnmixer.settings.run import section, targets_of
-from qnmixer.settings.sections import GeometryConfig
 
 _LOADING = "batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"
 """Keys of how slices are loaded. They change no slice."""
@@ -82,10 +81,10 @@ def on_test(
         check_trusted(run, datamodule.targets(), trust)
         if not datamodule.is_of_slices and data != test.data:
             raise CheckpointError(f"{run} has {datamodule.as_typed}, which takes no key of data: leave it out")
-        scan_of_set(data, test.geometry)
     else:
-        data, from_run = other_slices(config.data, test.data, test.geometry, overrides)
+        data, from_run = other_slices(config.data, test.data, overrides)
         test.datamodule = section("datamodule", "default")
+    scan_of_set(data, test.geometry)
     if seed is not None:
         data = data.changed(seed=seed) if isinstance(evaluated_source(data), PhantomData) else data
         test.seed = seed
@@ -161,9 +160,7 @@ def with_own_cache(data: DataConfig, checkpoint: Path) -> DataConfig:
     )
 
 
-def other_slices(
-    data: DataConfig, trained: DataConfig, geometry: GeometryConfig, overrides: list[str]
-) -> tuple[DataConfig, bool]:
+def other_slices(data: DataConfig, trained: DataConfig, overrides: list[str]) -> tuple[DataConfig, bool]:
     """Slices that the run was not trained on, in the form that its network needs; all of them, if no split is given.
 
     Also returns whether they are the run's own slices after all; then its split says which are test slices. Raises
@@ -191,7 +188,6 @@ def other_slices(
         data = data.changed(split="all")
     if isinstance(data, FolderData) and "pixel_size" not in keys and trained.at_true_size:
         data = data.changed(pixel_size="header")
-    scan_of_set(data, geometry)
     return data, False
 
 

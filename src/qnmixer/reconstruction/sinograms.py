@@ -108,8 +108,8 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
     unit = config.unit or data.arguments.get("unit", "attenuation")
     if unit == "attenuation":  # of some sets x = 1 is fixed, whatever the attenuation of water is
         of_run = data.arguments.get("water_attenuation", PhysicalNoise.water_attenuation)
-        attenuation_of_water = attenuation_per_value(source.water or config.water_attenuation or of_run, data.hu_max)
-        attenuation_of_one = attenuation_of_water if data.attenuation_of_one is None else data.attenuation_of_one
+        water = source.water or config.water_attenuation or of_run
+        attenuation_of_one = data.attenuation_of_one or attenuation_per_value(water, data.hu_max)
     if abs(turned := angles[0] - geometry.angles()[0]) > 1e-6:
         warn(f"{file} starts {np.degrees(turned):.4g}° from the run's first view, so the image is turned by that angle")
     is_body = "max_attenuation" not in module.config.data.arguments  # else a set of other objects; said once for a file
