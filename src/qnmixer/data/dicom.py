@@ -138,12 +138,12 @@ def frame_count(dataset: Dataset) -> int:
     return int(dataset.get("NumberOfFrames") or 1)
 
 
-def functional_group(dataset: Dataset, frame: int, sequence: str) -> Dataset | None:
-    """Item of a functional group of an enhanced image: that of the frame, else the shared one, else None."""
+def functional_group(dataset: Dataset, frame: int, sequence: str) -> Dataset:
+    """Item of a functional group of an enhanced image: that of the frame, else the shared one, else an empty one."""
     per_frame = dataset.get("PerFrameFunctionalGroupsSequence") or []
     shared_groups = dataset.get("SharedFunctionalGroupsSequence") or []
     sequences = (group.get(sequence) for group in (*per_frame[frame : frame + 1], *shared_groups))
-    return next((items[0] for items in sequences if items), None)
+    return next((items[0] for items in sequences if items), Dataset())
 
 
 def frame_tag(dataset: Dataset, frame: int, sequence: str, keyword: str) -> Any:
@@ -151,8 +151,7 @@ def frame_tag(dataset: Dataset, frame: int, sequence: str, keyword: str) -> Any:
 
     Enhanced images have it in a functional group, plain images at the top level.
     """
-    group = functional_group(dataset, frame, sequence)
-    value = group.get(keyword) if group is not None else None
+    value = functional_group(dataset, frame, sequence).get(keyword)
     return dataset.get(keyword) if value is None else value
 
 

@@ -55,9 +55,8 @@ def shared(loader: Any, seed: Callable[[], Sequence[int]], num_replicas: int, ra
 
 def shares_itself(loader: Any) -> bool:
     """Whether a loader has a DistributedSampler, also inside of its batch_sampler, or no sampler that we know."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return True
-    return has_distributed_sampler(loader)
+    has_known_sampler = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return not has_known_sampler or has_distributed_sampler(loader)
 
 
 def has_distributed_sampler(loader: Any) -> bool:

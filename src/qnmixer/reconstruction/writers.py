@@ -148,7 +148,7 @@ def _kept_tags(source: Dataset, frame: int) -> Dataset:
     for keyword in _KEPT_TAGS:
         with suppress(Exception):  # damaged ones, which pydicom cannot read, or reads but cannot write
             group = functional_group(source, frame, _GROUPS.get(keyword, ""))
-            element = copy.deepcopy((source if group is None or keyword not in group else group)[keyword])
+            element = copy.deepcopy((group if keyword in group else source)[keyword])
             stream = DicomBytesIO()
             stream.is_little_endian, stream.is_implicit_VR = True, False
             write_data_element(stream, element)
