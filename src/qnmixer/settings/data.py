@@ -87,8 +87,14 @@ class DataConfig(Target):
         return change(self)
 
     def checked(self) -> Self:
-        """Itself, after a check of its arguments. A class that reads files checks them when it is built."""
-        return super().checked() if self.read_at_once else self
+        """Itself, after a check of its arguments, and of the keys that change images if its sinograms are measured.
+
+        A class that reads files checks its arguments when it is built.
+        """
+        section = super().checked() if self.read_at_once else self
+        if section.measured:
+            check_untouched(section)
+        return section
 
 
 class PhantomData(DataConfig):
@@ -147,9 +153,8 @@ class SinogramData(FolderData):
     read_at_once: ClassVar[bool] = True
 
     def checked(self) -> Self:
-        """Also the keys that change images."""
+        """Also a key that images alone have."""
         section = super().checked()
-        check_untouched(section)
         if section.pixel_size != "field_of_view":
             raise ConfigError(f"data.pixel_size={section.pixel_size} is of images, which data={section.name} lacks")
         return section
@@ -244,13 +249,6 @@ class PairData(DataConfig):
     def keywords(self) -> dict[str, Any]:
         """The arguments of the set's reader."""
         return super().keywords() | {"root": self.root}
-
-    def checked(self) -> Self:
-        """Also the keys that change images."""
-        section = super().checked()
-        if section.measured:
-            check_untouched(section)
-        return section
 
     @property
     def measured(self) -> bool:  # type: ignore[override]  # an attribute of the other sources
