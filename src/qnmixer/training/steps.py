@@ -146,12 +146,9 @@ def require_memory(config: Config) -> None:
     if 4 * values / MIB < available / 16:
         return
     planner = Planner(config)
-    try:
-        planner.estimate(config)
-    except ConfigError:  # nobody can plan it: a module that optimizes by itself, shapes that depend on data
-        return
-    if planner.estimate(config).peak / MIB > available:
-        raise OutOfMemory(advice(planner, config, available))
+    with suppress(ConfigError):  # nobody can plan it: a module that optimizes by itself, shapes that depend on data
+        if planner.estimate(config).peak / MIB > available:
+            raise OutOfMemory(advice(planner, config, available))
 
 
 def resume_checkpoint(config: Config, run: Run) -> Path | None:
