@@ -400,14 +400,12 @@ def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModul
     if config.trainer.fast_dev_run:  # there is no checkpoint
         weights = module.network.state_dict()
         trained.network.load_state_dict({name: gather(tensor).detach() for name, tensor in weights.items()})
-        evaluate(trained, data, "test", config.evaluation, trainer.strategy.root_device)
-        return
-    load_weights(trained, run.folder)
-    device = trainer.strategy.root_device
-    slices = "" if n_images is None else f"{n_images} slices of "
-    run.console.print(f"evaluating {find_checkpoint(run.folder).name} on {slices}the test split", highlight=False)
-    evaluation = evaluate(trained, data, "test", config.evaluation, device)
-    if not trainer.is_global_zero:
+    else:
+        load_weights(trained, run.folder)
+        slices = "" if n_images is None else f"{n_images} slices of "
+        run.console.print(f"evaluating {find_checkpoint(run.folder).name} on {slices}the test split", highlight=False)
+    evaluation = evaluate(trained, data, "test", config.evaluation, trainer.strategy.root_device)
+    if config.trainer.fast_dev_run or not trainer.is_global_zero:
         return
     evaluation.trained = data.trained("test", data.split.record)
     run.record["test"] = evaluation.means()
