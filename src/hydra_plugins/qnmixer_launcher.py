@@ -3,15 +3,11 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
-
-if TYPE_CHECKING:
-    from qnmixer.runs.sweeps import Job
 
 
 class ProcessLauncher(Launcher):
@@ -54,10 +50,7 @@ class ProcessLauncher(Launcher):
             config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
             jobs.append(Job(folder, [*where, *its], config))
         objectives = run_jobs(jobs, check, self.jobs_at_once)
-        return [_returned(job, objective) for job, objective in zip(jobs, objectives, strict=True)]
-
-
-def _returned(job: "Job", objective: float | None) -> JobReturn:
-    returned = JobReturn(overrides=job.overrides, cfg=job.config, status=JobStatus.COMPLETED)
-    returned.return_value = objective
-    return returned
+        returns = [JobReturn(overrides=job.overrides, cfg=job.config, status=JobStatus.COMPLETED) for job in jobs]
+        for job_return, objective in zip(returns, objectives, strict=True):
+            job_return.return_value = objective
+        return returns
