@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.parallel.device_memory import Footprint
@@ -95,29 +94,18 @@ class FSDPStrategy(ModelParallelStrategy):
             for unit in units:
                 unit.set_requires_gradient_sync(True)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The shards of this rank; `save_checkpoint` gathers them."""
-        assert self.model is not None
-        return self.model.state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer state of this rank, in shards too."""
-        return optimizer.state_dict()
+    # As without shards: state is that of this rank, which `save_checkpoint` gathers. Every rank reads the full file.
+    lightning_module_state_dict = Strategy.lightning_module_state_dict
+    optimizer_state = Strategy.optimizer_state
+    load_checkpoint = Strategy.load_checkpoint
+    # True: Lightning calls `load_model_state_dict` and `load_optimizer_state_dict` in its own order.
+    lightning_restore_optimizer = Strategy.lightning_restore_optimizer
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write one full file on rank 0."""
         gathered = tree_map_only(DTensor, lambda shards: gather(shards).cpu(), checkpoint)
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(gathered, filepath)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the full file on every rank."""
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """True: Lightning then calls the two methods below in its own order."""
-        return True
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load the shards of this rank from the full weights."""
