@@ -300,11 +300,7 @@ class PipelineStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Add no DDP wrapper: `optimizer_step` sums the gradients."""
-        for first_rank in range(0, self.world_size, self.n_devices):
-            # Every rank must make every group, also those that it is not in; otherwise `new_group` hangs.
-            group = dist.new_group(list(range(first_rank, first_rank + self.n_devices)), timeout=TIMEOUT)
-            if first_rank == self.global_rank // self.n_devices * self.n_devices:
-                self._group = group
+        self._group, _ = dist.new_subgroups(self.n_devices, timeout=TIMEOUT)
         assert self.lightning_module is not None
         # Lightning clears gradients between forward and backward, when the first micro-batches already have theirs.
         self.lightning_module.optimizer_zero_grad = lambda *args, **kwargs: None  # type: ignore[method-assign]  # a hook
