@@ -72,21 +72,13 @@ def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> O
     if any(parameter.ndim < 2 for parameter in hidden_weights):
         raise ConfigError(f"optimizer=muon takes no vectors: let {type(network).__name__}.hidden_weights() return none")
     hidden_ids, scalar_ids = set(map(id, hidden_weights)), set(map(id, network.step_scalars()))
-    step_sizes: list[nn.Parameter] = []
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for parameter in network.parameters():
-        if id(parameter) in hidden_ids:
-            continue
-        if id(parameter) in scalar_ids:
-            step_sizes.append(parameter)
-        else:
-            (matrices if parameter.ndim > 1 else vectors).append(parameter)
+    step_sizes = [p for p in network.parameters() if id(p) in scalar_ids - hidden_ids]
+    others = [p for p in network.parameters() if id(p) not in scalar_ids | hidden_ids]
     # This order is part of the checkpoint format: an optimizer state names its parameters by number only.
     groups: list[dict[str, Any]] = [
         {"params": hidden_weights, "weight_decay": config.weight_decay, "orthogonal": True},
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in others if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
         {"params": step_sizes, "weight_decay": 0.0, "lr": lr * config.step_size_lr_factor},
     ]
     return config.build([group for group in groups if group["params"]], lr=config.lr)
