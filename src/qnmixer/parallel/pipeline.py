@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -178,9 +178,7 @@ def stages_of(n_iterations: int, n_stages: int) -> list[range]:
 
     The last stage also computes the loss.
     """
-    length, n_longer = divmod(n_iterations, n_stages)
-    lengths = [length + 1] * n_longer + [length] * (n_stages - n_longer)
-    return [range(start, end) for start, end in pairwise([0, *accumulate(lengths)])]
+    return [range(part[0], part[-1] + 1) for part in np.array_split(range(n_iterations), n_stages)]
 
 
 def layouts(network: UnrolledNetwork[Any], y: Tensor, context: Context) -> list[Packing]:
