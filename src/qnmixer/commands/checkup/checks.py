@@ -288,8 +288,7 @@ def check_finite(precision: str, reports: Sequence[Report]) -> Check:
 @contextmanager
 def _silence() -> Iterator[None]:
     """Hide the output of libraries, which would stand between the lines of the checklist."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         logging.disable(logging.WARNING)
         try:
             yield
