@@ -331,9 +331,8 @@ class MemoryMonitor(Callback):
         assert isinstance(pl_module, RunModule)
         if self._n_steps > 1 and not self._is_done and _is_measured(trainer, pl_module):
             self._measure(trainer, pl_module.device, peak or 0)
-        values = {"allocated": usage.allocated, "reserved": usage.reserved, "device_used": usage.device_used}
         whole = None if self.measured_mib is None else round(self.measured_mib * MIB)
-        values["peak"] = peak if pl_module.device.type == "cuda" else whole
+        values = vars(usage) | {"peak": peak if pl_module.device.type == "cuda" else whole}
         for name, value in values.items():  # all at each step: Lightning forgets a value at the end of its epoch
             if value is not None:
                 pl_module.log(f"memory/{name}_mib", value / MIB, batch_size=1, on_step=True, on_epoch=False)
