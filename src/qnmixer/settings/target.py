@@ -173,11 +173,12 @@ class Target(Section):
             return value
         from hydra.errors import InstantiationException
         from hydra.utils import instantiate
+        from lightning_utilities.core.apply_func import apply_to_collection
 
         for name, part in parts:  # Hydra would also find a.b.c where a only imports b
             _load_part(name, part)
         try:
-            return instantiate(_as_text(value), _convert_="all")
+            return instantiate(apply_to_collection(value, str, _as_text), _convert_="all")
         except InstantiationException as error:
             raise PluginError(f"{key} cannot be built: {first_line(error.__cause__ or error)}") from error
 
@@ -240,10 +241,6 @@ def _listed(value: Any) -> Any:
     return [_listed(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _as_text(value: Any) -> Any:
-    """Values with every ${…} as plain text, which OmegaConf will not resolve. `plain_values` resolved the others."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
-    if isinstance(value, Mapping):
-        return {key: _as_text(item) for key, item in value.items()}
-    return [_as_text(item) for item in value] if isinstance(value, list) else value
+def _as_text(value: str) -> str:
+    """A text with every ${…} as plain text, which OmegaConf will not resolve. `plain_values` resolved the others."""
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
