@@ -211,18 +211,16 @@ class Probe(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Store the gradients of the first step, and look for a gradient that is not finite."""
-        report, named = self.report, [(name, p.grad) for name, p in pl_module.named_parameters() if p.grad is not None]
+        report, parameter_ids = self.report, {id(p) for group in optimizer.param_groups for p in group["params"]}
+        # Of each optimizer in its turn: another one's may be left from a backward pass before.
+        named = [(name, p.grad) for name, p in pl_module.named_parameters() if id(p) in parameter_ids]
         # For fsdp this is a collective, so every rank must get here, also one that needs no gradients.
-        gradients = {name: gather(gradient) for name, gradient in named}
+        gradients = {name: gather(gradient) for name, gradient in named if gradient is not None}
         bad_names = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
         step, scaled = len(report.held) + 1, getattr(trainer.precision_plugin, "scaler", None) is not None
         if bad_names and not (scaled and step < STEPS):  # a GradScaler may skip the first steps, but not the last
             report.not_finite = f"the gradient of {bad_names[0]} is not finite in step {step}"
         if step == 1 and not bad_names:
-            # Of each optimizer in its turn: another one's may be left from a backward pass before.
-            parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            names = {name for name, p in pl_module.named_parameters() if id(p) in parameter_ids}
-            gradients = {name: gradient for name, gradient in gradients.items() if name in names}
             report.gradients |= {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
