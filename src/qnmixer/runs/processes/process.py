@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from qnmixer.errors import Stopped, visible
+from qnmixer.files import write_text
 
 
 def is_rank() -> bool:
@@ -115,10 +116,7 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         signal.signal(number, signal.SIG_IGN)
     record, stopped = _record_of(error, line), isinstance(error, KeyboardInterrupt)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # The agent may read at any time, and must not find half a record.
-        temporary = Path(f"{path}.tmp")
-        temporary.write_text(json.dumps(record), encoding="utf-8")
-        temporary.replace(path)
+        write_text(Path(path), json.dumps(record))  # at once: the agent may read at any time
     has_own_error = not record["secondary"]
     if not has_own_error and not stopped and stop_requested() is None:
         # The rank that failed first must end first. Then SIGTERM ends this one. Without SIGTERM all ranks may have
