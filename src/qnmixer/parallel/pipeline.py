@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -337,10 +336,8 @@ class PipelineStrategy(DDPStrategy):
     def _loss_factor(self) -> Tensor:
         """The factor on the loss before backward: the GradScaler's scale, divided by the batches of a window."""
         factor = torch.ones((), device=self.root_device) / self.accumulate
-        precision = self.precision_plugin
-        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-            factor = precision.scaler.scale(factor)
-        return factor
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return factor if scaler is None else scaler.scale(factor)
 
 
 class Pipeline:
