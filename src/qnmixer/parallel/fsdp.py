@@ -104,8 +104,7 @@ class FSDPStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write one full file on rank 0."""
         gathered = tree_map_only(DTensor, lambda shards: gather(shards).cpu(), checkpoint)
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(gathered, filepath)
+        Strategy.save_checkpoint(self, gathered, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load the shards of this rank from the full weights."""
