@@ -182,8 +182,7 @@ def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
     """The section that `GROUP=OPTION` gives, with other values of some keys. For programs. Raises ConfigError."""
     values = OmegaConf.create({"seed": seed, "evaluation": values_of_option("evaluation", "default")})
     values[group] = values_of_choice(group, option)
-    for key, value in keys.items():
-        values[group][key] = value
+    values[group].update(keys)
     hint = get_type_hints(Config, include_extras=True)[group]
     parsed = validated(hint, plain_values(values[group]), group)
     return parsed.checked() if group in READ_AT_ONCE else parsed
