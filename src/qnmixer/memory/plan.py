@@ -54,12 +54,10 @@ class Planner:
         self.geometry = largest.geometry
         """That of the step which needs most, if training steps have several scans."""
         self._others = [build_measurement(scan) for scan in scans if scan is not largest]
-        is_of_largest = projector is not None and projector.geometry == build_geometry(largest)
-        self.projector = (
-            projector
-            if projector and is_of_largest
-            else _Unmeasured(build_geometry(largest), fbp_filter=largest.geometry.fbp_filter)
-        )
+        geometry = build_geometry(largest)
+        if projector is None or projector.geometry != geometry:
+            projector = _Unmeasured(geometry, fbp_filter=largest.geometry.fbp_filter)
+        self.projector = projector
         self.projector.safe_step_size()  # networks ask for these numbers, which tensors without data could not give
         self.projector.operator_norm()
         self._fine: dict[int, list[ScanMatrix]] = {}  # by the size of the image
