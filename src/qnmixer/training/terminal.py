@@ -48,11 +48,8 @@ def print_start(
         data.describe(),
     ]
     if n_parameters:
-        limits = []
-        if t.max_steps > -1:  # -1: no limit, as in Lightning
-            limits.append(f"{t.max_steps:,} step{'' if t.max_steps == 1 else 's'}")
-        if t.max_epochs not in (None, -1):
-            limits.append(f"{t.max_epochs:,} epoch{'' if t.max_epochs == 1 else 's'}")
+        numbers = [(n, unit) for n, unit in ((t.max_steps, "step"), (t.max_epochs, "epoch")) if n not in (None, -1)]
+        limits = [f"{n:,} {unit}{'' if n == 1 else 's'}" for n, unit in numbers]  # without -1, no limit in Lightning
         lines += [
             f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = "
             f"{effective_batch(config)} slices an optimizer step",
