@@ -54,15 +54,13 @@ def check_plugin(key: str, target: str) -> None:
         raise PluginError(f"{key}={target} is not module.name: give for example {key}=my_file.MyClass")
     if os.getcwd() not in sys.path:  # `qnmixer-train` starts without it, `python -m` with it
         sys.path.append(os.getcwd())
-    try:
-        is_there = importlib.util.find_spec(module) is not None
-    except Exception:  # a package that contains it is missing, or fails to import
-        is_there = False
-    if not is_there:
-        raise without_extras(f"{key}={target}", module) or PluginError(
-            f"{key}={target}, but there is no module {module}: put {module.replace('.', '/')}.py into the folder that "
-            "you start from, or install its package"
-        )
+    with suppress(Exception):  # a package that contains it is missing, or fails to import
+        if importlib.util.find_spec(module) is not None:
+            return
+    raise without_extras(f"{key}={target}", module) or PluginError(
+        f"{key}={target}, but there is no module {module}: put {module.replace('.', '/')}.py into the folder that "
+        "you start from, or install its package"
+    )
 
 
 def module_of(target: str) -> str:
