@@ -73,12 +73,10 @@ class Planner:
         if len(self.devices(config)) > 1 or T < 2 or not config.model.is_unrolled:
             return None
         n_added = 2  # an even number: two kinds of block may alternate
-        try:
+        with suppress(ConfigError):
             longer = config.changed(model=config.model.changed(n_iterations=T + n_added))
-            longer_peak = self.estimate(longer).peak
-        except ConfigError:
-            return None
-        return (longer_peak - self.estimate(config).peak) / n_added
+            return (self.estimate(longer).peak - self.estimate(config).peak) / n_added
+        return None
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
         """The plan of each device that works on one batch, first stage first. Only a pipeline has several."""
