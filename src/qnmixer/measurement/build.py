@@ -127,7 +127,7 @@ def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwor
         network = model.build(projector, supplied={"variance": variance})
     else:
         module = model.build(supplied={"variance": variance, "projector": projector})
-        takes_projector = any(parameter.name == "projector" for parameter in parameters_of(model.load()) or ())
+        takes_projector = any(parameter.name == "projector" for parameter in parameters_of(model.load()))
         network = PlainNetwork(projector, module, of_sinogram=takes_projector)
     require_shapes(network, model.as_typed)
     if model.has_weights and not any(p.requires_grad for p in network.parameters()):

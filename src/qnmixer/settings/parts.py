@@ -102,7 +102,7 @@ class ModelConfig(Target):
     def _all_arguments(self) -> dict[str, Any]:
         """The arguments, and those that the classes have from which it derives."""
         bases = [base for base in reversed(self.load().__mro__) if "__init__" in vars(base)]
-        parameters = [parameter for base in bases for parameter in parameters_of(base.__init__) or ()]
+        parameters = [parameter for base in bases for parameter in parameters_of(base.__init__)]
         return defaults_of(parameters) | self.settings()
 
 
@@ -146,7 +146,7 @@ class OptimizerConfig(Target):
     def checked(self) -> Self:
         """Let torch check the arguments of its own optimizers: their signatures have no bounds."""
         section = super().checked()
-        of_class = defaults_of(parameters_of(section.load()) or ())
+        of_class = defaults_of(parameters_of(section.load()))
         left_out = {"lr", "weight_decay"} - section.model_fields_set
         if given := {key: of_class[key] for key in left_out if of_class.get(key) is not None}:
             section = section.changed(**given)

@@ -150,12 +150,12 @@ def load_plugin(key: str, target: str, kind: Kind) -> Any:
     return target_object
 
 
-def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """The parameters of a function or class. None: it is written in C and has no signature."""
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function or class."""
     try:
         return [*inspect.signature(function).parameters.values()]
-    except (TypeError, ValueError):
-        return None
+    except (TypeError, ValueError):  # it is written in C and has no signature, so it may take anything
+        return parameters_of(lambda *_, **__: None)
 
 
 def defaults_of(parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def defaults_of(parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
 
 def taken(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The offered arguments that a function or class has a parameter for."""
-    parameters = {parameter.name for parameter in parameters_of(function) or ()}
+    parameters = {parameter.name for parameter in parameters_of(function)}
     return {name: value for name, value in arguments.items() if name in parameters}
 
 

@@ -95,7 +95,7 @@ class Target(Section):
 
     def defaults(self) -> dict[str, Any]:
         """The defaults of the arguments that the config may give. Imports the target."""
-        defaults = defaults_of(parameters_of(self.load()) or ())
+        defaults = defaults_of(parameters_of(self.load()))
         return {name: _listed(value) for name, value in defaults.items() if name not in self.supplied}
 
     def settings(self) -> dict[str, Any]:
@@ -140,8 +140,6 @@ class Target(Section):
     def _typed(self, function: Any, arguments: dict[str, Any], of_caller: Collection[str] = ()) -> dict[str, Any]:
         """The arguments as the types that its signature declares. Raises ConfigError for those it lacks or misses."""
         parameters = parameters_of(function)
-        if parameters is None:  # it is written in C
-            return arguments
         by_config = parameters[self.positional(function) :]  # qnmixer gives the first
         named = {p.name: p for p in by_config if p.kind in _BY_NAME and p.name not in of_caller}
         self._check_names(arguments, named, takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters))
@@ -200,7 +198,7 @@ def _type_of(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
 def _type_in_parents(function: Any, name: str) -> Any:
     """The declared type of an argument that a class passes on to a parent by **keywords. None if no parent has it."""
     for parent in function.__mro__[1:] if isinstance(function, type) else ():
-        for parameter in parameters_of(vars(parent).get("__init__", object)) or ():
+        for parameter in parameters_of(vars(parent).get("__init__", object)):
             if parameter.name == name and parameter.kind in _BY_NAME:
                 return _type_of(parent, parameter)
     return None
