@@ -95,7 +95,8 @@ def test_the_first_slices_are_drawn_in_order_by_validations(tmp_path: Path, monk
     config = tiny_config("callbacks=default", *sizes)
     L.seed_everything(0, verbose=False)
     data = SliceDataModule(config.data)
-    trainer = build_trainer(config, tmp_path, build_callbacks(config.callbacks), build_loggers(config, tmp_path, []))
+    pictures = build_callbacks(config.callbacks, config.metrics)
+    trainer = build_trainer(config, tmp_path, pictures, build_loggers(config, tmp_path, []))
     trainer.fit(build_module(config), datamodule=data)
     assert [*drawn] == ["iterates_0000002.png", "iterates_0000004.png"]
     for slices in drawn.values():

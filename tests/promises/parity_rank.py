@@ -130,7 +130,7 @@ def train(
     record = Record(scale, gradients=not (measure or resume or save))  # shards take as long as a step
     callbacks = [record, *([Checkpointing(folder, config.monitor, None, "max")] if measure else [])]
     trainer = build_trainer(
-        config, folder, [*callbacks, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
+        config, folder, [*callbacks, *build_callbacks(config.callbacks, {})], build_loggers(config, folder, [])
     )
     if exact:
         trainer.strategy.precision_plugin = DoublePrecision()

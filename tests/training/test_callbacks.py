@@ -69,7 +69,7 @@ def test_a_callback_in_a_file_of_this_folder_is_not_read_from_a_checkpoint(here:
 ])  # fmt: skip
 def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError) as error:
-        build_callbacks(validated(Callbacks, {"mine": given}, "callbacks"))
+        build_callbacks(validated(Callbacks, {"mine": given}, "callbacks"), {})
     assert "callbacks.mine" in str(error.value)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
@@ -78,7 +78,7 @@ def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: 
 @pytest.mark.parametrize("name", ["BatchSizeFinder", "GradientAccumulationScheduler", "LearningRateFinder"])
 def test_a_callback_that_changes_what_the_config_fixes_is_refused(name: str) -> None:
     with pytest.raises(PluginError, match=r"would change the run while it trains: set data\.batch_size, "):
-        build_callbacks({"mine": CallbackConfig(_target_=f"lightning.pytorch.callbacks.{name}")})
+        build_callbacks({"mine": CallbackConfig(_target_=f"lightning.pytorch.callbacks.{name}")}, {})
 
 
 def test_early_stopping_ends_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

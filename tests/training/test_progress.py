@@ -44,7 +44,7 @@ def train(config: Config, folder: Path, *more: Callback) -> Validated:
     watch = Validated(folder)
     L.seed_everything(0, verbose=False)
     trainer = build_trainer(
-        config, folder, [watch, *more, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
+        config, folder, [watch, *more, *build_callbacks(config.callbacks, {})], build_loggers(config, folder, [])
     )
     trainer.fit(build_module(config), datamodule=SliceDataModule(config.data))
     return watch

@@ -399,9 +399,7 @@ _REFUSED_CALLBACKS = (BatchSizeFinder, GradientAccumulationScheduler, LearningRa
 """Callbacks that change what the config fixes. Schedule, `samples` and resuming rely on it."""
 
 
-def build_callbacks(
-    callbacks: Mapping[str, CallbackConfig], metrics: Mapping[str, MetricConfig] | None = None
-) -> list[Callback]:
+def build_callbacks(callbacks: Mapping[str, CallbackConfig], metrics: Mapping[str, MetricConfig]) -> list[Callback]:
     """Build the callbacks of the config's group `callbacks`.
 
     A callback that monitors a metric, such as EarlyStopping, gets the metric's mode, unless the config has one.
@@ -416,7 +414,7 @@ def build_callbacks(
                 f"{config.as_typed} would change the run while it trains: set data.batch_size, "
                 "trainer.accumulate_grad_batches or optimizer.lr instead, or choose callbacks=ema"
             )
-        mode = mode_of(str(config.arguments.get("monitor")), metrics or {})
+        mode = mode_of(str(config.arguments.get("monitor")), metrics)
         built.append(config.build(supplied={} if mode is None else {"mode": mode}))
     return built
 
