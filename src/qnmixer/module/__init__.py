@@ -218,7 +218,7 @@ class Split(ReconstructionModule):
 
     def prediction(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """The images [B, 1, H, W] from a part of y [B, 1, V, D], and their loss [B] on the rays of the other parts."""
-        n, measurement = len(self.parts), getattr(self, "measurement", None)  # a script with sinograms may have none
+        n, measurement = len(self.parts), getattr(self, "measurement", None)  # a script may call this before `measure`
         k = random.Random(f"part {self.network.step_key}").randrange(n)
         self.network.projector.become(self.parts[k])  # type: ignore[arg-type]  # a ModuleList has no type of its own
         n_views = n * self.network.projector.geometry.n_views

@@ -149,8 +149,6 @@ class RunModule(L.LightningModule):
         stream: train, val or test.
         """
         if not hasattr(self, "measurement"):
-            if "sinogram" in batch:
-                return batch["sinogram"]
             self.measurement = Measurement(self.network.projector)
         return self.measurement(batch, stream)
 
