@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from qnmixer.commands import command
+from qnmixer.module.base import RunModule
 from qnmixer.module.build import build_module
+from qnmixer.reconstruction.reconstructor import Reconstructor
+from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
 
@@ -35,13 +38,20 @@ def run(task: Any, check: Any, name: str, *arguments: str, complete: Any = list)
     return code, stdout.getvalue(), stderr.getvalue()
 
 
+def checkpoint_of(module: RunModule | Reconstructor) -> dict[str, Any]:
+    """What commands read of the checkpoint of a run."""
+    settings = {"format": 1, "config": module.config.plain()}
+    return {"state_dict": module.state_dict(), "global_step": 3, CHECKPOINT_KEY: settings}
+
+
+def write_checkpoint(module: RunModule | Reconstructor, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(checkpoint_of(module), path)
+    return path
+
+
 def save(folder: Path, *overrides: str, seed: int = 0) -> Path:
     """A run folder with random weights as its best."""
     torch.manual_seed(seed)
-    module = build_module(parse(compose("train", list(overrides))))
-    checkpoint: dict[str, Any] = {"state_dict": module.state_dict(), "global_step": 3}
-    module.on_save_checkpoint(checkpoint)
-    path = folder / "checkpoints" / "best.ckpt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(checkpoint, path)
+    write_checkpoint(build_module(parse(compose("train", list(overrides)))), folder / "checkpoints" / "best.ckpt")
     return folder

@@ -4,6 +4,7 @@ import random
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,21 +13,18 @@ from tests.limits import within_limits
 from qnmixer.data.splits import PARTS
 from qnmixer.errors import CheckpointError
 from qnmixer.measurement.build import build_geometry, build_network
-from qnmixer.module import ReconstructionModule
 from qnmixer.reconstruction.checkpoints import encode, load_run, read_checkpoint, resumable, split_of
 from qnmixer.reconstruction.pretrained import Outline, load
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, find_checkpoint
 
 from ..conftest import TINY, config_of, other_config, tiny_module
+from ..saved import checkpoint_of, write_checkpoint
 
 
-def save(module: ReconstructionModule, run: Path, name: str = "best") -> Path:
-    path = run / "checkpoints" / f"{name}.ckpt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint = {"state_dict": module.state_dict(), "epoch": 1}
-    module.on_save_checkpoint(checkpoint)
-    torch.save(checkpoint, path)
-    return path
+@pytest.fixture
+def checkpoint() -> dict[str, Any]:
+    """That of a small network, for tests to change."""
+    return checkpoint_of(tiny_module())
 
 
 def refusal(path: Path) -> str:
@@ -38,23 +36,11 @@ def refusal(path: Path) -> str:
     return message
 
 
-def test_a_run_comes_back_as_it_was(tmp_path: Path) -> None:
-    module = tiny_module("geometry.n_views=6", "model.hessian=identity")
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(0.01)
-    save(module, tmp_path)
-    assert set(torch.load(find_checkpoint(tmp_path), weights_only=True)["state_dict"]) == set(module.state_dict())
-    again = load_run(tmp_path)
-    assert again.config == module.config.changed(callbacks={}, logger={})
-    y = module.projector(torch.rand(2, 1, 16, 16))
-    assert torch.equal(again(y), module(y))
-
-
 @pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
 def test_a_file_that_is_cut_off_is_answered_in_plain_words(tmp_path: Path, suffix: str) -> None:
     module, path = tiny_module(), tmp_path / f"a{suffix}"
-    content = save(module, tmp_path).read_bytes() if suffix == ".ckpt" else encode(module.config, module.state_dict())
+    whole = write_checkpoint(module, path).read_bytes()
+    content = whole if suffix == ".ckpt" else encode(module.config, module.state_dict())
     for length in (30, 1000, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
         assert refusal(path) == f"{path} cannot be read (it is not whole): it is damaged or no checkpoint"
@@ -91,12 +77,10 @@ def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
         assert "another program" in refusal(tmp_path / "a.ckpt")
 
 
-def test_a_config_of_another_version_is_refused(tmp_path: Path) -> None:
-    path = save(tiny_module(), tmp_path)
-    checkpoint = torch.load(path, weights_only=True)
+def test_a_config_of_another_version_is_refused(tmp_path: Path, checkpoint: dict[str, Any]) -> None:
     checkpoint[CHECKPOINT_KEY]["config"]["model"]["gates"] = 3
-    torch.save(checkpoint, path)
-    message = refusal(path)
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    message = refusal(tmp_path / "a.ckpt")
     assert "another version of qnmixer" in message
     assert "model.gates" in message
 
@@ -133,17 +117,15 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("kind", ["file", "safetensors"])
+@pytest.mark.parametrize("kind", ["ckpt", "safetensors"])
 def test_damage_is_reported_or_changes_nothing(tmp_path: Path, kind: str) -> None:
     """Also in what only resume reads, such as the state of the optimizer. 50 times, seeded."""
-    module = tiny_module()
-    path = save(module, tmp_path)
-    whole = torch.load(path, weights_only=True) | {"optimizer_states": {"momentum": torch.rand(5000)}}
-    torch.save(whole, path)
+    module, path = tiny_module(), tmp_path / f"a.{kind}"
     if kind == "safetensors":
-        path = tmp_path / "a.safetensors"
         path.write_bytes(encode(module.config, module.state_dict()))
-        whole = load(path)
+    else:
+        torch.save(checkpoint_of(module) | {"optimizer_states": {"momentum": torch.rand(5000)}}, path)
+    whole = load(path)
     content, told = path.read_bytes(), list[str]()
     for number in range(50):
         path.write_bytes(damaged(content, number))
@@ -158,9 +140,8 @@ def test_damage_is_reported_or_changes_nothing(tmp_path: Path, kind: str) -> Non
     assert not any("\n" in line for line in told)
 
 
-def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path: Path) -> None:
+def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path: Path, checkpoint: dict[str, Any]) -> None:
     """torch.load unpacks what is compressed: of 3 MB it would make 3 GB."""
-    checkpoint = torch.load(save(tiny_module(), tmp_path), weights_only=True)
     torch.save(checkpoint | {"more": torch.zeros(1000)}, tmp_path / "plain.ckpt")
     with zipfile.ZipFile(tmp_path / "plain.ckpt") as plain, zipfile.ZipFile(tmp_path / "a.ckpt", "w") as packed:
         for entry in plain.infolist():
@@ -181,18 +162,17 @@ def test_an_unreadable_record_of_the_split_is_refused(tmp_path: Path, record: ob
         split_of(tmp_path / "a.ckpt")
 
 
-def test_weights_of_another_type_are_refused(tmp_path: Path) -> None:
-    path = save(tiny_module(), tmp_path)
-    checkpoint = torch.load(path, weights_only=True)
+def test_weights_of_another_type_are_refused(tmp_path: Path, checkpoint: dict[str, Any]) -> None:
     checkpoint["state_dict"] = {name: it.to(torch.complex64) for name, it in checkpoint["state_dict"].items()}
-    torch.save(checkpoint, path)
-    with pytest.raises(CheckpointError, match=r"best\.ckpt has complex64 weights"):
-        load_run(tmp_path)
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"a\.ckpt has complex64 weights"):
+        load_run(tmp_path / "a.ckpt")
 
 
-def test_a_config_that_somebody_made_is_refused_before_anything_is_built(tmp_path: Path) -> None:
-    path = save(tiny_module(), tmp_path)
-    good = torch.load(path, weights_only=True)
+def test_a_config_that_somebody_made_is_refused_before_anything_is_built(
+    tmp_path: Path, checkpoint: dict[str, Any]
+) -> None:
+    good, path = copy.deepcopy(checkpoint), tmp_path / "a.ckpt"
     odd: dict[str, list[object]] = {
         "geometry": [[1, 2]], "model": [None], "data": ["numpy"], "noise": [{"_target_": 3}], "seed": ["${evil:1}"],
         "geometry.n_detectors": [1_000_000_000], "geometry.n_views": [20_000], "model.n_iterations": [1_000_000_000],
@@ -230,11 +210,9 @@ def test_a_network_that_is_larger_than_its_file_is_not_built(tmp_path: Path, ove
     assert "\n" not in str(error.value)
 
 
-def test_the_matrices_of_a_scan_wait_until_the_weights_fit(tmp_path: Path) -> None:
+def test_the_matrices_of_a_scan_wait_until_the_weights_fit(tmp_path: Path, checkpoint: dict[str, Any]) -> None:
     """The config of a small file may have image_size=2048: the matrices take 1 GB, and 20 s."""
-    path = save(tiny_module(), tmp_path)
-    checkpoint = torch.load(path, weights_only=True)
     checkpoint[CHECKPOINT_KEY]["config"]["data"]["image_size"] = 2048
-    torch.save(checkpoint, path)
+    torch.save(checkpoint, tmp_path / "a.ckpt")
     with within_limits(memory=2**28), pytest.raises(CheckpointError, match="do not fit its own config"):
-        load_run(path)
+        load_run(tmp_path / "a.ckpt")

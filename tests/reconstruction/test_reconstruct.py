@@ -30,12 +30,12 @@ from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.reconstructor import on_scan
 from qnmixer.reconstruction.scan import Scan
 from qnmixer.reconstruction.sinograms import holds_sinograms, measured_scans, sinogram_files
-from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import section
 
 from ..conftest import TINY, config_of, tiny_module
 from ..data.conftest import make_ct
+from ..saved import write_checkpoint
 from ..sets import write_lodopab, write_two_detect
 
 
@@ -44,10 +44,10 @@ def settings(**values: object) -> ReconstructConfig:
     return ReconstructConfig.parse(compose("reconstruct", [f"{key}={value}" for key, value in given.items()]))
 
 
-def save(module: ReconstructionModule, path: Path) -> Path:
-    content = {"format": 1, "config": module.config.plain()}
-    torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
-    return path
+def reconstruct_by(module: ReconstructionModule, path: Path, **keys: object) -> int:
+    """The command on a file or folder, into the folder `out` beside it."""
+    run = write_checkpoint(module, path.with_name("run.ckpt"))
+    return reconstruct_input(settings(**{"run": run, "input": path, "output": path.with_name("out")} | keys))
 
 
 def trained(strength: float, *overrides: str) -> ReconstructionModule:
@@ -119,10 +119,9 @@ def test_another_noise_than_that_of_the_training(tmp_path: Path, capsys: pytest.
     their errors are. A measured sinogram takes none."""
     np.save(tmp_path / "a.npy", np.repeat(phantom(16, seed=0, part="test", index=0)[None], 8, axis=0))
     module = tiny_module("noise=mixed", "noise.photons=1e3", "noise.electronic_sigma=0", "seed=1", "data.seed=1")
-    words = {"run": save(module, tmp_path / "a.ckpt"), "input": tmp_path / "a.npy", "formats": "[npy]"}
     errors, lines = {}, {}
     for noise in ("as_trained", "field", "none"):
-        reconstruct_input(settings(**words, noise=noise, output=tmp_path / noise))
+        reconstruct_by(module, tmp_path / "a.npy", noise=noise, output=tmp_path / noise, formats="[npy]")
         hu = np.stack([np.load(tmp_path / noise / f"a_{k}.npy") for k in range(8)])
         errors[noise] = (hu - hu.mean(0)).std((1, 2))
         lines[noise] = capsys.readouterr().out
@@ -133,10 +132,9 @@ def test_another_noise_than_that_of_the_training(tmp_path: Path, capsys: pytest.
     assert "simulated with noise=field\n" in lines["field"]
     with torch.no_grad():
         np.save(tmp_path / "y.npy", module.projector(torch.full((1, 1, 16, 16), 0.3))[0, 0].numpy())
-    words |= {"input": tmp_path / "y.npy", "kind": "sinograms", "unit": "value", "output": tmp_path / "y"}
     with pytest.raises(ConfigError, match="noise=none has no effect on y, which was measured: leave it out"):
-        reconstruct_input(settings(**words, noise="none"))
-    assert not (tmp_path / "y").exists()
+        reconstruct_by(module, tmp_path / "y.npy", kind="sinograms", unit="value", noise="none")
+    assert not (tmp_path / "out").exists()
 
 
 def test_only_scans_with_missing_views_get_further_passes(tmp_path: Path) -> None:
@@ -194,8 +192,7 @@ def test_a_disc_in_dicom_has_its_size_and_place_in_mm(tmp_path: Path, capsys: py
         "data.image_size=128", "geometry.field_of_view=200", "geometry.n_views=120", "geometry.n_detectors=240",
         "geometry.detector_pitch=2",
     )  # fmt: skip
-    run = save(module, tmp_path / "run.ckpt")
-    reconstruct_input(settings(run=run, input=tmp_path / "in", output=tmp_path / "out", formats="[dicom]"))
+    reconstruct_by(module, tmp_path / "in", formats="[dicom]")
     out = dcmread(tmp_path / "out" / "a.dcm")
     step = float(out.PixelSpacing[0])
     assert step == pytest.approx(200 / 128)
@@ -222,9 +219,8 @@ def test_what_has_no_size_is_said_once(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_network_of_nan_writes_nothing(tmp_path: Path) -> None:
     module = tiny_module()
     next(module.network.parameters()).data.fill_(np.nan)
-    words = {"run": save(module, tmp_path / "a.ckpt"), "input": series(tmp_path / "s.npy", 1)}
     with pytest.raises(DataError, match=r"the reconstruction of s\.npy has NaN"):
-        reconstruct_input(settings(**words, output=tmp_path / "out", formats="[npy,png]"))
+        reconstruct_by(module, series(tmp_path / "s.npy", 1), formats="[npy,png]")
     assert not (tmp_path / "out").exists()
 
 
@@ -286,9 +282,7 @@ def test_a_scan_of_no_use_in_a_stack_is_named(tmp_path: Path, capsys: pytest.Cap
     module = tiny_module()
     (y,) = sinograms(module)
     np.save(tmp_path / "a.npy", np.stack([y, y, np.full_like(y, np.nan), y]))
-    words = {"run": save(module, tmp_path / "a.ckpt"), "input": tmp_path / "a.npy", "output": tmp_path / "out"}
-    config = settings(**words, unit="value", formats="[npy]", batch_size=2)
-    reconstruct_input(config)
+    reconstruct_by(module, tmp_path / "a.npy", unit="value", formats="[npy]", batch_size=2)
     assert "skipped:" in (said := capsys.readouterr().err)
     assert "a.npy#2 has 0 measured views" in said
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -404,8 +398,7 @@ def test_a_scan_that_nearly_fits_is_told_and_so_is_the_misfit_of_its_image(
     y = scan(fbp_module)
     y[3] = np.nan
     np.save(tmp_path / "a.npy", y.astype(np.float32))
-    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "a.npy", "output": tmp_path / "out"}
-    reconstruct_input(settings(**words, formats="[npy]"))
+    reconstruct_by(fbp_module, tmp_path / "a.npy", formats="[npy]")
     (told,) = re.findall(r"a: A x differs from the sinogram by ([\d.]+)%", capsys.readouterr().out)
     x = torch.from_numpy((np.load(tmp_path / "out" / "a.npy") + 1000) / 3000)[None, None]
     left = fbp_module.projector(x)[0, 0].numpy() * OF_ONE - y
@@ -423,8 +416,7 @@ def test_slices_of_a_series_without_dicom_follow_each_other(
     np.save(tmp_path / "in" / "stack.npy", np.stack([y] * 3))
     for k in (2, 10, 9):
         np.save(tmp_path / "in" / "many" / f"s{k}.npy", y)
-    words = {"run": save(module, tmp_path / "a.ckpt"), "input": tmp_path / "in", "output": tmp_path / "out"}
-    reconstruct_input(settings(**words, kind=kind, formats="[dicom]", slice_spacing=2.5))
+    reconstruct_by(module, tmp_path / "in", kind=kind, formats="[dicom]", slice_spacing=2.5)
     assert "slices without DICOM follow each other in steps of 2.5 mm (slice_spacing=)" in capsys.readouterr().out
     uids = set()
     names = [[f"stack_{k}" for k in range(3)], [f"many/s{k}" for k in (2, 9, 10)]]
@@ -461,36 +453,32 @@ def test_an_unwritable_name_costs_one_slice(fbp_module: ReconstructionModule, tm
         with path.open("wb") as stream:  # np.save would add an ending
             images = [phantom(16, seed=0, part="test", index=k) for k in range(count or 1)]
             np.save(stream, np.stack(images) if count else images[0])
-    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "in", "output": tmp_path / "out"}
-    config = settings(**words, formats="[npy]")
     if why is None:
-        assert reconstruct_input(config) == len(outputs)
+        assert reconstruct_by(fbp_module, tmp_path / "in", formats="[npy]") == len(outputs)
     else:
         with pytest.raises(DataError, match=rf"of \d reconstructions are not written \(.*{why}.*\): rename or move"):
-            reconstruct_input(config)
+            reconstruct_by(fbp_module, tmp_path / "in", formats="[npy]")
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert sorted(path.relative_to(tmp_path / "out").as_posix()[:-4] for path in files) == sorted(outputs)
 
 
 def test_a_slice_that_fails_half_way_leaves_no_file(fbp_module: ReconstructionModule, tmp_path: Path) -> None:
-    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": series(tmp_path / "s.npy", 3)}
     (tmp_path / "out" / "s_1.png").mkdir(parents=True)  # its .npy is written first
     with pytest.raises(DataError, match=r"1 of 3 reconstructions are not written \(.*s_1\.png exists already"):
-        reconstruct_input(settings(**words, output=tmp_path / "out", formats="[png,npy]"))
+        reconstruct_by(fbp_module, series(tmp_path / "s.npy", 3), formats="[png,npy]")
     names = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_file())
     assert names == ["s_0.npy", "s_0.png", "s_2.npy", "s_2.png"]
 
 
 def test_the_mean_over_symmetries_and_a_spread_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both in HU. The tiny scan has 8 views."""
-    run = save(trained(0.05), tmp_path / "net.ckpt")
-    inputs = {"run": run, "input": series(tmp_path / "a.npy", 2), "formats": "[npy,dicom]"}
+    module, path = trained(0.05), series(tmp_path / "a.npy", 2)
     for symmetries in (1, 8):
-        reconstruct_input(settings(**inputs, output=tmp_path / f"{symmetries}", symmetries=symmetries))
+        keys = {"symmetries": symmetries, "output": tmp_path / f"{symmetries}", "formats": "[npy,dicom]"}
+        reconstruct_by(module, path, **keys)
     assert "NAME_spread" in capsys.readouterr().out
     assert not [*(tmp_path / "1").glob("*spread*")]
-    module = load_run(run)
-    (scan, _) = simulated_scans(tmp_path / "a.npy", [tmp_path / "a.npy"], module)
+    (scan, _) = simulated_scans(path, [path], module)
     with torch.no_grad():
         turned = images_by_symmetry(module, scan.sinogram, symmetries_of_scan(module.projector)) * 3000 - 1000
     mean, spread = (np.load(tmp_path / "8" / f"a_0{end}.npy") for end in ("", "_spread"))
@@ -506,7 +494,7 @@ def test_slices_and_sinograms_of_another_scan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], views: int, cures: Cures
 ) -> None:
     """Its rays are used as they are, not interpolated to those of the training."""
-    run = save(tiny_module(), tmp_path / "net.ckpt")
+    run = write_checkpoint(tiny_module(), tmp_path / "net.ckpt")
     path = series(tmp_path / "a.npy", 1)
     words = [f"geometry.n_views={views}", "unit=value", *(f"{key}={value}" for key, value in vars(cures).items())]
     places = [f"run={run}", f"input={path}", f"output={tmp_path / 'of_slices'}"]

@@ -14,6 +14,7 @@ from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.run import Config, parse, parse_file
 
 from ..conftest import config_of
+from ..saved import write_checkpoint
 
 MINE = """
 from typing import Annotated, Literal
@@ -82,12 +83,6 @@ def train(*overrides: str) -> Config:
     return config_of(*small, *overrides)
 
 
-def save(config: Config, path: Path) -> Path:
-    state = Reconstructor(config).state_dict()
-    torch.save({CHECKPOINT_KEY: {"config": config.plain()}, "state_dict": state}, path)
-    return path
-
-
 @pytest.mark.parametrize(("words", "message"), [
     (["model.n_iterations=0"], "model.n_iterations=0 should be greater than or equal to 1"),
     (["model.channels=65"], "model.channels=65 should be less than or equal to 64"),
@@ -110,7 +105,7 @@ def test_what_does_not_fit_is_one_line(words: list[str], message: str) -> None:
 
 def test_a_new_argument_is_one_place(mine: Path, tmp_path: Path) -> None:
     """It is added to the constructor alone. A file from before then takes its default, and goes on as before."""
-    before = save(train(*NET), tmp_path / "a.ckpt")
+    before = write_checkpoint(Reconstructor(train(*NET)), tmp_path / "a.ckpt")
     mine.write_text(MINE.replace("kind:", "added: Annotated[int, Ge(3)] = 5, kind:"))
     __import__("sys").modules.pop("signatures_of_mine")
     with pytest.raises(ConfigError, match=r"model\.added=2 should be greater than or equal to 3"):
@@ -131,7 +126,7 @@ LOOSE = ["model=custom", "model._target_=signatures_of_mine.Loose", "~model.chan
     (["model=learn", "model.n_iterations=2", "model.channels=4"], NET),
 ])  # fmt: skip
 def test_the_words_for_the_same_network_can_be_pasted(before: list[str], now: list[str], tmp_path: Path) -> None:
-    path = save(train(*before), tmp_path / "a.ckpt")
+    path = write_checkpoint(Reconstructor(train(*before)), tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match="has another network: to build the same one, set ") as error:
         load_weights(Reconstructor(train(*now)), path)
     words = shlex.split(str(error.value).partition("one, set ")[2])
