@@ -8,15 +8,14 @@ import lightning as L
 import pytest
 import torch
 import wandb
-from hydra.errors import HydraException
 from lightning.pytorch.loggers import WandbLogger
 
-from qnmixer.errors import ConfigError
 from qnmixer.settings.compose import compose
 from qnmixer.settings.error_lines import explain
 from qnmixer.settings.sections import REFUSED, TrainerConfig, WandbConfig
 
 from ..conftest import config_of
+from .conftest import refusal
 
 # Unknown keys of logger.wandb, because a run sets them, or has one W&B run for each folder and the same names in all.
 NOT_OF_WANDB = {
@@ -26,14 +25,6 @@ NOT_OF_WANDB = {
 }  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("no_wandb")
-
-
-def refusal(*overrides: str) -> str:
-    with pytest.raises((ConfigError, HydraException)) as error:
-        config_of(*overrides)
-    line = explain(error.value, "train")
-    assert "\n" not in line
-    return line
 
 
 def test_out_of_memory_names_what_the_command_takes() -> None:
