@@ -21,30 +21,25 @@ from qnmixer.settings.run import Config
 
 from ..conftest import tiny_config
 
-OWN = """
-import torch
+MINE = [f"+metrics.mine._target_={__name__}.likeness", "+metrics.mine.mode=min", "+metrics.mine.title=likeness"]
 
-def likeness(image, truth, scale=1.0):
+
+def likeness(image: Tensor, truth: Tensor, scale: float = 1.0) -> Tensor:
     return 1 - scale * (image - truth).abs().mean((1, 2, 3))
 
-def picture(image, truth):
+
+def picture(image: Tensor, truth: Tensor) -> Tensor:
     return (image - truth).abs()
 
-def broken(image, truth):
+
+def broken(image: Tensor, truth: Tensor) -> Tensor:
     raise ValueError("it takes three channels")
 
+
 class Picky(torch.nn.Module):
-    def __init__(self, width):
+    def __init__(self, width: int) -> None:
         super().__init__()
         raise ValueError("width is below 3")
-"""
-MINE = ["+metrics.mine._target_=metrics_of_mine.likeness", "+metrics.mine.mode=min", "+metrics.mine.title=likeness"]
-
-
-@pytest.fixture(autouse=True)
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "metrics_of_mine.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def values(config: Config, image: Tensor, batch: Batch) -> dict[str, list[float]]:
@@ -60,7 +55,7 @@ def some(config: Config) -> Batch:
 def test_a_run_validates_and_tests_it_and_keeps_the_lowest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     words = [*MINE, "monitor=val/mine", "trainer.max_steps=6", "test_after_training=true", "optimizer.lr=0.01"]
-    words += ["callbacks=default", "+metrics.type._target_=metrics_of_mine.likeness"]  # type: a method of ModuleDict
+    words += ["callbacks=default", f"+metrics.type._target_={__name__}.likeness"]  # type: a method of ModuleDict
     best = fit(tiny_config(*words), Run(folder))
     rows = [row for row in read_metrics(folder / "metrics.csv") if row.get("val/mine")]
     found = {int(row["step"]): float(row["val/mine"]) for row in rows}
@@ -85,7 +80,7 @@ def test_a_run_validates_and_tests_it_and_keeps_the_lowest(tmp_path: Path, monke
     assert logged | ({*images} - metrics) <= taken_names(metrics)  # so no metric has the name of another column
     load_run(folder, "best", (), "metrics.")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "of_a_stranger"))
-    with pytest.raises(PluginError, match=r"names metrics\.mine\._target_=metrics_of_mine\.likeness"):
+    with pytest.raises(PluginError, match=rf"names metrics\.mine\._target_={__name__}\.likeness"):
         load_run(folder, "best", (), "metrics.")
     assert load_run(folder).config.metrics["mine"].mode == "min"  # its network needs no code of the user
 
@@ -110,14 +105,14 @@ def test_a_metric_of_torchmetrics_is_of_each_image(target: str) -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["picture"], "metrics.mine._target_=metrics_of_mine.picture gives a tensor [1, 1, 16, 16] for one image"),
+    (["picture"], f"metrics.mine._target_={__name__}.picture gives a tensor [1, 1, 16, 16] for one image"),
     (["broken"], "fails for images [1, 1, 16, 16] (it takes three channels)"),
-    (["Picky", "width=1"], "metrics.mine._target_=metrics_of_mine.Picky refuses its arguments (width is below 3)"),
+    (["Picky", "width=1"], f"metrics.mine._target_={__name__}.Picky refuses its arguments (width is below 3)"),
 ])  # fmt: skip
 def test_a_wrong_metric_is_one_line_before_training(words: list[str], message: str) -> None:
     target, *arguments = words
     config = tiny_config(
-        f"+metrics.mine._target_=metrics_of_mine.{target}", *(f"+metrics.mine.{argument}" for argument in arguments)
+        f"+metrics.mine._target_={__name__}.{target}", *(f"+metrics.mine.{argument}" for argument in arguments)
     )
     with pytest.raises(PluginError) as error:
         try_metrics(build_metrics(config.metrics, own_range=False), config.data.image_size)
