@@ -1,7 +1,6 @@
 """The scanners in conf/geometry: the fan that their numbers give, and sparse views."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,8 +48,3 @@ def test_the_scans_of_public_sets() -> None:
     assert lodopab.n_detectors * lodopab.detector_pitch == pytest.approx(260 * math.sqrt(2), abs=0.01)
     two_detect = build_geometry(config_of("geometry=two_detect", "data.image_size=512"))
     assert two_detect.n_detectors * two_detect.pitch_at_axis == pytest.approx(512 * two_detect.pixel_size, abs=0.01)
-
-
-def test_a_beam_and_an_offset_by_override() -> None:
-    geometry = build_geometry(config_of("geometry.beam=parallel", "geometry.detector_offset=-0.25"))
-    assert geometry == replace(build_geometry(config_of()), beam="parallel", detector_offset=-0.25)
