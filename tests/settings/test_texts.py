@@ -10,7 +10,7 @@ from qnmixer.errors import say
 from qnmixer.evaluate import evaluate
 from qnmixer.reconstruct import reconstruct
 from qnmixer.runs.records import write_sweep
-from qnmixer.runs.sweeps import write_report
+from qnmixer.runs.sweeps import rows_of, write_report
 from qnmixer.runs.tables import Table
 from qnmixer.runs.terminal import Console, Progress
 
@@ -45,8 +45,6 @@ def test_the_first_line_of_a_command_is_one_line(odd: str, command: object, caps
 
 @pytest.mark.parametrize("odd", ODD)
 def test_the_report_of_a_sweep_shows_escapes(odd: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from qnmixer.runs.sweeps import rows_of
-
     write_sweep(tmp_path, {"overrides": [], "varying": [odd], "jobs": {odd: [f"{odd}={odd}"]}})
     write_report(tmp_path, rows_of(tmp_path))
     assert is_plain(capsys.readouterr().out)
