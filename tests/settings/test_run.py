@@ -1,14 +1,12 @@
 """The config of a run: types, bounds, rules between keys. Wrong keys on real command lines are in tests/promises."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from qnmixer.errors import ConfigError
 from qnmixer.evaluation.evaluate_config import EvaluateConfig
-from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.sections import AsTrained
 from qnmixer.settings.compose import compose, with_one_limit
 from qnmixer.settings.data import FolderData, PhantomData
@@ -192,16 +190,3 @@ def test_evaluate_as_trained_and_otherwise() -> None:
     )
     assert isinstance(other.data, FolderData)
     assert (other.data.root, other.noise and other.noise.name, other.trust) == ("/ct", "field", ["own"])
-
-
-@pytest.mark.parametrize(("override", "message"), [
-    ("formats=[]", "formats=[] would write nothing"),
-    ("window=[240,-160]", "window=[240.0, -160.0] is not [low, high]"),
-    ("water_attenuation=0", "water_attenuation=0 should be greater than 0"),
-])  # fmt: skip
-def test_reconstruct_refuses(override: str, message: str) -> None:
-    usual: Any = ["run=x", "input=a", "output=b"]
-    assert ReconstructConfig.parse(compose("reconstruct", usual)).formats
-    with pytest.raises(ConfigError) as error:
-        ReconstructConfig.parse(compose("reconstruct", [*usual, override]))
-    assert str(error.value).startswith(message)
