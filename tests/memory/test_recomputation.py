@@ -19,23 +19,19 @@ from .. import buffers
 from ..models.conftest import build
 
 
-class Dropping(nn.Module):
-    """A regulariser with dropout behind it: random numbers inside an iteration."""
-
-    def __init__(self, regularizer: nn.Module) -> None:
-        super().__init__()
-        self.embedding = regularizer.embedding
-        self.regularizer = regularizer
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.regularizer(x))
+def qn_mixer(projector: FanBeamProjector, **options: Any) -> UnrolledNetwork[Any]:
+    return build("figure", projector, **options)
 
 
-def qn_mixer(projector: FanBeamProjector, dropout: bool = False, **options: Any) -> UnrolledNetwork[Any]:
-    network = build("figure", projector, **options)
-    for k, regularizer in enumerate(network.regularizers):
-        network.regularizers[k] = Dropping(regularizer) if dropout else regularizer
+def drop(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+    return nn.functional.dropout(output, 0.3, module.training)
+
+
+def dropping(projector: FanBeamProjector, **options: Any) -> UnrolledNetwork[Any]:
+    """Random numbers inside the parts of an iteration."""
+    network = qn_mixer(projector, **options)
+    for regularizer in network.regularizers:
+        regularizer.embedding.register_forward_hook(drop)
     return network
 
 
@@ -55,9 +51,9 @@ NETWORKS: dict[str, tuple[Any, dict[str, Any], torch.dtype | None]] = {
 } | {
     "one iteration": (buffers.BatchNorm, {"n_iterations": 1}, None),  # its blocks are the checkpoints
     "half precision": (buffers.Spectral, {}, torch.float16),
-    "QN-Mixer": (qn_mixer, {"dropout": True}, None),
+    "dropout": (dropping, {}, None),
     "regularizers": (qn_mixer, {"shared_regularizer": False}, torch.bfloat16),
-    "detached": (qn_mixer, {"hessian_gradient": "detach", "dropout": True}, torch.float16),
+    "detached": (dropping, {"hessian_gradient": "detach"}, torch.float16),
     "symmetric": (qn_mixer, {"symmetric": True}, None),
     "frozen": (frozen, {"n_iterations": 4}, None),
 }

@@ -146,19 +146,17 @@ def mat(path: Path, sinogram: np.ndarray, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("fault", ["text", "no distance", "nan", "far angle", "angles", "cm", "7.3"])
-def test_matlab_files_that_are_no_scan(tmp_path: Path, fault: str) -> None:
-    path, y = tmp_path / "a.mat", np.ones((4, 7))
-    if fault == "text":
-        path.write_text("no such file " * 20)
-    elif fault == "7.3":
-        path.write_bytes(b"MATLAB 7.3 MAT-file, Platform: GLNXA64".ljust(124) + b"\x00\x02IM" + bytes(400))
+@pytest.mark.parametrize("content", [
+    b"no such file " * 20, b"MATLAB 7.3 MAT-file, Platform: GLNXA64".ljust(124) + b"\x00\x02IM" + bytes(400),
+    {"distanceSourceOrigin": None}, {"distanceSourceOrigin": math.nan}, {"angles": [1e300, 1, 2, 3]},
+    {"angles": [1, 2]}, {"distanceUnit": "cm"},
+], ids=["text", "7.3", "no distance", "nan", "far angle", "angles", "cm"])  # fmt: skip
+def test_matlab_files_that_are_no_scan(tmp_path: Path, content: bytes | dict[str, Any]) -> None:
+    path = tmp_path / "a.mat"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
     else:
-        changes: dict[str, dict[str, Any]] = {
-            "no distance": {"distanceSourceOrigin": None}, "nan": {"distanceSourceOrigin": math.nan},
-            "far angle": {"angles": [1e300, 1, 2, 3]}, "angles": {"angles": [1, 2]}, "cm": {"distanceUnit": "cm"},
-        }  # fmt: skip
-        mat(path, y, **{"pixelSizePost": 40} | changes[fault])
+        mat(path, np.ones((4, 7)), **{"pixelSizePost": 40} | content)
     with pytest.raises(DataError, match=r"a\.mat is no scan \(.*\.npy") as error:
         read_mat(path, scanner())
     assert "\n" not in str(error.value)
