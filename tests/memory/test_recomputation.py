@@ -28,10 +28,10 @@ def drop(module: nn.Module, _: Any, output: Tensor) -> Tensor:
 
 
 def dropping(projector: FanBeamProjector, **options: Any) -> UnrolledNetwork[Any]:
-    """Random numbers inside the parts of an iteration."""
+    """Random numbers inside what runs again in every mode."""
     network = qn_mixer(projector, **options)
-    for regularizer in network.regularizers:
-        regularizer.embedding.register_forward_hook(drop)
+    for part in network.large_parts():
+        part.channel_mlp.register_forward_hook(drop)
     return network
 
 
