@@ -3,13 +3,14 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qnmixer.commands import command
-from qnmixer.settings.project import Project, project_here
+from qnmixer.settings.project import project_at, project_here
 from qnmixer.train import check
 
 from .schemas import SCHEMAS
@@ -48,7 +49,7 @@ class Typed:
         *words: str,
         task: Any = None,
         check: Callable[..., Any] | None = None,
-        find_project: Callable[[], Project] = project_here,
+        project: Path | None = None,
     ) -> Outcome:
         task_configs: list[Any] = []
         checked_configs: list[Any] = [None]
@@ -62,7 +63,8 @@ class Typed:
         self.monkeypatch.delenv(command.TRACEBACK, raising=False)
         self.capsys.readouterr()
         try:
-            command.run(task or task_configs.append, checking, SCHEMAS[name], find_project=find_project)
+            find = partial(project_at, project) if project else project_here  # project: whose own command it is
+            command.run(task or task_configs.append, checking, SCHEMAS[name], find_project=find)
         except SystemExit as stop:
             code = int(stop.code or 0)
         return Outcome(code, self.capsys.readouterr().err, bool(task_configs), checked_configs[-1])

@@ -3,7 +3,6 @@
 import re
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from qnmixer import train
 from qnmixer.new import TEMPLATE
 from qnmixer.settings.options import CONF
-from qnmixer.settings.project import NO_PROJECT, project_at
+from qnmixer.settings.project import NO_PROJECT
 
 from ..typed import Typed
 
@@ -38,13 +37,12 @@ def test_a_command_finds_the_options_and_the_experiment_of_a_project(command: st
 @pytest.mark.parametrize("words", [["--config-dir", "more"], ["hydra.searchpath=[more]"], ["hydra.searchpath=[]"]])
 def test_a_folder_that_is_typed_is_added_to_the_projects(words: list[str], typed: Typed, project: Path) -> None:
     """And comes before it. So it is for a project's own command, from any folder."""
-    for name in ("loss/mine", "loss/more"):
-        (project / "more" / f"{name}.yaml").parent.mkdir(parents=True, exist_ok=True)
-        (project / "more" / f"{name}.yaml").write_text("_target_: qnmixer.losses.l1\n")
+    (project / "more" / "loss").mkdir(parents=True)
+    (project / "more" / "loss" / "mine.yaml").write_text("_target_: qnmixer.losses.l1\n")
     outcome = typed("train", *words)
     typed.monkeypatch.chdir(project / "more")
     elsewhere = [word.replace("more", "../more") for word in words]
-    for config in (outcome.config, typed("train", *elsewhere, find_project=partial(project_at, project)).config):
+    for config in (outcome.config, typed("train", *elsewhere, project=project).config):
         assert config.model.target == "my_ct.network.MyNetwork"
         assert config.loss.target == ("qnmixer.losses.l1" if "more" in str(words) else "my_ct.losses.charbonnier")
 
@@ -55,10 +53,8 @@ def test_a_projects_command_trains_it_whatever_the_current_folder_is(typed: Type
     other.mkdir()
     (other / "pyproject.toml").write_text('[tool.qnmixer]\nexperiment = "demo"\n')
     typed.monkeypatch.chdir(other)
-    conf = project / CONF_OF_PROJECT
-    places = [partial(project_at, project), partial(project_at, conf)]
-    for find_project in places:
-        assert typed("train", find_project=find_project).config.model.target == "my_ct.network.MyNetwork"
+    for place in (project, project / CONF_OF_PROJECT):
+        assert typed("train", project=place).config.model.target == "my_ct.network.MyNetwork"
     typed.monkeypatch.setenv(NO_PROJECT, "1")  # a job of its sweep
     assert typed("train").config.model.T == 14
 
@@ -67,12 +63,11 @@ def test_without_pyproject_the_only_experiment_is_meant(typed: Typed, project: P
     """As in a wheel."""
     (project / "pyproject.toml").unlink()
     conf = project / CONF_OF_PROJECT
-    find_project = partial(project_at, conf)
-    assert typed("train", find_project=find_project).config.model.target == "my_ct.network.MyNetwork"
+    assert typed("train", project=conf).config.model.target == "my_ct.network.MyNetwork"
     shutil.copy(conf / "experiment" / "mine.yaml", conf / "experiment" / "second.yaml")
-    refused = typed("train", "seed=2", find_project=find_project)
+    refused = typed("train", "seed=2", project=conf)
     assert refused.line == f"{conf} has several experiments: add experiment=mine or second"
-    assert typed("train", "experiment=second", find_project=find_project).code == 0
+    assert typed("train", "experiment=second", project=conf).code == 0
 
 
 @pytest.mark.parametrize("words", [[], ["--config-dir", "."], ["experiment=demo"]])
@@ -104,7 +99,7 @@ def test_a_wrong_table_of_a_project_is_one_line(text: str, line: str, typed: Typ
     (project / "pyproject.toml").write_text(text)
     assert line in typed("plan").line
     for place in (project, project / CONF_OF_PROJECT):
-        assert line in typed("train", find_project=partial(project_at, place)).line
+        assert line in typed("train", project=place).line
 
 
 def test_a_project_without_options_of_its_own_has_an_experiment(typed: Typed, tmp_path: Path) -> None:
