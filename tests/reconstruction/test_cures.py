@@ -51,9 +51,8 @@ class Descent(UnrolledNetwork[Tensor]):
 @pytest.fixture(scope="module")
 def projectors() -> dict[str, FanBeamProjector]:
     """Scans at 64 × 64: that of a training with 16 views, and others."""
-    scans = {"trained": TRAINED, "8 views": FanBeamGeometry.paper(8, image_size=64)}
-    scans |= {"6 views": FanBeamGeometry.paper(6, image_size=64), "32 views": FanBeamGeometry.paper(32, image_size=64)}
-    scans["150°"] = replace(TRAINED, angle_span=math.radians(150))
+    scans = {f"{n_views} views": FanBeamGeometry.paper(n_views, image_size=64) for n_views in (6, 8, 32)}
+    scans |= {"trained": TRAINED, "150°": replace(TRAINED, angle_span=math.radians(150))}
     return {name: FanBeamProjector(scan) for name, scan in scans.items()}
 
 

@@ -423,12 +423,9 @@ def test_slices_of_a_series_without_dicom_follow_each_other(
     for end in ("", "_fbp") if kind == "sinograms" else ("",):
         for series_names in names:
             files = [dcmread(tmp_path / "out" / f"{name}{end}.dcm") for name in series_names]
-            assert [list(map(float, file.ImagePositionPatient)) for file in files] == [
-                [0, 0, k * 2.5] for k in range(3)
-            ]
-            assert [(file.InstanceNumber, file.SliceThickness, file.SliceLocation) for file in files] == [
-                (k + 1, 2.5, k * 2.5) for k in range(3)
-            ]
+            for k, file in enumerate(files):
+                assert list(map(float, file.ImagePositionPatient)) == [0, 0, k * 2.5]
+                assert (file.InstanceNumber, file.SliceThickness, file.SliceLocation) == (k + 1, 2.5, k * 2.5)
             uids.add(frozenset(file.SeriesInstanceUID for file in files))
     assert len(uids) == len(frozenset.union(*uids)) == 2 * (1 + (kind == "sinograms"))
 
@@ -494,23 +491,20 @@ def test_slices_and_sinograms_of_another_scan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], views: int, cures: Cures
 ) -> None:
     """Its rays are used as they are, not interpolated to those of the training."""
-    run = write_checkpoint(tiny_module(), tmp_path / "net.ckpt")
-    path = series(tmp_path / "a.npy", 1)
-    words = [f"geometry.n_views={views}", "unit=value", *(f"{key}={value}" for key, value in vars(cures).items())]
-    places = [f"run={run}", f"input={path}", f"output={tmp_path / 'of_slices'}"]
-    config = ReconstructConfig.parse(compose("reconstruct", [*places, *words]))
-    reconstruct_input(config)
+    module, path = tiny_module(), series(tmp_path / "a.npy", 1)
+    keys = {"geometry.n_views": views, "unit": "value", **vars(cures)}
+    reconstruct_by(module, path, **keys)
     said = capsys.readouterr().out
     assert f"geometry.n_views=8, not {views}: its step sizes follow the scan, ×" in said
     assert ("start=tv: 400 iterations of TV come first; " in said) == (cures.start == "tv")
     assert f"passes={cures.passes}: {cures.passes} times" in said
-    module = load_run(run)
+    module = load_run(tmp_path / "run.ckpt")
     scanned = on_scan(module, module.config.changed(geometry=module.config.geometry.changed(n_views=views)), cures)
     (scan,) = simulated_scans(path, [path], scanned)
     assert scan.sinogram.shape[2] == views
     np.save(tmp_path / "y.npy", scan.sinogram[0, 0].numpy())
-    reconstruct_input(config.changed(input=str(tmp_path / "y.npy"), output=str(tmp_path / "of_sinograms")))
+    reconstruct_by(module, tmp_path / "y.npy", **keys)
     with torch.no_grad():
         expected = scan.hu(scanned(scan.sinogram))
-    for file in ("of_slices/a.npy", "of_sinograms/y.npy"):
-        np.testing.assert_allclose(np.load(tmp_path / file), expected, atol=0.05)
+    for name in ("a", "y"):
+        np.testing.assert_allclose(np.load(tmp_path / "out" / f"{name}.npy"), expected, atol=0.05)
