@@ -89,8 +89,6 @@ def test_a_rank_without_a_folder_needs_no_name(words: str, typed: Typed, monkeyp
         monkeypatch.setenv(name, value)
     assert typed(*words.split()).code == 0
     assert "evaluate works in one process: start it without torchrun or srun" in typed("evaluate", "run=x").line
-    assert "2 processes would make a run folder each: give them one, as hydra.run.dir=" in typed("train").line
-    assert "--ntasks-per-node" in typed("train", "++hydra.run.dir=run").line  # the next check
 
 
 BROKEN_FILES = {
