@@ -488,15 +488,16 @@ def test_the_mean_over_symmetries_and_a_spread_are_written(tmp_path: Path, capsy
 
 @pytest.mark.parametrize(("views", "cures"), [(6, Cures(passes=3, start="tv")), (16, Cures(passes=2, mix=0.5))])
 def test_slices_and_sinograms_of_another_scan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], views: int, cures: Cures
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, views: int, cures: Cures
 ) -> None:
     """Its rays are used as they are, not interpolated to those of the training."""
+    monkeypatch.setattr("qnmixer.reconstruction.cures._TV_ITERATIONS", 40)
     module, path = tiny_module(), series(tmp_path / "a.npy", 1)
     keys = {"geometry.n_views": views, "unit": "value", **vars(cures)}
     reconstruct_by(module, path, **keys)
     said = capsys.readouterr().out
     assert f"geometry.n_views=8, not {views}: its step sizes follow the scan, ×" in said
-    assert ("start=tv: 400 iterations of TV come first; " in said) == (cures.start == "tv")
+    assert ("start=tv: 40 iterations of TV come first; " in said) == (cures.start == "tv")
     assert f"passes={cures.passes}: {cures.passes} times" in said
     module = load_run(tmp_path / "run.ckpt")
     scanned = on_scan(module, module.config.changed(geometry=module.config.geometry.changed(n_views=views)), cures)

@@ -15,6 +15,7 @@ from qnmixer.settings.options import CONF
 
 from ..conftest import config_of
 from ..pages import SEARCH_PATH
+from .conftest import refusal
 
 ROOT, SLICES = "data.root=/ct", "data.sources.slices.root=/ct"
 
@@ -47,8 +48,7 @@ def test_the_setting_stays_and_typed_keys_still_fail() -> None:
     config = compose("plan", ["experiment=demo", "model=learn", "geometry=ge_lightspeed"])
     assert (config.data.image_size, config.geometry.n_views, config.geometry.n_detectors) == (64, 16, 888)
     assert (config.model.n_iterations, config.trainer.max_steps) == (50, 700)
-    with pytest.raises(ConfigError, match=r"^unknown key model\.channels"):
-        config_of("experiment=demo", "model=tv", "+model.channels=3")
+    assert refusal("experiment=demo", "model=tv", "+model.channels=3").startswith("unknown key model.channels")
 
 
 @pytest.mark.parametrize("text", [
