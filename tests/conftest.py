@@ -47,6 +47,7 @@ if TYPE_CHECKING or "PYTEST_XDIST_WORKER" in os.environ or "-n 3" not in " ".joi
     from qnmixer.settings.run import Config, parse
 
     from .composing import compose_faster
+    from .typed import typed  # noqa: F401 - a fixture
 
     compose_faster()
     name_methods_at_once()

@@ -2,6 +2,7 @@ import os
 import signal
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -157,21 +158,15 @@ def test_a_sweep_has_one_limit_with_any_launcher(epochs: str, limit: list[str]) 
 
 
 def test_a_bug_of_ours_keeps_its_traceback(typed: Typed) -> None:
-    def task(cfg: DictConfig) -> None:
-        raise RuntimeError("a bug under srun")
-
     with pytest.raises(RuntimeError, match="a bug under srun"):
-        typed.train(task=task)
+        typed.train(task=Mock(side_effect=RuntimeError("a bug under srun")))
 
 
 @pytest.mark.parametrize(
     ("stop", "code"), [(KeyboardInterrupt(), 130), (Stopped(signal.SIGINT), 130), (Stopped(signal.SIGTERM), 143)]
 )
 def test_interruption_has_its_exit_code(typed: Typed, stop: KeyboardInterrupt, code: int) -> None:
-    def task(cfg: DictConfig) -> None:
-        raise stop
-
-    outcome = typed.train(task=task)
+    outcome = typed.train(task=Mock(side_effect=stop))
     assert (outcome.code, outcome.stderr) == (code, "interrupted\n")
 
 

@@ -18,6 +18,7 @@ from qnmixer.reconstruction.pretrained import Outline, load
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, find_checkpoint
 
 from ..conftest import TINY, config_of, other_config, tiny_module
+from ..promises.test_resuming import assert_equal
 from ..saved import checkpoint_of
 
 
@@ -99,14 +100,6 @@ def damaged(content: bytes, number: int) -> bytes:
     return bytes(changed)
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    return one == other
-
-
 @pytest.mark.parametrize("kind", ["ckpt", "safetensors"])
 def test_damage_is_reported_or_changes_nothing(tmp_path: Path, kind: str) -> None:
     """Also in what only resume reads, such as the state of the optimizer. 50 times, seeded."""
@@ -125,7 +118,7 @@ def test_damage_is_reported_or_changes_nothing(tmp_path: Path, kind: str) -> Non
             except CheckpointError as error:
                 told.append(str(error))
             else:
-                assert same(load(path), whole)
+                assert_equal(load(path), whole)
         if number % 10 == 8:
             assert told[-1] == f"{path} cannot be read (it is not whole): it is damaged or no checkpoint"
     assert len(told) > (40 if kind == "safetensors" else 15)

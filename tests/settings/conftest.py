@@ -5,9 +5,6 @@ from qnmixer.errors import ConfigError
 from qnmixer.settings.error_lines import explain
 
 from ..conftest import config_of
-from ..typed import typed
-
-__all__ = ["typed"]
 
 
 def refusal(*overrides: str) -> str:

@@ -1,3 +1,0 @@
-from ..typed import typed
-
-__all__ = ["typed"]
