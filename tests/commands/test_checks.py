@@ -146,10 +146,9 @@ def test_a_rank_that_hangs_or_dies_is_named(warm: Warm, own: Callable[..., Any],
 ])  # fmt: skip
 def test_ranks_that_do_not_talk_are_told(collective: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process stands in for two, with collectives that do nothing but what is wrong."""
-    layer = torch.nn.parallel, "DistributedDataParallel"
     for module, name in ((dist, "init_process_group"), (dist, "all_reduce"), (dist, "broadcast")):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
-    monkeypatch.setattr(*layer, lambda module: module)
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda module: module)
     monkeypatch.setattr("qnmixer.commands.checkup.rank.world_size", lambda: 2)
     if collective != "all_reduce":
         monkeypatch.setattr(dist, "all_reduce", lambda message: message.fill_(3))
