@@ -12,5 +12,5 @@ def refusal(*overrides: str) -> str:
     with pytest.raises((ConfigError, HydraException)) as error:
         config_of(*overrides)
     (line,) = str(explain(error.value, "train")).splitlines()
-    assert len(line) < 500
+    assert len(line) < 250
     return line

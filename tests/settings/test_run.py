@@ -85,7 +85,7 @@ def test_bounds(option: str) -> None:
 
 
 EXTRAS = pytest.mark.extras
-DICOM = "data=dicom data.root=/ct"
+DICOM, INTERVAL = "data=dicom data.root=/ct", "trainer.val_check_interval"
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
@@ -98,6 +98,18 @@ DICOM = "data=dicom data.root=/ct"
     ("+loss._args_=[1]", "unknown key loss._args_: qnmixer.losses.mse has no such key"),
     ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is not a function (image, truth) or a"),
     ("trainer.limit_train_batches=1.5", "trainer.limit_train_batches=1.5 should be less than or equal to 1"),
+    ("trainer.devices=[1,1]", "trainer.devices=[1, 1] is no list of different devices: give for example [0,1]"),
+    ("trainer.devices=[]", "trainer.devices=[] is no list of different devices"),
+    ("trainer.val_check_interval=1.5", "trainer.val_check_interval=1.5 should be less than or equal to 1"),
+    ("trainer.val_check_interval=3h", "trainer.val_check_interval=3h should be a valid number"),
+    ("trainer.fast_dev_run=-1", "trainer.fast_dev_run=-1 should be a valid boolean"),
+    ("trainer.profiler=xla", "trainer.profiler=xla should be 'simple', 'advanced' or 'pytorch'"),
+    (f"logger.wandb.name={'n' * 129}", f"logger.wandb.name={'n' * 129}: string should "),
+    (f"logger.wandb.group={'n' * 129}", f"logger.wandb.group={'n' * 129}: string should "),
+    (f"logger.wandb.tags=[{'t' * 65}]", f"logger.wandb.tags={'t' * 65}: string should have at most 64 characters"),
+    ("logger.wandb.id=a/b", "logger.wandb.id=a/b: string should match pattern "),
+    ("logger.wandb.resume=bogus", "logger.wandb.resume=bogus should be 'allow', 'must', 'never' or 'auto'"),
+    ("logger.wandb.log_model=every", "logger.wandb.log_model=every should be a valid boolean"),
     ("trainer.limit_train_batch=3", "unknown key trainer.limit_train_batch: did you mean trainer.limit_train_b"),
     ("+metrics.loss._target_=a.b", "metrics.loss: there is a column loss already"),
     ("+metrics.psnr.mode=mini", "metrics.psnr.mode=mini should be 'max' or 'min'"),
@@ -107,6 +119,13 @@ DICOM = "data=dicom data.root=/ct"
     (f"{DICOM} data.val_fraction=0.6 data.test_fraction=0.6", "data.val_fraction + test_fraction leave"),
     (f"{DICOM} data.val_patients=[a]", "data.split=random uses no lists of patients"),
     ("trainer.limit_train_batches=3 trainer.accumulate_grad_batches=2", "trainer.limit_train_batches=3 is no"),
+    (f"{INTERVAL}=3 trainer.accumulate_grad_batches=2", f"{INTERVAL}=3 is no multiple of trainer.accumulate_grad_b"),
+    (f"{INTERVAL}=00:00:30:00 trainer.accumulate_grad_batches=2", f"{INTERVAL} as a time needs one device, and"),
+    (f"{INTERVAL}=00:00:30:00 strategy=ddp trainer.devices=2", f"{INTERVAL} as a time needs one device, and"),
+    ("trainer.overfit_batches=3 trainer.accumulate_grad_batches=2", "trainer.overfit_batches=3 is no multiple of"),
+    ("trainer.profiler=simple debug=profile", "trainer.profiler=simple does not work with debug=profile: give one of"),
+    ("trainer.max_epochs=-1 trainer.max_steps=-1",
+     "training would never end: give trainer.max_steps=… or trainer.max_epochs=…"),
     ("model=tv strategy=ddp trainer.devices=2", "model=tv has no weights to train on several devices"),
     ("strategy=fsdp callbacks=ema", "callbacks=ema does not work with strategy=fsdp"),
     ("strategy=pipeline trainer.devices=4 callbacks=ema", "callbacks=ema does not work with strategy=pipeline"),

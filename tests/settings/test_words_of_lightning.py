@@ -84,29 +84,3 @@ def test_when_to_validate_is_said_once(words: str) -> None:
     for experiment in ([], ["experiment=demo"], ["debug=few_batches"]):
         assert config_of(*experiment, typed).trainer.val_every_n_steps is None
     assert "val_every_n_steps" in refusal(typed, "trainer.val_every_n_steps=3")
-
-
-@pytest.mark.parametrize("words", [
-    "trainer.devices=[1,1]",
-    "trainer.devices=[]",
-    "trainer.val_check_interval=1.5",
-    "trainer.val_check_interval=3h",
-    "trainer.val_check_interval=3 trainer.accumulate_grad_batches=2",
-    "trainer.val_check_interval=00:00:30:00 trainer.accumulate_grad_batches=2",
-    "trainer.val_check_interval=00:00:30:00 strategy=ddp trainer.devices=2",
-    "trainer.overfit_batches=3 trainer.accumulate_grad_batches=2",
-    "trainer.fast_dev_run=-1",
-    "trainer.profiler=xla",
-    "trainer.profiler=simple debug=profile",
-    "trainer.max_epochs=-1 trainer.max_steps=-1",
-    f"logger.wandb.name={'n' * 129}",
-    f"logger.wandb.group={'n' * 129}",
-    f"logger.wandb.tags=[{'t' * 65}]",
-    "logger.wandb.id=a/b",
-    "logger.wandb.resume=bogus",
-    "logger.wandb.log_model=every",
-])  # fmt: skip
-def test_what_cannot_be_is_one_line(words: str) -> None:
-    line = refusal(*words.split(" "))
-    assert words.partition("=")[0] in line
-    assert len(line) < 250
