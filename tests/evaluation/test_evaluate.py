@@ -150,7 +150,6 @@ def test_files_hold_the_scores(scores: Evaluation, tmp_path: Path) -> None:
     assert (tmp_path / "table.csv").read_text().splitlines()[1] == (
         "FBP,21.00 ± 1.41,55.00 ± 7.07,11.00 ± 1.41,42.00 ± 2.83"
     )
-    assert scores.means()["FBP"] == {"psnr": 21.0, "ssim": 55.0, "window_psnr": 11.0, "window_ssim": 42.0}
     assert (tmp_path / "table.md").read_text().splitlines() == [
         "**two slices**", "",
         "| method | PSNR, dB | SSIM × 100 | window PSNR, dB | window SSIM × 100 |", "|---|---|---|---|---|",

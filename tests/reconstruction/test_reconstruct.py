@@ -24,7 +24,7 @@ from qnmixer.physics import symmetries as symmetries_of_scan
 from qnmixer.physics.projector import system_matrix
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.reconstruction.cures import Cures
-from qnmixer.reconstruction.input_slices import read_slices, simulated_scans, slice_files
+from qnmixer.reconstruction.input_slices import simulated_scans, slice_files
 from qnmixer.reconstruction.reconstruct import images_of, reconstruct_input
 from qnmixer.reconstruction.reconstruct_config import ReconstructConfig
 from qnmixer.reconstruction.reconstructor import on_scan
@@ -153,10 +153,9 @@ def test_only_scans_with_missing_views_get_further_passes(tmp_path: Path) -> Non
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize("reader", [("lodopab", "h5py"), ("two_detect", "tifffile")], ids=lambda its: its[0])
-def test_a_sinogram_of_a_public_set_is_reconstructed_as_evaluated(reader: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "library"), [("lodopab", "h5py"), ("two_detect", "tifffile")])
+def test_a_sinogram_of_a_public_set_is_reconstructed_as_evaluated(name: str, library: str, tmp_path: Path) -> None:
     """The network gets the values of its training, and the HU are those of the set."""
-    name, library = reader
     pytest.importorskip(library)
     words = ["model=fbp", f"data={name}", f"geometry={name}", f"data.root={tmp_path}", "geometry.n_views=8"]
     keys = ["data.image_size=32", "data.num_workers=0", "logger=csv"]
@@ -255,8 +254,6 @@ def test_what_is_no_file_of_numbers_is_not_opened(tmp_path: Path) -> None:
     np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(40_000, 40_000))  # sparse
     start = time.perf_counter()
     assert not holds_sinograms(path, module.projector.geometry, settings())
-    with pytest.raises(DataError, match="40000 × 40000 values"):
-        next(read_slices(path, [path]))
     with pytest.raises(DataError, match="40000 × 40000 values, not 1 to 8192"):
         next(measured(path, module, settings(angle_span=6, detector_pitch=1)))
     assert time.perf_counter() - start < 2
