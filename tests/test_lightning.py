@@ -33,11 +33,7 @@ def no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def network() -> QNMixer:
     torch.manual_seed(0)
-    scan = FanBeamGeometry(
-        image_size=16, pixel_size=25, n_views=8, n_detectors=24, detector_pitch=40, source_to_axis=541,
-        axis_to_detector=408,
-    )  # fmt: skip
-    return QNMixer(FanBeamProjector(scan), n_iterations=2, channels=4, n_mixer_layers=1)
+    return QNMixer(FanBeamProjector(FanBeamGeometry.paper(8, 16)), n_iterations=2, channels=4, n_mixer_layers=1)
 
 
 def data() -> L.LightningDataModule:
@@ -139,11 +135,8 @@ from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 torch.set_num_threads(1)
-scan = FanBeamGeometry(
-    image_size=16, pixel_size=25, n_views=8, n_detectors=24, detector_pitch=40, source_to_axis=541, axis_to_detector=408
-)
 torch.manual_seed(0)
-network = QNMixer(FanBeamProjector(scan), n_iterations=2, channels=4, n_mixer_layers=1)
+network = QNMixer(FanBeamProjector(FanBeamGeometry.paper(8, 16)), n_iterations=2, channels=4, n_mixer_layers=1)
 module = ReconstructionModule(network, optimizer=lambda network: torch.optim.SGD(network.parameters(), lr=0.1))
 keys = dict(image_size=16, n_train=16, n_val=2, n_test=2, num_workers=0)
 data = slices("phantoms", batch_size=4 // {n}, **keys)

@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from qnmixer.models.qn_mixer import QNMixer, QNState
 from qnmixer.module import ReconstructionModule
-from qnmixer.module.build import build_module
 from qnmixer.parallel.pipeline import Logged, Packing, loss_of_part, stages_of, sum_gradients
-from qnmixer.settings.compose import compose
-from qnmixer.settings.run import parse
+
+from ..conftest import tiny_module
 
 
 def test_stages_are_as_equal_as_possible() -> None:
@@ -21,12 +20,7 @@ def test_stages_are_as_equal_as_possible() -> None:
 
 
 def module_of(*overrides: str) -> ReconstructionModule:
-    tiny = (
-        "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 "
-        "model.n_iterations=5 model.channels=4 model.n_mixer_layers=1"
-    )
-    torch.manual_seed(0)
-    module = build_module(parse(compose("train", [*tiny.split(), *overrides])))
+    module = tiny_module("model.n_iterations=5", *overrides)
     for p in module.parameters():
         p.data += 0.02 * torch.randn_like(p)
     return module

@@ -78,11 +78,8 @@ class Alone(ReconstructionModule):
         from qnmixer.models import QNMixer
         from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
-        self_made = FanBeamGeometry(
-            image_size=16, pixel_size=25, n_views=8, n_detectors=24, detector_pitch=40, source_to_axis=541,
-            axis_to_detector=408,
-        )
-        super().__init__(QNMixer(FanBeamProjector(self_made), n_iterations=1, channels=channels, n_mixer_layers=1))
+        projector = FanBeamProjector(FanBeamGeometry.paper(8, 16))
+        super().__init__(QNMixer(projector, n_iterations=1, channels=channels, n_mixer_layers=1))
         self.save_hyperparameters()
 """
 PARTS = ["loss=custom", "loss._target_=my_parts.huber", "+loss.delta=0.1", "optimizer=sgd", "optimizer.lr=0.02"]
