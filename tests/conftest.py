@@ -14,6 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -43,6 +44,7 @@ if TYPE_CHECKING or "PYTEST_XDIST_WORKER" in os.environ or "-n 3" not in " ".joi
 
     from qnmixer.module import ReconstructionModule
     from qnmixer.module.build import build_module
+    from qnmixer.runs.run import run_lock
     from qnmixer.settings.compose import compose
     from qnmixer.settings.run import Config, parse
 
@@ -211,6 +213,25 @@ def real_ct() -> Path:
     if folder is None:
         pytest.skip("no real CT files here (set QNMIXER_TEST_CT to a folder of them)")
     return Path(folder)
+
+
+@contextmanager
+def lock_of_another(folder: Path) -> Iterator[int]:
+    """Another process holds the lock of a run folder, and has forked a child, as for data; gives its number."""
+    listen, say = os.pipe()
+    wait, release = os.pipe()
+    if (holder := os.fork()) == 0:
+        os.close(release)
+        with run_lock(folder):
+            if os.fork():
+                os.write(say, b"x")
+            os.read(wait, 1)  # until the block ends
+        os._exit(0)
+    os.read(listen, 1)
+    yield holder
+    os.close(release)
+    with suppress(ChildProcessError):  # the test has killed it
+        os.waitpid(holder, 0)
 
 
 @dataclass

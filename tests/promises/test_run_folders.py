@@ -4,13 +4,12 @@ a folder.
 No command writes into a folder in which another has written, or writes.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ..conftest import lock_of_another
 from .commands import contents, reconstruction, run, slice_hu
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
@@ -57,12 +56,5 @@ def test_an_evaluation_takes_a_folder_of_its_own(trained: Path, tmp_path: Path) 
     assert contents(tmp_path) == before
 
     folder = tmp_path / "new"
-    code = "import sys; from pathlib import Path; from qnmixer.runs.run import run_lock\n"
-    code += "with run_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    with lock_of_another(folder):
         assert f"writes to {folder}" in run(*command, f"hydra.run.dir={folder}").error
-        process.terminate()

@@ -9,8 +9,10 @@ import pytest
 
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.runs.records import signed
-from qnmixer.runs.run import Run, into_new_folder, latest, resume_hint, resume_overrides, run_lock
+from qnmixer.runs.run import Run, into_new_folder, latest, resume_hint, resume_overrides
 from qnmixer.settings.compose import values_of
+
+from ..conftest import lock_of_another
 
 Make = Callable[..., Path]
 NEXT = "hydra.output_subdir=.hydra.next"
@@ -131,25 +133,14 @@ def test_no_run_begins_in_a_folder_of_other_files(make: Make, tmp_path: Path, na
 
 def test_no_command_begins_where_another_process_writes(make: Make) -> None:
     """The other ranks of a run may get here when rank 0 has the lock already."""
-    folder = make("a", "seed=1")
-    listen, say = os.pipe()
-    wait, release = os.pipe()
-    if (holder := os.fork()) == 0:
-        os.close(release)
-        with run_lock(folder):
-            os.write(say, b"x")
-            os.read(wait, 1)
-        os._exit(0)
-    os.read(listen, 1)
-    for command in (["resume=runs/a"], ["seed=1", "hydra.run.dir=runs/a"]):
-        with pytest.raises(ConfigError, match=f"process {holder} on .* writes to runs/a"):
-            resume_overrides(command)
-        with pytest.MonkeyPatch.context() as as_rank:
-            for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
-                as_rank.setenv(name, value)
-            assert "resume=runs/a" in resume_overrides(command)
-    os.close(release)
-    os.waitpid(holder, 0)
+    with lock_of_another(make("a", "seed=1")) as holder:
+        for command in (["resume=runs/a"], ["seed=1", "hydra.run.dir=runs/a"]):
+            with pytest.raises(ConfigError, match=f"process {holder} on .* writes to runs/a"):
+                resume_overrides(command)
+            with pytest.MonkeyPatch.context() as as_rank:
+                for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
+                    as_rank.setenv(name, value)
+                assert "resume=runs/a" in resume_overrides(command)
 
 
 def test_a_finished_run_resumes_only_for_longer(make: Make) -> None:

@@ -13,6 +13,8 @@ from qnmixer.runs.records import read_results as read
 from qnmixer.runs.records import signed
 from qnmixer.runs.run import Run, run_lock
 
+from ..conftest import lock_of_another
+
 
 def test_a_run_is_recorded_while_it_goes_and_resumed_with_what_it_knew(tmp_path: Path) -> None:
     run = Run(tmp_path, ["seed=1"])
@@ -55,32 +57,21 @@ def test_where_a_strangers_run_began_is_not_signed(tmp_path: Path) -> None:
 
 
 def test_one_process_holds_the_lock_and_a_killed_one_releases_it(tmp_path: Path) -> None:
-    """Also where it has forked a child, as data workers are, that outlives it. Who holds it removes what was half
-    written."""
+    """Also where a child outlives it. Who holds it removes what was half written."""
     left, others = (tmp_path / "checkpoints" / f".{name}.tmp" for name in (f"last.ckpt.{'0a' * 16}", "of_another"))
     left.parent.mkdir()
     left.touch()
     others.touch()
-    listen, say = os.pipe()
-    wait, release = os.pipe()
-    if (holder := os.fork()) == 0:
-        os.close(release)
-        with run_lock(tmp_path):
-            if os.fork():
-                os.write(say, b"x")
-            os.read(wait, 1)  # until the test closes its end
-        os._exit(0)
-    os.read(listen, 1)
-    with pytest.raises(ConfigError, match=f"process {holder} on .* writes to {tmp_path}"), Run(tmp_path).lock():
-        pass
-    assert left.exists()  # it may be another machine's
-    os.kill(holder, 9)
-    os.waitpid(holder, 0)
-    with Run(tmp_path).lock():
-        assert not left.exists()
-        assert others.exists()
-        assert (tmp_path / ".lock").read_text().startswith("process ")
-    os.close(release)  # ends the child
+    with lock_of_another(tmp_path) as holder:
+        with pytest.raises(ConfigError, match=f"process {holder} on .* writes to {tmp_path}"), Run(tmp_path).lock():
+            pass
+        assert left.exists()  # it may be another machine's
+        os.kill(holder, 9)
+        os.waitpid(holder, 0)
+        with Run(tmp_path).lock():
+            assert not left.exists()
+            assert others.exists()
+            assert (tmp_path / ".lock").read_text().startswith("process ")
 
 
 @pytest.mark.parametrize(
