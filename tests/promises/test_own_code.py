@@ -1,7 +1,8 @@
 """Promise 8: No file of another's executes code, writes outside, or reaches the network.
 
 What is the user's own in an empty folder: one file of code, and a config file for each part of a run. By the real
-commands; what others' files name is imported with a word of trust only.
+commands; what others' files name is imported with a word of trust only. The function of the key `fit` trains, in one
+process and in each rank.
 """
 
 import json
@@ -51,7 +52,7 @@ WORDS = [
     "data=custom", "data._target_=own.MySlices", "+data.year=2016",
 ]  # fmt: skip
 # The module alone, in a run that is otherwise ours.
-MODULE = ["module._target_=own.MyModule", "model.n_mixer_layers=1", *TINY, *PHANTOMS]
+MODULE = ["module._target_=own.MyModule", "fit=my_ct.fit.fit", "model.n_mixer_layers=1", *TINY, *PHANTOMS]
 PIPELINE = ["strategy=pipeline", "trainer.devices=2", "data.batch_size=2", "strategy.microbatch_size=1"]
 ALONE = ["strategy=single", "data.batch_size=4"]
 LOGGED = ("train/loss", "train/roughness", "train/range", "train/one", "train/grad_norm", "val/loss")
@@ -61,7 +62,9 @@ LOGGED = ("train/loss", "train/roughness", "train/range", "train/one", "train/gr
 def here(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Path:
     """A folder with code and configs, and a run of two steps; test_terminal.py begins one by a new Python."""
     folder = tmp_path_factory.mktemp("own")
-    shutil.copy(Path(__file__).parents[1] / "own.py", folder)
+    (folder / "my_ct").mkdir()
+    for name in ("own.py", "my_ct/fit.py"):
+        shutil.copy(Path(__file__).parents[1] / "own.py", folder / name)
     for name, text in FILES.items():
         path = folder / "my_conf" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,16 +172,21 @@ def test_a_sweep_is_compared_where_its_code_is_trusted(sweep: Path, command: Com
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "pipeline"))]
 )
 def test_words_alone_name_it_too_over_two_processes(here: Path, command: Command, strategy: str) -> None:
-    callback = ["+callbacks.mine._target_=own.Counting", f"+callbacks.mine.path={strategy}.txt", "fit=own.fit"]
+    callback = ["+callbacks.mine._target_=own.Counting", f"+callbacks.mine.path={strategy}.txt", "fit=my_ct.fit.fit"]
     # Its iterations share weights that it does not name: ddp needs all uses of them in one graph.
     options = [f"strategy={strategy}", "memory=recompute", "trainer.devices=2", f"hydra.run.dir={strategy}"]
     assert command(here, "train", *TINY, *WORDS, *options, *callback).code == 0
     assert [(here / f"{strategy}.txt.{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
-    assert [(here / strategy / f"fitted.{rank}").read_text() for rank in (0, 1)] == ["own.fit"] * 2
+    fitted = [here / strategy / f"fitted.{rank}" for rank in (0, 1)]
+    assert [path.read_text() for path in fitted] == ["my_ct.fit.fit"] * 2
     parallel_checkpoint, single_checkpoint = last_checkpoint(here / strategy), last_checkpoint(here / "run")
     assert parallel_checkpoint["state_dict"].keys() == single_checkpoint["state_dict"].keys()
     for part in ("loss", "model", "noise"):
         assert parallel_checkpoint[CHECKPOINT_KEY]["config"][part] == single_checkpoint[CHECKPOINT_KEY]["config"][part]
+    for path in fitted:  # a run goes on by its own function
+        path.unlink()
+    assert command(here, "train", f"resume={strategy}", "trainer.max_steps=3").code == 0
+    assert all(path.is_file() for path in fitted)
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -186,6 +194,10 @@ def test_words_alone_name_it_too_over_two_processes(here: Path, command: Command
     (["loss._target_=huber"], "loss._target_=huber is not module.name"),
     (["+loss.delat=3"], "unknown key loss.delat: did you mean loss.delta?"),
     (["fit=own.Lion"], "fit=own.Lion is not a function (config, run)"),
+    (["fit=my_ct.fit.np"], "fit=my_ct.fit.np is not a function (config, run)"),
+    (["fit=my_ct.fit.fti"], "fit=my_ct.fit.fti: there is no fti in "),
+    (["fit=nowhere.fit"], "fit=nowhere.fit, but there is no module nowhere: put nowhere.py into the folder"),
+    (["fit=fit"], "fit=fit is not module.name"),
     (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
     (["+loss.delta=1"], "Could not append to config. An item is already at 'loss.delta'"),
     (["--config-dir=my_cnf"], "no config folder at my_cnf"),
@@ -256,3 +268,10 @@ def test_it_is_planned(here: Path, command: Command, words: list[str]) -> None:
     outcome = command(here, "plan", *words, "format=json", "device=24")
     assert (outcome.code, outcome.stderr) == (0, "")
     assert json.loads(outcome.stdout)["peak_mib"] > 0
+
+
+def test_evaluation_needs_no_word_of_trust_for_what_trains(
+    here: Path, command: Command, plain_rows: list[dict[str, float]], tmp_path: Path
+) -> None:
+    words = ["run=plain", "accelerator=cpu", f"hydra.run.dir={tmp_path}/scores"]
+    assert command(here, "evaluate", *words, XDG_CONFIG_HOME=str(tmp_path)).code == 0
