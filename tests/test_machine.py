@@ -2,8 +2,6 @@
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,14 @@ from qnmixer.parallel.device_memory import MIB, memory_of
 from qnmixer.parallel.devices import choose_device
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
-# In a process of its own, as a command is.
+from .conftest import environment
+from .warm import Warm
+
+# In a process of its own, as a command is: with Python's thresholds, and nothing frozen.
 LOADS = """
 import gc, sys
+gc.unfreeze()
+gc.set_threshold(700, 10, 10)
 from qnmixer.machine import collect_garbage_as_before, collect_garbage_rarely
 usual = gc.get_threshold()
 collect_garbage_as_before()  # in a program, which no command has started
@@ -47,8 +50,8 @@ def test_cores_of_others_on_a_cluster_are_not_shared_out(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_a_command_looks_for_garbage_rarely_until_it_trains_and_training_needs_no_dicom() -> None:
-    subprocess.run([sys.executable, "-c", LOADS], check=True)
+def test_a_command_looks_for_garbage_rarely_until_it_trains_and_training_needs_no_dicom(cold: Warm) -> None:
+    assert cold.run("-c", LOADS, cwd=Path.cwd(), env=environment()).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GOMP_CPU_AFFINITY"])
