@@ -99,6 +99,22 @@ def last_checkpoint(run: Path) -> dict[str, Any]:
     return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
 
 
+def assert_equal(content: Any, expected: Any) -> None:
+    """Of checkpoints, or parts of them: every tensor to the last bit."""
+    if isinstance(content, torch.Tensor):
+        assert torch.equal(content, expected)
+    elif isinstance(content, dict):
+        assert content.keys() == expected.keys()
+        for key, value in content.items():
+            assert_equal(value, expected[key])
+    elif isinstance(content, list | tuple):
+        assert len(content) == len(expected)
+        for a, b in zip(content, expected, strict=True):
+            assert_equal(a, b)
+    else:
+        assert content == expected
+
+
 def csv_rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as stream:
         return list(csv.DictReader(stream))

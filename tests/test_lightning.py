@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.tuner import Tuner
 
 from qnmixer.errors import CheckpointError
-from qnmixer.lightning import EMA, Checkpointing, Measurement, MemoryMonitor, ReconstructionModule, slices
+from qnmixer.lightning import Checkpointing, Measurement, ReconstructionModule, slices
 from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
 from qnmixer.runs.processes import process
@@ -77,15 +77,6 @@ def test_a_script_resumes_bit_for_bit_and_its_checkpoint_loads(tmp_path: Path) -
     assert torch.equal(weights(loaded), weights(resumed))
     with pytest.raises(CheckpointError, match="or give network=… for the checkpoint of a script"):
         ReconstructionModule.load_from_checkpoint(last)
-
-
-def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
-    module = ReconstructionModule(network())
-    callbacks = [Checkpointing(tmp_path / "run"), EMA(), MemoryMonitor()]
-    trainer = L.Trainer(fast_dev_run=True, callbacks=callbacks, **QUIET)
-    trainer.fit(module, datamodule=data())
-    assert trainer.global_step == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_validate_test_and_predict(tmp_path: Path) -> None:

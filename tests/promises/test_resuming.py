@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ import torch
 
 from qnmixer.reconstruction.checkpoints import read_checkpoint
 
-from ..conftest import PHANTOMS, TINY, Command, environment, rows_without_times
+from ..conftest import PHANTOMS, TINY, Command, assert_equal, environment, rows_without_times
 from ..warm import FORK_RANKS, Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resuming")]
@@ -133,21 +132,6 @@ def assert_same(resumed_run: Path, whole_run: Path) -> None:
     assert rows_without_times(resumed_run) == rows_without_times(whole_run)
 
 
-def assert_equal(content: Any, expected: Any) -> None:
-    if isinstance(content, torch.Tensor):
-        assert torch.equal(content, expected)
-    elif isinstance(content, dict):
-        assert content.keys() == expected.keys()
-        for key, value in content.items():
-            assert_equal(value, expected[key])
-    elif isinstance(content, list | tuple):
-        assert len(content) == len(expected)
-        for a, b in zip(content, expected, strict=True):
-            assert_equal(a, b)
-    else:
-        assert content == expected
-
-
 def kill_and_go_on(
     runs: Runs, moments: list[tuple[str, float]], *overrides: str, slices: Sequence[str] = SLICES, n_processes: int = 1
 ) -> None:
@@ -237,5 +221,4 @@ def test_shards_go_on_in_the_middle_of_an_epoch_too(warm: Warm, tmp_path: Path) 
     ):
         runs.run(*words, "schedule=constant", "data.num_workers=1", f"hydra.run.dir={folder}")
         weights.append(read_checkpoint(tmp_path / folder / "checkpoints" / "last.ckpt")[1])
-    for name, value in weights[0].items():
-        assert torch.equal(weights[2][name], value)
+    assert_equal(weights[2], weights[0])

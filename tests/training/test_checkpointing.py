@@ -17,7 +17,7 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.runs.run import Run
 from qnmixer.training.checkpointing import AtomicCheckpointIO, Checkpointing
 
-from ..conftest import last_checkpoint, rows_without_times, tiny_config
+from ..conftest import assert_equal, last_checkpoint, rows_without_times, tiny_config
 
 # Four steps an epoch with n_train=8; validations after 3 and 6 of 7 steps, and at the end.
 RUN = [
@@ -80,11 +80,10 @@ def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
     ours, theirs = last_checkpoint(folder), last_checkpoint(tmp_path / "whole")
     assert ours["global_step"] == 7
     for part in {"state_dict", "trained_weights"} & theirs.keys():  # the mean of callbacks=ema, and the weights
-        for name, value in theirs[part].items():
-            assert torch.equal(ours[part][name], value)
+        assert_equal(ours[part], theirs[part])
     assert ("trained_weights" in theirs) == ("callbacks=ema" in more)
-    assert ours["qnmixer_run"]["best"] == theirs["qnmixer_run"]["best"]
-    assert torch.equal(ours["qnmixer_run"]["random"][0]["torch"], theirs["qnmixer_run"]["random"][0]["torch"])
+    for key in ("best", "random"):
+        assert_equal(ours["qnmixer_run"][key], theirs["qnmixer_run"][key])
     assert rows_without_times(folder) == rows_without_times(tmp_path / "whole")
     record = json.loads((folder / "results.json").read_text())
     assert record["status"] == "done"

@@ -17,24 +17,6 @@ from ..conftest import tiny_config
 QUICK = ["callbacks=none", "test_after_training=false"]
 
 
-def test_an_epoch_of_fewer_batches(tmp_path: Path) -> None:
-    overrides = ["data.n_train=7", "trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.max_steps=-1"]
-    fit(tiny_config(*overrides, "trainer.val_every_n_steps=null", *QUICK), Run(tmp_path))
-    assert read_results(tmp_path)["steps"] == 6
-    rows = read_metrics(tmp_path / "metrics.csv")
-    assert [int(row["step"]) for row in rows if row["val/psnr"]] == [3, 6]
-    assert float(rows[-1]["samples"]) == 12
-
-
-def test_arguments_of_the_trainer_reach_it(tmp_path: Path) -> None:
-    overrides = ["trainer.max_time=00:00:00:01", "trainer.max_steps=-1"]
-    overrides += ["trainer.max_epochs=100000", "trainer.gradient_clip_algorithm=value", *QUICK]
-    fit(tiny_config(*overrides), Run(tmp_path))
-    results = read_results(tmp_path)
-    assert results["status"] == "done"
-    assert 0 < results["steps"] < 400000
-
-
 LOGGER = """
 from pathlib import Path
 from lightning.pytorch.loggers import CSVLogger

@@ -4,11 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from qnmixer.runs.records import read_metrics, read_results
 
-from ..conftest import PHANTOMS, environment, last_checkpoint
+from ..conftest import PHANTOMS, assert_equal, environment, last_checkpoint
 from ..conftest import TINY as COMMON
 from ..warm import FORK_RANKS, Done, Warm
 
@@ -69,10 +68,8 @@ def test_a_resumed_gan_is_that_of_one_run_bit_for_bit(here: Path, alone: Path, w
     assert train(warm, here, "whole", *GAN, "schedule=constant").returncode == 0
     one, other = last_checkpoint(here / "whole"), last_checkpoint(here / "parts")
     assert any(name.startswith("discriminator.") for name in one["state_dict"])
-    assert all(torch.equal(other["state_dict"][name], it) for name, it in one["state_dict"].items())
-    for before, after in zip(one["optimizer_states"], other["optimizer_states"], strict=True):
-        for number, state in before["state"].items():
-            assert all(torch.equal(after["state"][number][key], it) for key, it in state.items())
+    for part in ("state_dict", "optimizer_states"):
+        assert_equal(other[part], one[part])
     parts, whole = (
         [(row["step"], row["train/loss"]) for row in read_metrics(here / name / "metrics.csv") if row["train/loss"]]
         for name in ("parts", "whole")

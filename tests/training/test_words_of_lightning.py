@@ -19,7 +19,7 @@ from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
 from qnmixer.settings.run import Config
 
-from ..conftest import last_checkpoint, metrics, tiny_config
+from ..conftest import assert_equal, last_checkpoint, metrics, tiny_config
 
 # Eight slices in batches of two: four steps an epoch. Three validation slices in two batches.
 EPOCHS = ["trainer.max_steps=-1", "trainer.max_epochs=2", "callbacks=none", "noise=field"]
@@ -43,16 +43,10 @@ class Seen(Callback):
 
 def watched(config: Config, folder: Path) -> Seen:
     """The batches of a run."""
-    seen, run = Seen(), Run(folder)
-    with steps.session(config, run):
-        L.seed_everything(config.seed, workers=True, verbose=False)
-        module, callbacks = steps.prepared_module(config), steps.all_callbacks(config, run)
-        data = steps.build_data(config, run, None)
-        loggers = steps.build_loggers(config, folder, [])
-        trainer = steps.build_trainer(config, folder, [*callbacks, seen], loggers)
-        with steps.training(config, run, trainer, module, data):
-            trainer.fit(module, datamodule=data)
-        steps.validate_last_steps(config, run, trainer, module, data)
+    seen, all_callbacks = Seen(), steps.all_callbacks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "all_callbacks", lambda *parts: [*all_callbacks(*parts), seen])
+        fit(config, Run(folder))
     return seen
 
 
@@ -61,15 +55,14 @@ def validated(folder: Path) -> list[int]:
 
 
 def assert_equal_weights(folder: Path, other: Path) -> None:
-    result, expected = (last_checkpoint(run)["state_dict"] for run in (folder, other))
-    assert result.keys() == expected.keys()
-    assert all(torch.equal(result[name], value) for name, value in expected.items())
+    assert_equal(last_checkpoint(folder)["state_dict"], last_checkpoint(other)["state_dict"])
 
 
 def test_fast_dev_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two batches of each, though a step has four elsewhere; no checkpoint, no metrics, no table, and a word of it."""
-    words = ["trainer.fast_dev_run=2", "trainer.accumulate_grad_batches=4", "logger=[wandb,csv]"]
-    fit(tiny_config(*EPOCHS, *words), Run(tmp_path))
+    words = ["trainer.fast_dev_run=2", "trainer.accumulate_grad_batches=4", "logger=[wandb,csv]", "data.n_val=8"]
+    seen = watched(tiny_config(*EPOCHS, *words), tmp_path)
+    assert (len(seen.train), len(seen.val)) == (2, 2)
     results = read_results(tmp_path)
     assert (results["status"], results["steps"], results["fast_dev_run"]) == ("done", 2, 2)
     assert not {"test", "evaluated"} & {*results}
@@ -77,8 +70,6 @@ def test_fast_dev_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     assert "fast_dev_run: 2 batches of training, validation and test; no checkpoint" in out
     assert "step 2/2" in out
-    seen = watched(tiny_config(*EPOCHS, "trainer.fast_dev_run=1"), tmp_path / "one")
-    assert (len(seen.train), len(seen.val)) == (1, 1)
 
 
 @pytest.mark.parametrize(("words", "expected"), [
@@ -88,11 +79,14 @@ def test_fast_dev_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (["trainer.val_check_interval=00:00:00:00"], [1, 2, 3, 4, 5, 6, 7, 8]),
     (["trainer.check_val_every_n_epoch=2"], [8]),
     (["trainer.val_check_interval=0.3", "trainer.accumulate_grad_batches=2"], [1, 2, 3, 4]),  # no half step
+    (["trainer.limit_train_batches=3", "trainer.gradient_clip_algorithm=value"], [3, 6]),
+    (["trainer.max_time=00:00:00:00"], [0]),
 ], ids=str)  # fmt: skip
 def test_when_a_run_validates(tmp_path: Path, words: list[str], expected: list[int]) -> None:
     config = tiny_config(*EPOCHS, *words, UNTESTED, "trainer.val_every_n_steps=null")
     fit(config, Run(tmp_path))
     assert validated(tmp_path) == expected
+    assert read_results(tmp_path)["steps"] == expected[-1]
 
 
 def test_more_batches_between_validations_than_there_are(tmp_path: Path) -> None:
@@ -103,7 +97,7 @@ def test_more_batches_between_validations_than_there_are(tmp_path: Path) -> None
 
 def test_a_validation_before_training_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["trainer.num_sanity_val_steps=1", "trainer.reload_dataloaders_every_n_epochs=1"]
-    run = [*EPOCHS, "callbacks=default", "trainer.val_every_n_steps=4"]
+    run = [*EPOCHS, "callbacks=default", "trainer.val_every_n_steps=4", UNTESTED]
     plain = watched(tiny_config(*run), tmp_path / "plain")
     lines = capsys.readouterr().out.count("\n")
     seen = watched(tiny_config(*run, *words), tmp_path / "sanity")
@@ -117,11 +111,12 @@ def test_a_validation_before_training_changes_nothing(tmp_path: Path, capsys: py
 
 def test_overfit_batches(tmp_path: Path) -> None:
     """The same two batches in each epoch, in the order of the data, and as many of validation."""
-    words = ["trainer.overfit_batches=2", "trainer.val_every_n_steps=null", "data.n_val=8"]
+    words = ["trainer.overfit_batches=2", "trainer.val_every_n_steps=null", "data.n_val=8", UNTESTED]
     seen = watched(tiny_config(*EPOCHS, *words), tmp_path)
     assert seen.train == [[0, 1], [2, 3]] * 2
     assert seen.val == [[0, 1], [2, 3]] * 2
     assert read_results(tmp_path)["steps"] == 4
+    assert float(read_metrics(tmp_path / "metrics.csv")[-1]["samples"]) == 8
 
 
 def test_a_resumed_run_of_few_batches_has_the_weights_of_one_run(tmp_path: Path) -> None:
@@ -137,10 +132,9 @@ def test_a_resumed_run_of_few_batches_has_the_weights_of_one_run(tmp_path: Path)
 
 def test_limits_of_validation_and_test(tmp_path: Path) -> None:
     words = ["trainer.limit_val_batches=0.5", "trainer.limit_test_batches=1", "trainer.val_every_n_steps=null"]
-    seen = watched(tiny_config(*EPOCHS, *words), tmp_path / "val")
+    seen = watched(tiny_config(*EPOCHS, *words), tmp_path)
     assert seen.val == [[0, 1]] * 2
-    fit(tiny_config(*EPOCHS, *words), Run(tmp_path / "test"))
-    images = (tmp_path / "test" / "evaluation" / "images.csv").read_text()
+    images = (tmp_path / "evaluation" / "images.csv").read_text()
     assert {line.split(",")[0] for line in images.splitlines()[1:]} == {"0", "1"}
 
 
