@@ -78,7 +78,11 @@ def test_metrics_are_finite_and_nothing_explodes(trained: Path) -> None:
 
 def test_the_terminal_shows_progress_the_table_and_last_the_picture(trained: Path) -> None:
     lines = (trained / "stdout.txt").read_text().splitlines()
-    assert lines[-1] == f"picture: {trained / 'evaluation' / 'picture.png'}"
+    assert lines[-3:] == [
+        f"run folder: {trained}",
+        f"to look through: {trained / 'evaluation' / 'page.html'}",
+        f"picture: {trained / 'evaluation' / 'picture.png'}",
+    ]
     assert any(line.startswith("step 4/4 · val PSNR ") for line in lines)
     assert any("QN-Mixer over FBP" in line for line in lines)
     assert any("2 × accumulation 1 = 2 slices" in line for line in lines)

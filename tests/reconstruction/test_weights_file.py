@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from qnmixer.errors import CheckpointError, DataError
+from qnmixer.errors import CheckpointError, DataError, PluginError
 from qnmixer.module import ReconstructionModule
 from qnmixer.reconstruction import weights
 from qnmixer.reconstruction.checkpoints import encode, load_run, load_weights, read_checkpoint, resumable

@@ -91,15 +91,6 @@ def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
     assert [signal.getsignal(it) for it in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
 
 
-def test_the_best_so_far_stays_the_best(tmp_path: Path) -> None:
-    fit(tiny_config(*RUN, "optimizer.lr=0.001"), Run(tmp_path))
-    checkpoint = last_checkpoint(tmp_path)
-    checkpoint["qnmixer_run"]["best"] = 1000.0
-    torch.save(checkpoint, tmp_path / "checkpoints" / "last.ckpt")
-    longer = tiny_config(*RUN, "optimizer.lr=0.001", "trainer.max_steps=9", f"resume={tmp_path}")
-    assert fit(longer, Run(tmp_path, resume=str(tmp_path))) == 1000
-
-
 def test_a_run_that_was_stopped_after_training_comes_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,36 +1,19 @@
 import io
 import shutil
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger
 
-from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.fit import fit
 from qnmixer.memory.plan import Planner
-from qnmixer.module import ReconstructionModule
 from qnmixer.parallel.device_memory import MIB
-from qnmixer.runs.records import read_results
+from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
 from qnmixer.runs.terminal import Console
-from qnmixer.training.callbacks import EMA, MemoryMonitor
+from qnmixer.training.callbacks import MemoryMonitor
 
-from ..conftest import csv_rows, every_third, tiny_config, tiny_module
-
-
-def train(module: ReconstructionModule, folder: Path, *callbacks: Callback, **options: Any) -> list[dict[str, str]]:
-    """Rows of metrics.csv that hold memory."""
-    options = {"limit_val_batches": 0, "log_every_n_steps": 1, "accelerator": "cpu", **options}
-    trainer = L.Trainer(
-        logger=CSVLogger(folder, name=""), enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder, callbacks=list(callbacks),
-        **options,
-    )  # fmt: skip
-    trainer.fit(module, datamodule=SliceDataModule(module.config.data))
-    return [row for row in csv_rows(Path(str(trainer.log_dir)) / "metrics.csv") if row["memory/allocated_mib"]]
+from ..conftest import every_third, tiny_config
+from .test_progress import train
 
 
 def monitor() -> MemoryMonitor:
@@ -44,15 +27,14 @@ def lines(watching: MemoryMonitor) -> list[str]:
 
 @pytest.mark.parametrize("overrides", every_third([[], ["data.simulation_factor=2"], ["callbacks=ema"]]))
 def test_after_two_steps_a_line_says_the_plan(tmp_path: Path, overrides: list[str]) -> None:
-    watching, module = monitor(), tiny_module("model.n_iterations=4", *overrides)
-    averaging = [EMA()] if "ema" in module.config.callbacks else []
-    rows = train(module, tmp_path, watching, *averaging, max_steps=4, gradient_clip_val=1.0)
+    watching, config = monitor(), tiny_config("model.n_iterations=4", "trainer.limit_val_batches=0", *overrides)
+    train(config, tmp_path, watching)
     assert watching.measured_mib is not None
     assert lines(watching) == [f"memory: {watching.measured_mib:.0f} MiB in tensors at the peak of a step"]
-    in_metrics = [row["memory/peak_mib"] for row in rows]
+    in_metrics = [row["memory/peak_mib"] for row in read_metrics(tmp_path / "metrics.csv")]
     assert in_metrics[0] == ""
     assert float(in_metrics[1]) == pytest.approx(watching.measured_mib)
-    planned = Planner(module.config).estimate(module.config).peak / MIB
+    planned = Planner(config).estimate(config).peak / MIB
     assert watching.measured_mib == pytest.approx(planned, rel=0.02)
 
 
@@ -65,11 +47,10 @@ def test_after_two_steps_a_line_says_the_plan(tmp_path: Path, overrides: list[st
 def test_a_step_of_fewer_slices_is_not_taken_for_a_whole_one(
     tmp_path: Path, overrides: list[str], measured_at: int | None, slices: int | None
 ) -> None:
-    module = tiny_module("data.batch_size=4", "model.n_iterations=4", *overrides)
-    watching, trainer = monitor(), module.config.trainer
-    accumulate, n_steps = trainer.accumulate_grad_batches, trainer.max_steps
-    rows = train(module, tmp_path, watching, max_steps=n_steps, accumulate_grad_batches=accumulate)
-    in_metrics = [row.get("memory/peak_mib", "") for row in rows]
+    words = ["data.batch_size=4", "model.n_iterations=4", "trainer.limit_val_batches=0"]
+    watching, config = monitor(), tiny_config(*words, *overrides)
+    train(config, tmp_path, watching)
+    in_metrics = [row.get("memory/peak_mib", "") for row in read_metrics(tmp_path / "metrics.csv")]
     if slices is not None:
         measured = watching.as_record()
         short = measured["short_step"]
@@ -80,9 +61,9 @@ def test_a_step_of_fewer_slices_is_not_taken_for_a_whole_one(
             "needs more"
         ]
         assert set(in_metrics) == {""}
-        config = module.config.changed(data=module.config.data.changed(batch_size=slices))
+        config = config.changed(data=config.data.changed(batch_size=slices))
     else:
-        short, config = watching.measured_mib, module.config
+        short = watching.measured_mib
         assert measured_at == next(n for n, value in enumerate(in_metrics, 1) if value)
         assert watching.as_record() == {"measured_step": short}
         assert len(lines(watching)) == 1

@@ -21,7 +21,7 @@ from qnmixer.runs.run import Run
 from qnmixer.settings.run import Config
 from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.steps import build_trainer
-from qnmixer.training.terminal import print_end, print_start
+from qnmixer.training.terminal import print_start
 
 from ..conftest import tiny_config
 
@@ -40,19 +40,19 @@ class Validated(Callback):
         self.rows.setdefault(trainer.global_step, read_metrics(self.path))
 
 
-def train(config: Config, folder: Path, *more: Callback) -> Validated:
-    watch = Validated(folder)
+def train(config: Config, folder: Path, *callbacks: Callback) -> None:
+    """Train with these callbacks and those of the config alone; metrics.csv is in the folder."""
     L.seed_everything(0, verbose=False)
     trainer = build_trainer(
-        config, folder, [watch, *more, *build_callbacks(config.callbacks, {})], build_loggers(config, folder, [])
+        config, folder, [*callbacks, *build_callbacks(config.callbacks, {})], build_loggers(config, folder, [])
     )
     trainer.fit(build_module(config), datamodule=SliceDataModule(config.data))
-    return watch
 
 
 def test_a_row_has_the_step_of_the_checkpoint_that_it_goes_with(tmp_path: Path) -> None:
     """A checkpoint of k steps goes with the rows up to k: those of training and of validation after step k."""
-    watch = train(tiny_config(*SEVEN, "trainer.max_steps=5", "trainer.val_every_n_steps=2"), tmp_path)
+    watch = Validated(tmp_path)
+    train(tiny_config(*SEVEN, "trainer.max_steps=5", "trainer.val_every_n_steps=2"), tmp_path, watch)
     for global_step, rows in watch.rows.items():
         places = [(int(row["step"]), bool(row.get("val/psnr"))) for row in rows]
         expected = [(1, False), (2, False), (2, True), (3, False), (4, False), (4, True)]
@@ -141,18 +141,6 @@ def test_limit_and_compiler_are_told(tmp_path: Path, words: list[str], line: str
     data.setup("fit")
     print_start(config, build_module(config), data, trainer, terminal.Console(file=text, width=200))
     assert line in text.getvalue().splitlines()
-
-
-def test_the_end_names_the_page_and_the_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_end(Run(tmp_path))
-    assert capsys.readouterr().out.count("\n") == 1
-    (tmp_path / "evaluation").mkdir()
-    (tmp_path / "evaluation" / "page.html").touch()
-    (tmp_path / "profile").mkdir()
-    print_end(Run(tmp_path))
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        f"to look through: {tmp_path}/evaluation/page.html", f"profile: {tmp_path}/profile"
-    ]  # fmt: skip
 
 
 def test_a_network_knows_the_seed_and_the_optimizer_step(tmp_path: Path) -> None:

@@ -192,9 +192,10 @@ def test_few_batches_are_a_whole_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_profile_is_a_trace_that_viewers_open(tmp_path: Path) -> None:
+def test_a_profile_is_a_trace_that_viewers_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["debug.warm_up=2", "debug.steps=1", "trainer.max_steps=4", "trainer.val_every_n_steps=3"]
     fit(tiny_config("debug=profile", *options), Run(tmp_path))
+    assert f"profile: {tmp_path / 'profile'}" in capsys.readouterr().out.splitlines()
     trace, *_ = sorted((tmp_path / "profile").glob("*training_step*.json"))
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(event["name"].startswith("ProfilerStep#") for event in events if event["ph"] == "X") == 1
