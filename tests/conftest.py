@@ -19,7 +19,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 # To look for garbage takes a tenth of the time: none is looked for until all tests are collected.
 gc.disable()
@@ -35,7 +35,7 @@ import pytest
 import yaml
 
 from .schemas import EXTRAS
-from .warm import GARBAGE, Warm, collapse_pages, list_packages_once, name_methods_at_once
+from .warm import FORK_RANKS, GARBAGE, Warm, collapse_pages, list_packages_once, name_methods_at_once
 
 # The process that only hands out tests (make test: -n 3) starts the others seconds earlier without large libraries.
 if TYPE_CHECKING or "PYTEST_XDIST_WORKER" in os.environ or "-n 3" not in " ".join(sys.argv):
@@ -183,6 +183,42 @@ def server(name: str, factory: pytest.TempPathFactory, *modules: str) -> Warm:
     return Warm(folder, *modules, owner=os.getppid() if shared else os.getpid())
 
 
+class Outcome(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def error(self) -> str:
+        """The one line of a command that failed."""
+        assert self.code == 1, self.stderr
+        (line,) = [line for line in self.stderr.splitlines() if line.strip()]
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
+
+    @property
+    def text(self) -> str:
+        """Standard output, however it was broken into lines."""
+        return " ".join(self.stdout.split())
+
+
+@pytest.fixture(scope="session")
+def command(warm: Warm) -> Callable[..., Outcome]:
+    """command(folder, name, *words, **variables): `python -m qnmixer.NAME WORDS` in a folder.
+
+    A process of its own, whose libraries are loaded before.
+    """
+
+    def run(folder: Path, name: str, *words: str, **variables: str) -> Outcome:
+        variables = environment(**FORK_RANKS, **variables)
+        process = warm.run("-m", f"qnmixer.{name}", *words, cwd=folder, env=variables)
+        return Outcome(process.returncode, process.stdout, process.stderr)
+
+    return run
+
+
 @pytest.fixture
 def no_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No settings of W&B, another home, and no run that stays open."""
@@ -287,14 +323,14 @@ class Command:
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.05)
 
-    def outcome(self) -> tuple[int, str, str]:
-        """Exit code, standard output and standard error, once it has ended with all its processes."""
+    def outcome(self) -> Outcome:
+        """Once it has ended with all its processes."""
         self.stdout, stderr = self.process.communicate(timeout=300)
         deadline = time.monotonic() + 60
         while self.family():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        return self.process.returncode, self.stdout, stderr
+        return Outcome(self.process.returncode, self.stdout, stderr)
 
     def end(self) -> tuple[int, str, float]:
         """Exit code, standard error, and how long it took to end, with all its processes."""

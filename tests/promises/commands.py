@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from qnmixer.runs.run import into_new_folder, resume_overrides
 from qnmixer.settings.run import parse
 from qnmixer.train import run as train
 
+from ..conftest import Outcome
 from ..saved import run as run_task
 
 COMPLETE = {"train": resume_overrides, "evaluate": partial(into_new_folder, "evaluate")}
@@ -39,35 +39,13 @@ TINY = [
 PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
 
 
-@dataclass
-class Outcome:
-    """What a command left behind."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def error(self) -> str:
-        """The one line of a command that failed."""
-        assert self.code == 1, self.stderr
-        (line,) = [line for line in self.stderr.splitlines() if line.strip()]
-        assert line.startswith("error: ")
-        return line.removeprefix("error: ")
-
-    @property
-    def text(self) -> str:
-        """Standard output, however it was broken into lines."""
-        return " ".join(self.stdout.split())
-
-
 def run(name: str, *arguments: str) -> Outcome:
     """A command in this process, through the very code that its module runs."""
     return Outcome(*run_task(*COMMANDS[name], name, *arguments, complete=COMPLETE.get(name, list)))
 
 
 Command = Callable[..., Outcome]
-"""command(folder, name, *words, **variables): the fixture of that name."""
+"""The fixture `command`."""
 
 
 def training(folder: Path, *overrides: str) -> Outcome:

@@ -18,24 +18,12 @@ from ..conftest import TINY as COMMON
 from ..conftest import environment
 from ..saved import save
 from ..wandb_server import WandbServer, wandb_server
-from ..warm import FORK_RANKS, Warm
-from .commands import PHANTOMS, TINY, Command, Outcome, training, write_ct
+from ..warm import Warm
+from .commands import PHANTOMS, TINY, training, write_ct
 
-__all__ = ["command", "ct", "minmax", "noise_free", "place", "trained", "wandb_server"]
+__all__ = ["ct", "minmax", "noise_free", "place", "trained", "wandb_server"]
 
 SMALLEST = [word for word in COMMON if not word.startswith(("logger", "callbacks", "trainer.max", "trainer.val"))]
-
-
-@pytest.fixture(scope="session")
-def command(warm: Warm) -> Command:
-    """`python -m qnmixer.NAME WORDS` in a folder: a process of its own, whose libraries are loaded before."""
-
-    def run(folder: Path, name: str, *words: str, **variables: str) -> Outcome:
-        variables = environment(**FORK_RANKS, **variables)
-        process = warm.run("-m", f"qnmixer.{name}", *words, cwd=folder, env=variables)
-        return Outcome(process.returncode, process.stdout, process.stderr)
-
-    return run
 
 
 @pytest.fixture(scope="session")

@@ -18,10 +18,10 @@ from qnmixer.module import ReconstructionModule
 from qnmixer.reconstruction.checkpoints import load_run
 from qnmixer.reconstruction.pretrained import digest_of_weights
 
-from ..conftest import csv_rows, environment, metrics, offline_runs
+from ..conftest import Outcome, csv_rows, environment, metrics, offline_runs
 from ..nvidia import fake_nvidia_smi
 from ..warm import Warm
-from .commands import PHANTOMS, STEPS, TINY, Outcome, record, run, slice_hu, training, weights
+from .commands import PHANTOMS, STEPS, TINY, record, run, slice_hu, training, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 

@@ -13,8 +13,8 @@ import torch
 
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 
-from ..conftest import tiny_module
-from .commands import Command, Outcome, contents, reconstruction, run, training
+from ..conftest import Outcome, tiny_module
+from .commands import Command, contents, reconstruction, run, training
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 

@@ -1,18 +1,19 @@
 """Other training loops: the example of docs/other_loops.md, run as it stands there."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from qnmixer.runs.records import read_metrics, read_results
 
-from ..conftest import PHANTOMS, assert_equal, environment, last_checkpoint
+from ..conftest import PHANTOMS, Outcome, assert_equal, last_checkpoint
 from ..conftest import TINY as COMMON
-from ..warm import FORK_RANKS, Done, Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("loops")]
 
+Run = Callable[..., Outcome]
 DOCS = Path(__file__).parents[2] / "docs"
 TINY = [*COMMON, *PHANTOMS, "callbacks=none"]
 GAN = ["module._target_=my_gan.Gan", "+module.channels=4", "trainer.gradient_clip_val=null", *TINY]
@@ -33,16 +34,12 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(warm: Warm, folder: Path, name: str, *words: str, command: str = "train") -> Done:
-    where = [f"hydra.run.dir={name}"] * (name != "")
-    return warm.run("-m", f"qnmixer.{command}", *words, *where, cwd=folder, env=environment(**FORK_RANKS))
-
-
 @pytest.fixture(scope="module")
-def alone(here: Path, warm: Warm) -> Path:
-    done = train(warm, here, "alone", *GAN, "test_after_training=true", "callbacks=default")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "step 4/4" in done.stdout
+def alone(here: Path, command: Run) -> Path:
+    words = [*GAN, "test_after_training=true", "callbacks=default", "hydra.run.dir=alone"]
+    outcome = command(here, "train", *words)
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert "step 4/4" in outcome.stdout
     return here / "alone"
 
 
@@ -60,12 +57,15 @@ def test_a_step_is_a_training_step_everywhere(alone: Path) -> None:
     assert (alone / "evaluation" / "table.csv").is_file()
 
 
-def test_a_resumed_gan_is_that_of_one_run_bit_for_bit(here: Path, alone: Path, warm: Warm) -> None:
-    for words in ([*GAN, "trainer.max_steps=3", "hydra.run.dir=parts"], ["resume=parts", "trainer.max_steps=4"]):
-        keys = ["schedule=constant"] if "resume=parts" not in words else []
-        done = train(warm, here, "", *words, *keys)
-        assert (done.returncode, done.stderr) == (0, "")
-    assert train(warm, here, "whole", *GAN, "schedule=constant").returncode == 0
+def test_a_resumed_gan_is_that_of_one_run_bit_for_bit(here: Path, command: Run) -> None:
+    constant = [*GAN, "schedule=constant"]
+    for words in (
+        [*constant, "trainer.max_steps=3", "hydra.run.dir=parts"],
+        ["resume=parts", "trainer.max_steps=4"],
+        [*constant, "hydra.run.dir=whole"],
+    ):
+        outcome = command(here, "train", *words)
+        assert (outcome.code, outcome.stderr) == (0, "")
     one, other = last_checkpoint(here / "whole"), last_checkpoint(here / "parts")
     assert any(name.startswith("discriminator.") for name in one["state_dict"])
     for part in ("state_dict", "optimizer_states"):
@@ -88,27 +88,22 @@ class Wrong(Gan):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_doctor_tells_right_gradients_from_wrong_ones(here: Path, warm: Warm, strategy: str) -> None:
+def test_doctor_tells_right_gradients_from_wrong_ones(here: Path, command: Run, strategy: str) -> None:
     """In float64. In float32 rounding alone comes to 1e-4: Adam makes a full step of every gradient, however small."""
     (here / "my_wrong_gan.py").write_text(WRONG)
     words = [*GAN, f"strategy={strategy}", *TWO, "+module.adversarial=0.1"]
-    right, wrong = (
-        train(warm, here, "", *words, *more, command="doctor") for more in ([], ["module._target_=my_wrong_gan.Wrong"])
-    )
-    assert (right.returncode, right.stderr) == (0, ""), right.stdout
+    right, wrong = (command(here, "doctor", *words, *more) for more in ([], ["module._target_=my_wrong_gan.Wrong"]))
+    assert (right.code, right.stderr) == (0, ""), right.stdout
     assert re.search("PASS  gradients .*1e-06 allowed", right.stdout)
-    assert wrong.returncode == 1
+    assert wrong.code == 1
     assert [line.split()[1] for line in wrong.stdout.splitlines() if line.startswith("FAIL")] == ["gradients"]
 
 
-def test_what_pipeline_and_a_plan_cannot_is_one_line(here: Path, warm: Warm) -> None:
+def test_what_pipeline_and_a_plan_cannot_is_one_line(here: Path, command: Run) -> None:
     words = [word for word in GAN if not word.startswith(("logger", "test_after"))]
-    (line,) = train(warm, here, "", *words, command="plan").stderr.splitlines()
-    assert "Gan optimizes by itself (automatic_optimization=False)" in line
-    done = train(warm, here, "piped", *GAN, "strategy=pipeline", *TWO)
-    (line,) = done.stderr.splitlines()
+    assert "Gan optimizes by itself (automatic_optimization=False)" in command(here, "plan", *words).error
+    line = command(here, "train", *GAN, "strategy=pipeline", *TWO, "hydra.run.dir=piped").error
     assert line.endswith("(automatic_optimization=False): choose strategy=single, ddp or fsdp")
-    assert done.returncode == 1
 
 
 UNUSED = """
@@ -130,23 +125,21 @@ def unused(here: Path) -> list[str]:
     return [*words, "strategy=ddp", *TWO, "optimizer=adamw"]
 
 
-def test_a_weight_without_a_gradient_is_named_in_one_line(here: Path, warm: Warm) -> None:
+def test_a_weight_without_a_gradient_is_named_in_one_line(here: Path, command: Run) -> None:
     words = unused(here)
     expected = (
         "waits for a gradient of network.extra.weight and 1 more, but the loss does not depend on it: take the weight "
         "out (or requires_grad_(False)), or set strategy.find_unused_parameters=true"
     )
-    done = train(warm, here, "unused", *words)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-    line = done.stderr.strip()
+    line = command(here, "train", *words, "hydra.run.dir=unused").error
     assert line.endswith(expected)
     assert "strategy=ddp" in line
-    checked = train(warm, here, "", *words, command="doctor")
+    checked = command(here, "doctor", *words)
     found, _, fix = expected.rpartition(": ")
     assert any(found in line and fix in line for line in checked.stdout.splitlines())
 
 
 @pytest.mark.long
-def test_a_weight_without_a_gradient_trains_by_the_advice(here: Path, warm: Warm) -> None:
-    words = [*unused(here), "strategy.find_unused_parameters=true"]
-    assert train(warm, here, "used", *words).returncode == 0
+def test_a_weight_without_a_gradient_trains_by_the_advice(here: Path, command: Run) -> None:
+    words = [*unused(here), "strategy.find_unused_parameters=true", "hydra.run.dir=used"]
+    assert command(here, "train", *words).code == 0
