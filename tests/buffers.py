@@ -1,5 +1,7 @@
 """Networks whose buffers change as they run. Users write such ones, so they do it in every way that torch allows."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -10,10 +12,14 @@ from qnmixer.models.unrolled import Channels, Iterations, Projector
 class Changing(UnrolledNetwork[Tensor]):
     """x − A†(A x − y)/2 − G(x); each subclass has buffers of its own."""
 
+    at_start: ClassVar[dict[str, Tensor]] = {}
+
     def __init__(self, projector: Projector, n_iterations: Iterations, channels: Channels = 4) -> None:
         super().__init__(n_iterations)
         self.projector = projector
         self.regularizers = nn.ModuleList(self.regularizer(channels) for _ in range(self.n_regularizers()))
+        for name, value in self.at_start.items():
+            self.register_buffer(name, value.clone())
 
     def n_regularizers(self) -> int:
         """One for all iterations."""
@@ -57,9 +63,7 @@ class Spectral(Changing):
 class Counter(Changing):
     """Counts its iterations, which change its output."""
 
-    def __init__(self, projector: Projector, n_iterations: Iterations, channels: Channels = 4) -> None:
-        super().__init__(projector, n_iterations, channels)
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+    at_start: ClassVar[dict[str, Tensor]] = {"count": torch.zeros((), dtype=torch.long)}
 
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         if self.training:
@@ -70,9 +74,7 @@ class Counter(Changing):
 class Mean(Changing):
     """Holds an exponential mean of its images, which changes its output."""
 
-    def __init__(self, projector: Projector, n_iterations: Iterations, channels: Channels = 4) -> None:
-        super().__init__(projector, n_iterations, channels)
-        self.register_buffer("mean", torch.zeros(1))
+    at_start: ClassVar[dict[str, Tensor]] = {"mean": torch.zeros(1)}
 
     def change(self, value: Tensor) -> None:
         """In place."""
@@ -111,9 +113,7 @@ class LateMean(Mean):
 class Constant(Changing):
     """Has a buffer that never changes."""
 
-    def __init__(self, projector: Projector, n_iterations: Iterations, channels: Channels = 4) -> None:
-        super().__init__(projector, n_iterations, channels)
-        self.register_buffer("mask", torch.ones(16, 16))
+    at_start: ClassVar[dict[str, Tensor]] = {"mask": torch.ones(16, 16)}
 
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         return self.mask * super().step(t, y, state)
@@ -131,13 +131,10 @@ class Watching(Mean):
 class Everything(OwnBatchNorms):
     """BatchNorm in each iteration, a counter of iterations, a mean in the first one, a mean in all, and a mask."""
 
-    def __init__(self, projector: Projector, n_iterations: Iterations, channels: Channels = 4) -> None:
-        super().__init__(projector, n_iterations, channels)
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.register_buffer("first", torch.zeros(1))
-        self.register_buffer("all", torch.zeros(1))
-        self.register_buffer("least", torch.full((1,), torch.inf))
-        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    at_start: ClassVar[dict[str, Tensor]] = {
+        "count": torch.zeros((), dtype=torch.long), "first": torch.zeros(1), "all": torch.zeros(1),
+        "least": torch.full((1,), torch.inf), "mask": torch.tensor([0.0, -torch.inf]),
+    }  # fmt: skip
 
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         if self.training:

@@ -29,8 +29,8 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     namespace: Namespace = {}
     try:
         with plt.rc_context():
-            for source in _sources(path):
-                exec(compile(source, str(path), "exec"), namespace)
+            for cell in code_cells(path):
+                exec(compile("".join(cell["source"]), str(path), "exec"), namespace)
     finally:
         plt.close("all")
         torch.set_num_threads(n_threads)
@@ -50,7 +50,7 @@ def test_notebook_runs_without_a_browser(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_committed_outputs_are_of_a_clean_run(path: Path) -> None:
-    code = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    code = code_cells(path)
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell["outputs"]]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
@@ -64,7 +64,7 @@ def test_committed_outputs_are_of_a_clean_run(path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_first_cell_installs_what_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    first = _sources(path)[0]
+    first = "".join(code_cells(path)[0]["source"])
     commands: list[list[str]] = []
     monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command))
     exec(first, {})
@@ -80,9 +80,8 @@ def test_the_first_cell_installs_what_is_missing(path: Path, monkeypatch: pytest
     assert commands[0][:-1] == [sys.executable, "-m", "pip", "install", "--quiet"]
 
 
-def _sources(path: Path) -> list[str]:
-    cells = json.loads(path.read_text())["cells"]
-    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
 def check_reconstruction(found: Namespace) -> None:

@@ -17,6 +17,7 @@ from qnmixer.train import train
 
 from .conftest import environment
 from .public import PRIVATE
+from .test_notebooks import code_cells
 from .warm import Warm
 
 TEMPLATE = new.TEMPLATE
@@ -34,21 +35,18 @@ def variables(project: Path) -> dict[str, str]:
     return environment(PYTHONPATH=f"{project / 'src'}{os.pathsep}{new.PACKAGE.parent}")
 
 
-def test_nothing_in_it_has_the_name_of_the_template(project: Path) -> None:
-    for path in project.rglob("*"):
-        assert "my_ct" not in path.name
-        if path.is_file():
-            assert not re.search(r"my_ct|my-ct|QNMIXER|_HERE", path.read_text()), path
-    assert '"qnmixer[train,dicom] @ file://' in (project / "pyproject.toml").read_text()
-    assert 'name = "nice-ct"' in (project / "pyproject.toml").read_text()
-
-
-def test_it_is_short_and_imports_nothing_private_and_its_notebook_has_no_outputs(project: Path) -> None:
-    files = [path for path in project.rglob("*") if path.is_file()]
-    assert sum(len(path.read_text().splitlines()) for path in files) < 700
-    assert [path for path in files if PRIVATE.search(path.read_text())] == []
+def test_it_is_short_with_no_name_of_the_template_and_nothing_private_and_its_notebook_has_no_outputs(
+    project: Path,
+) -> None:
+    assert [path for path in project.rglob("*") if "my_ct" in path.name] == []
+    texts = {path: path.read_text() for path in project.rglob("*") if path.is_file()}
+    assert sum(len(text.splitlines()) for text in texts.values()) < 700
+    foreign = rf"my_ct|my-ct|QNMIXER|_HERE|{PRIVATE.pattern}"
+    assert [path for path, text in texts.items() if re.search(foreign, text)] == []
+    assert '"qnmixer[train,dicom] @ file://' in texts[project / "pyproject.toml"]
+    assert 'name = "nice-ct"' in texts[project / "pyproject.toml"]
     (path,) = project.rglob("*.ipynb")
-    code = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    code = code_cells(path)
     assert [(cell["outputs"], cell["execution_count"]) for cell in code] == [([], None)] * len(code)
 
 
@@ -130,6 +128,5 @@ def test_it_trains_and_resumes_and_its_notebook_shows_the_run(project: Path, war
     (record,) = project.glob("runs/*/*/results.json")
     assert (json.loads(record.read_text())["steps"], json.loads(record.read_text())["status"]) == (4, "done")
     (path,) = project.rglob("*.ipynb")
-    cells = [cell["source"] for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    script = "import os; os.chdir('notebooks')\n" + "\n".join("".join(source) for source in cells)
+    script = "import os; os.chdir('notebooks')\n" + "\n".join("".join(cell["source"]) for cell in code_cells(path))
     assert "| Mine |" in python("-c", f"import matplotlib; matplotlib.use('Agg')\n{script}")

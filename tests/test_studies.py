@@ -3,6 +3,7 @@
 import math
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -15,6 +16,7 @@ from qnmixer.models.data_term import back_projection
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 from .pages import STUDIES
+from .sets import integrals_of
 
 sys.path.append(str(STUDIES))  # where Python looks for what a script imports from beside it
 SCRIPTS = {path.stem: runpy.run_path(str(path)) for path in STUDIES.glob("*.py")}
@@ -108,9 +110,7 @@ def test_a_scan_of_any_start_is_one_of_the_first_angle_and_a_turned_image() -> N
     """A disc off the axis, whose line integrals are known: FBP of its scan from 0 on, turned, has it at its place."""
     (x, y), radius, start = (9.0, 4.0), 6.0, math.radians(50)
     geometry = FanBeamGeometry(48, 1.0, 60, 96, 1.0, 410.66, 143.08)
-    lines = start + geometry.angles()[:, None] - geometry.fan_angles()
-    distance = geometry.ray_distances() - x * np.cos(lines) - y * np.sin(lines)
-    chords = 2 * np.sqrt(np.maximum(radius**2 - distance**2, 0))
+    chords = integrals_of([(x, y, radius, 1.0)], replace(geometry, first_angle=geometry.first_angle + start))
     fbp = FanBeamProjector(geometry).fbp(torch.from_numpy(chords.astype(np.float32))[None, None])
     image = SCRIPTS["htc"]["turned"](fbp[0, 0], start, 96).numpy()
     axis = (np.arange(96) - 47.5) / 2
@@ -121,9 +121,7 @@ def test_a_scan_of_any_start_is_one_of_the_first_angle_and_a_turned_image() -> N
 def test_a_scan_says_its_disc_and_the_curve_of_its_beam() -> None:
     """A solid disc off the axis, seen by a beam of two energies with photon noise."""
     geometry, centre, radius = FanBeamGeometry(64, 1.2, 61, 560, 0.2, 410.66, 143.08, angle_span=0.5), (1.0, -0.5), 34.8
-    lines = geometry.angles()[:, None] - geometry.fan_angles()
-    distance = geometry.ray_distances() - centre[0] * np.cos(lines) - centre[1] * np.sin(lines)
-    chords = 2 * np.sqrt(np.maximum(radius**2 - distance**2, 0))
+    chords = integrals_of([(*centre, radius, 1.0)], geometry)
     counts = np.random.default_rng(0).poisson(4e4 * (np.exp(-0.03 * chords) + np.exp(-0.06 * chords)))
     disc = SCRIPTS["htc"]["disc_of"](-np.log(counts / 8e4) + 0.015, geometry.angles(), geometry)
     assert (*disc.centre, disc.radius) == pytest.approx((*centre, radius), abs=0.1)

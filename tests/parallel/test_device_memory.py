@@ -13,7 +13,6 @@ MIB = 2**20
 SLACK = 4 * MIB  # what the interpreter may take or give back meanwhile
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @linux
@@ -28,7 +27,7 @@ def test_tensors_are_allocated_and_reserved() -> None:
     assert after.device_used is None
 
 
-@cuda
+@pytest.mark.cuda
 def test_cuda_counts_the_same_way() -> None:
     device = torch.device("cuda")
     torch.cuda.reset_peak_memory_stats(device)
