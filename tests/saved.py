@@ -25,14 +25,14 @@ TINY = [
 ]  # fmt: skip
 
 
-def run(task: Any, check: Any, name: str, *arguments: str, complete: Any = list) -> tuple[int, str, str]:
-    """Exit code, output and error of a command."""
+def run(task: Any, check: Any, name: str, *arguments: str, **options: Any) -> tuple[int, str, str]:
+    """Exit code, output and error of a command; `options` of command.run."""
     code, stdout, stderr = 0, io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(sys, "argv", [name, *arguments])
         patch.delenv(command.TRACEBACK, raising=False)
         try:
-            command.run(task, check, SCHEMAS[name], complete=complete)
+            command.run(task, check, SCHEMAS[name], **options)
         except SystemExit as stop:
             code = int(stop.code or 0)
     return code, stdout.getvalue(), stderr.getvalue()

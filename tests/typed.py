@@ -1,6 +1,5 @@
 """Commands in the process of the test."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from qnmixer.commands import command
 from qnmixer.settings.project import project_at, project_here
 from qnmixer.train import check
 
+from .saved import run
 from .schemas import SCHEMAS
 
 CHECKS: dict[str, Callable[..., Any]] = {name: schema.parse for name, schema in SCHEMAS.items()} | {"train": check}
@@ -40,8 +39,8 @@ class Outcome:
 class Typed:
     """typed(name, *words): a command line as its module starts it, with a task of the test's own."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch = folder, monkeypatch
 
     def __call__(
         self,
@@ -53,21 +52,14 @@ class Typed:
     ) -> Outcome:
         task_configs: list[Any] = []
         checked_configs: list[Any] = [None]
-        code = 0
 
         def checking(config: Any) -> Any:
             checked_configs.append((check or CHECKS[name])(config))
             return checked_configs[-1]
 
-        self.monkeypatch.setattr(sys, "argv", [name, *words])
-        self.monkeypatch.delenv(command.TRACEBACK, raising=False)
-        self.capsys.readouterr()
-        try:
-            find = partial(project_at, project) if project else project_here  # project: whose own command it is
-            command.run(task or task_configs.append, checking, SCHEMAS[name], find_project=find)
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return Outcome(code, self.capsys.readouterr().err, bool(task_configs), checked_configs[-1])
+        find = partial(project_at, project) if project else project_here  # project: whose own command it is
+        code, _, stderr = run(task or task_configs.append, checking, name, *words, find_project=find)
+        return Outcome(code, stderr, bool(task_configs), checked_configs[-1])
 
     def train(self, *overrides: str, task: Any = None) -> Outcome:
         """Train with its run folder in the test's own folder."""
@@ -75,6 +67,6 @@ class Typed:
 
 
 @pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_wandb: None) -> Typed:
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_wandb: None) -> Typed:
     monkeypatch.chdir(tmp_path)
-    return Typed(tmp_path / "run", monkeypatch, capsys)
+    return Typed(tmp_path / "run", monkeypatch)

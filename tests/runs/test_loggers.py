@@ -147,7 +147,10 @@ def test_a_variable_that_only_wandb_knows(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Path) -> None:
-    """Step 4 was done after the checkpoint, and is done again. Another part ends at step 3, with its test."""
+    """Step 4 was done after the checkpoint, and is done again. Another part ends at step 3, with its test.
+
+    Then metrics.csv has no step above 3, but W&B has 4 and 5.
+    """
     folder = tmp_path / "a"
     run_in(folder, 1, 2, 3, 4, config=config_of("logger=csv"), exit_code=INTERRUPTION)
     run_in(folder, 3, 4, resumed_at=2, exit_code=INTERRUPTION)  # W&B begins here
@@ -161,23 +164,14 @@ def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Pa
     close_loggers(SUCCESS)
     assert [row["step"] for row in read_metrics(folder / "metrics.csv")] == ["1", "2", "3", "3"]
     time.sleep(1)
+    run_in(folder, 3, 4, 5, 6, resumed_at=2)
+    time.sleep(1)
     run_in(folder, 1)  # a new run in an old folder
-    first, second, third, new = offline_runs(tmp_path)
-    assert {run.id for run in (second, third)} == {first.id} != {new.id}
+    first, second, third, fourth, new = offline_runs(tmp_path)
+    assert {run.id for run in (second, third, fourth)} == {first.id} != {new.id}
     assert [[row["_step"] for row in run.history] for run in (first, second)] == [[3, 4], [4, 5]]
     assert [(row["_step"], row["test/psnr"]) for row in third.history] == [(5, 31.0)]
-
-
-@pytest.mark.long
-def test_what_a_second_kill_repeats_is_not_logged_again(tmp_path: Path) -> None:
-    """metrics.csv has no step above 3 after the second part: W&B has those of the first one."""
-    run_in(tmp_path / "a", 1, 2, 3, 4, 5, 6, exit_code=INTERRUPTION)
-    time.sleep(1)  # wandb names folders by the second
-    run_in(tmp_path / "a", 3, resumed_at=2, exit_code=INTERRUPTION)
-    time.sleep(1)
-    run_in(tmp_path / "a", 3, 4, 5, 6, 7, resumed_at=2)
-    steps = [row["_step"] for run in offline_runs(tmp_path) for row in run.history]
-    assert steps == [1, 2, 3, 4, 5, 6, 6, 7]  # the last one may be missing after a kill
+    assert [row["_step"] for row in fourth.history] == [5, 6]  # the last one may be missing after a kill
 
 
 def test_a_logger_gets_nothing_of_the_machine_and_the_patients() -> None:

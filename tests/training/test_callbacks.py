@@ -1,5 +1,6 @@
 """Callbacks that the command line adds to a run."""
 
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,22 +19,7 @@ from qnmixer.settings.parts import CallbackConfig, Callbacks
 from qnmixer.settings.validation import validated
 from qnmixer.training.callbacks import EMA, build_callbacks
 
-from ..conftest import tiny_config
-
-MINE = """
-from lightning.pytorch.callbacks import Callback
-
-class Every(Callback):
-    def __init__(self, every, note="steps.txt"):
-        if every < 1:
-            raise ValueError("every is below 1")
-        self.every, self.note = every, note
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.global_step % self.every == 0:
-            with open(self.note, "a") as file:
-                file.write(f"{trainer.global_step} ")
-"""
+from ..conftest import last_checkpoint, tiny_config
 
 
 @pytest.fixture
@@ -42,15 +28,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path])
     monkeypatch.delitem(sys.modules, "my_callbacks", raising=False)
-    (tmp_path / "my_callbacks.py").write_text(MINE)
+    shutil.copy(Path(__file__).parents[1] / "own.py", tmp_path / "my_callbacks.py")
     return tmp_path
 
 
 def test_a_callback_in_a_file_of_this_folder_is_not_read_from_a_checkpoint(here: Path) -> None:
     """Not even that its module is there is asked."""
-    mine = ["+callbacks.mine._target_=my_callbacks.Every", "+callbacks.mine.every=2"]
+    mine = ["+callbacks.mine._target_=my_callbacks.Counting", "+callbacks.mine.path=steps"]
     fit(tiny_config("callbacks=default", *mine, "~callbacks.pictures", "test_after_training=false"), Run(here / "run"))
-    assert (here / "steps.txt").read_text() == "2 4 "
+    assert (here / "steps.0").read_text() == "4"
     assert not (here / "run" / "pictures").exists()
     (here / "my_callbacks.py").unlink()
     path = here / "run" / "checkpoints" / "last.ckpt"
@@ -62,9 +48,9 @@ def test_a_callback_in_a_file_of_this_folder_is_not_read_from_a_checkpoint(here:
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"_target_": "my_callbacks.Every"}, "needs an argument every: give it as +callbacks.mine.every=VALUE"),
-    ({"_target_": "my_callbacks.Every", "evry": 1},
-     "unknown key callbacks.mine.evry: did you mean callbacks.mine.every?"),
+    ({"_target_": "my_callbacks.Counting"}, "needs an argument path: give it as +callbacks.mine.path=VALUE"),
+    ({"_target_": "my_callbacks.Counting", "pth": 1},
+     "unknown key callbacks.mine.pth: did you mean callbacks.mine.path?"),
     ({"_target_": "subprocess.Popen", "args": "ls"}, "is not a subclass of"),
 ])  # fmt: skip
 def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: str) -> None:
@@ -81,17 +67,6 @@ def test_a_callback_that_changes_what_the_config_fixes_is_refused(name: str) -> 
         build_callbacks({"mine": CallbackConfig(_target_=f"lightning.pytorch.callbacks.{name}")}, {})
 
 
-def test_early_stopping_ends_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stopping = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1"]
-    long = ["callbacks.early_stopping.min_delta=100", "trainer.max_steps=100", "test_after_training=false"]
-    best = fit(tiny_config(*stopping, *long), Run(tmp_path))
-    results = read_results(tmp_path)
-    assert (results["status"], results["steps"], results["best"]) == ("done", 4, {"val/psnr": best})
-    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
-    line = "early stopping after 4 steps: Monitored metric val/psnr did not improve in the last 1 records. Best score:"
-    assert line in capsys.readouterr().out
-
-
 class Dipping(ReconstructionModule):
     """Its metric is worse once, after step 2, and best after step 6."""
 
@@ -103,16 +78,18 @@ class Dipping(ReconstructionModule):
 def test_a_stop_before_min_steps_is_decided_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It ended at step 5, though the metric was best there, without a word. A resumed run went on."""
     words = [f"module._target_={__name__}.Dipping", "test_after_training=false", "trainer.enable_progress_bar=false"]
-    words += ["callbacks=none", "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"]
-    words += ["+callbacks.stop.monitor=val/psnr", "+callbacks.stop.patience=1", "trainer.min_steps=5"]
-    words += ["+callbacks.stop.check_on_train_epoch_end=false", "trainer.val_every_n_steps=1", "schedule=constant"]
+    words += ["callbacks=early_stopping", "~callbacks.pictures", "callbacks.early_stopping.patience=1"]
+    words += ["trainer.min_steps=5", "trainer.val_every_n_steps=1", "schedule=constant"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     fit(tiny_config(*words, "trainer.max_steps=2"), Run(parts))
     assert "early stopping" not in capsys.readouterr().out
     for run, resume in ((whole, []), (parts, [f"resume={parts}"])):
-        fit(tiny_config(*words, "trainer.max_steps=8", *resume), Run(run, resume=str(run) if resume else None))
-        assert read_results(run)["steps"] == 7
-        assert "early stopping after 7 steps: " in capsys.readouterr().out
+        best = fit(tiny_config(*words, "trainer.max_steps=8", *resume), Run(run, resume=str(run) if resume else None))
+        results = read_results(run)
+        assert (results["status"], results["steps"], results["best"]) == ("done", 7, {"val/psnr": best})
+        assert last_checkpoint(run)["global_step"] == 7
+        line = "stopping after 7 steps: Monitored metric val/psnr did not improve in the last 1 records. Best score:"
+        assert f"early {line}" in capsys.readouterr().out
 
 
 def test_the_mean_is_of_optimizer_steps_and_stands_for_the_weights_in_a_checkpoint() -> None:
