@@ -1,21 +1,18 @@
 """Buffers that each device changes: equal on all, and those of one process where that is possible."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
 from qnmixer.measurement.build import build_projector
 from qnmixer.parallel.buffers import line_on_buffers
-from qnmixer.runs.processes.launch import launch
 from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
 
 from ..buffers import Changing, Everything
+from ..promises.parity_rank import train as train_here
+from ..promises.test_gradients_of_one_process import train
 from ..warm import Warm
-from .buffers_rank import buffers_after_training
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("buffers")]  # else each worker would train them
 
@@ -23,8 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("buffers")]  # else each
 TINY = (
     "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 data.n_val=1 "
     "data.n_test=1 data.n_train=8 data.num_workers=0 trainer.accelerator=cpu logger=csv trainer.max_steps=3 "
-    "callbacks=none trainer.val_every_n_steps=100 optimizer=sgd optimizer.lr=1e-12 model=learn "
-    "model.n_iterations=4 model.channels=4"
+    "data.seed=9 data.hu_max=200 "  # slices on two devices whose means differ
+    "callbacks=none trainer.val_every_n_steps=100 optimizer=sgd optimizer.lr=1e-12 model=custom "
+    "model._target_=tests.buffers.Everything model.n_iterations=4 model.channels=4"
 )
 TWO = "trainer.devices=2 data.batch_size=2"
 STRATEGIES = {
@@ -42,17 +40,15 @@ def buffers(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[str, l
     """Those of each rank, and of the checkpoint, by strategy."""
     folder = tmp_path_factory.mktemp("buffers")
     configs = {name: parse(compose("train", f"{TINY} {words}".split())) for name, words in (ONE | STRATEGIES).items()}
-    results = {}
-    for name in ONE:
+    for name in configs:
         (folder / name).mkdir()
-        results[name] = [buffers_after_training(configs[name], folder / name)]
-    job = folder / "job.json"
-    job.write_text(json.dumps({name: configs[name].plain() for name in STRATEGIES}))
-    with warm.forking_ranks():
-        launch([str(Path(__file__).with_name("buffers_rank.py")), str(job)], 2)
+    results = {name: [train_here(configs[name], folder / name)["buffers"]] for name in ONE}
+    options = {"resume": None, "scale": None, "measure": False, "save": True, "exact": False}
+    job = [{"config": configs[name].plain(), "folder": str(folder / name)} | options for name in STRATEGIES]
+    train(folder, 2, job, warm)
     for name in STRATEGIES:
         saved = torch.load(folder / name / "last.ckpt", weights_only=True)["state_dict"]
-        ranks = [torch.load(folder / name / f"rank_{rank}.pt") for rank in range(2)]
+        ranks = [torch.load(folder / name / f"rank_{rank}.pt")["buffers"] for rank in range(2)]
         results[name] = [*ranks, {key: saved[f"network.{key}"] for key in ranks[0]}]
     return results
 

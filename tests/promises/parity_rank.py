@@ -1,5 +1,6 @@
-"""One rank of the tests of gradients: train configs by their strategies, write what must be equal."""
+"""One rank of the tests of gradients and of buffers: train configs by their strategies, write what must be equal."""
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -102,7 +103,6 @@ def magnitudes(module: RunModule, config: Config) -> dict[str, Tensor]:
             for name, p in module.named_parameters():
                 if p.grad is not None:
                     sums[name] = sums.get(name, torch.zeros(())) + p.grad.norm()
-    module.zero_grad()
     return sums
 
 
@@ -135,12 +135,13 @@ def train(
     if exact:
         trainer.strategy.precision_plugin = DoublePrecision()
     data = SliceDataModule(config.data, geometry=build_geometry(config))
-    terms = {} if world_size() > 1 or scale or measure or resume or exact else magnitudes(module, config)
+    terms = {} if world_size() > 1 or scale or measure or resume or exact else magnitudes(copy.deepcopy(module), config)
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     if save:
         trainer.save_checkpoint(folder / "last.ckpt")
     results = {key: getattr(record, key) for key in ("gradients", "losses", "scales", "weights", "local")}
-    results["magnitudes"] = terms
+    results["magnitudes"], saved = terms, module.network.state_dict()
+    results["buffers"] = {name: saved[name].clone() for name, _ in module.network.named_buffers() if name in saved}
     if measure:
         results["validation"] = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
         trained_module = build_module(config)
