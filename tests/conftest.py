@@ -95,6 +95,12 @@ def environment(**variables: str) -> dict[str, str]:
     return inherited_variables | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | variables
 
 
+def python(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python WORDS` in a folder: a process of its own, from the start of Python on."""
+    command, variables = [sys.executable, *words], environment(**variables)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=variables, timeout=600)
+
+
 def last_checkpoint(run: Path) -> dict[str, Any]:
     return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
 

@@ -5,14 +5,12 @@ It trains and resumes, its run is used, and tests of the core pass.
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from .conftest import PHANTOMS, TINY, environment
+from .conftest import PHANTOMS, TINY, python
 from .pages import ROOT
 
 CORE = [
@@ -36,11 +34,6 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def python(core: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    variables = environment(PYTHONPATH=str(core / "src"))
-    return subprocess.run([sys.executable, *words], cwd=core, capture_output=True, text=True, env=variables)
-
-
 WORDS = [*TINY, *PHANTOMS, "test_after_training=true", "hydra.run.dir=run"]
 
 
@@ -48,12 +41,12 @@ WORDS = [*TINY, *PHANTOMS, "test_after_training=true", "hydra.run.dir=run"]
 def test_the_run_is_resumed_and_evaluated_and_reconstructs(core: Path) -> None:
     run = "hydra.run.dir=resumed"
     for arguments in ([*WORDS, run], ["resume=resumed", "trainer.max_steps=6"]):
-        done = python(core, "-m", "qnmixer.train", *arguments)
+        done = python(core, "-m", "qnmixer.train", *arguments, PYTHONPATH=f"{core}/src")
         assert done.returncode == 0, done.stderr
         assert "QN-Mixer over FBP" in done.stdout
     np.save(core / "slice.npy", np.pad(np.zeros((8, 8)), 4, constant_values=-1000))
     for name, words in (("evaluate", ["hydra.run.dir=scores"]), ("reconstruct", ["input=slice.npy", "output=images"])):
-        done = python(core, "-m", f"qnmixer.{name}", "run=resumed", "accelerator=cpu", *words)
+        done = python(core, "-m", f"qnmixer.{name}", "run=resumed", "accelerator=cpu", *words, PYTHONPATH=f"{core}/src")
         assert done.returncode == 0, done.stderr
     assert (core / "scores" / "table.md").is_file()
     assert [*(core / "images").iterdir()]
@@ -77,7 +70,7 @@ NEEDS_EXTRAS = [
 
 @pytest.mark.slow
 def test_what_needs_extras_is_one_line(core: Path) -> None:
-    refused = python(core, "-c", EACH, *NEEDS_EXTRAS)
+    refused = python(core, "-c", EACH, *NEEDS_EXTRAS, PYTHONPATH=f"{core}/src")
     assert (refused.returncode, refused.stdout) == (0, "1\n" * len(NEEDS_EXTRAS)), refused.stderr
     lines = refused.stderr.splitlines()
     assert len(lines) == len(NEEDS_EXTRAS)
@@ -89,11 +82,13 @@ def test_what_needs_extras_is_one_line(core: Path) -> None:
 
 @pytest.mark.slow
 def test_all_other_tests_are_collected(core: Path) -> None:
-    done = python(core, "-m", "pytest", "--collect-only", "-qq", "--assert=plain")  # to rewrite them takes seconds
+    words = ["--collect-only", "-qq", "--assert=plain"]  # to rewrite them takes seconds
+    done = python(core, "-m", "pytest", *words, PYTHONPATH=f"{core}/src")
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.long
 def test_its_own_tests_pass(core: Path) -> None:
-    done = python(core, "-m", "pytest", "-m", "not slow and not long", *(f"tests/{name}" for name in CORE))
+    words = ["-m", "not slow and not long", *(f"tests/{name}" for name in CORE)]
+    done = python(core, "-m", "pytest", *words, PYTHONPATH=f"{core}/src")
     assert done.returncode == 0, done.stdout

@@ -1,10 +1,7 @@
 """What a base installation can do, and the one line where an extra is missing. Its packages are hidden here."""
 
 import re
-import subprocess
-import sys
 import tomllib
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from qnmixer.reconstruction.weights import CHECKPOINT_KEY
 from qnmixer.settings.options import options
 from qnmixer.steps import config_of
 
-from .conftest import PHANTOMS, TINY, environment
+from .conftest import PHANTOMS, TINY, environment, python
 from .heavy import path_hiding
 from .limits import within_limits
 from .pages import ROOT
@@ -31,11 +28,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 HYDRAS = ["hydra_plugins.hydra_optuna_sweeper"]
 NAMES = {"hydra": "hydra-core", "yaml": "PyYAML", "gdcm": "python-gdcm", "PIL": "Pillow"}
 """Packages whose distributions have another name."""
-
-
-def python(folder: Path, hidden: Collection[str], *words: str) -> subprocess.CompletedProcess[str]:
-    variables = environment(PYTHONPATH=path_hiding(folder, hidden))
-    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, env=variables)
 
 
 def test_the_base_is_small_and_every_extra_brings_its_packages() -> None:
@@ -70,7 +62,7 @@ from qnmixer.data import SliceDataModule
 def test_physics_models_and_trained_networks_need_the_base_only_and_slices_are_an_import_error(tmp_path: Path) -> None:
     """Of a program, whose hook for errors stays its own."""
     hidden = {package for packages in PACKAGES.values() for package in packages}
-    done = python(tmp_path, hidden, "-c", BASE)
+    done = python(tmp_path, "-c", BASE, PYTHONPATH=path_hiding(tmp_path, hidden))
     line, cures, name, *refusals = done.stdout.splitlines()
     assert name == "QNMixer 48"
     assert line.startswith("the network was trained with geometry.n_views=64, not 48: its step sizes follow the scan, ")
@@ -99,11 +91,11 @@ def test_physics_models_and_trained_networks_need_the_base_only_and_slices_are_a
     ("search", ["qnmixer.train", "-m", "hydra/sweeper=search", "seed=1,2"]),
 ], ids=str)  # fmt: skip
 def test_without_an_extra_a_command_is_one_line(tmp_path: Path, cold: Warm, extra: str, words: list[str]) -> None:
-    hidden = PACKAGES.get(extra, HYDRAS)
+    path = path_hiding(tmp_path, PACKAGES.get(extra, HYDRAS))
     if extra in ("train", "search"):  # which the server has loaded
-        done = python(tmp_path, hidden, "-m", *words)
+        done = python(tmp_path, "-m", *words, PYTHONPATH=path)
     else:
-        done = cold.run("-m", *words, cwd=tmp_path, env=environment(PYTHONPATH=path_hiding(tmp_path, hidden)))
+        done = cold.run("-m", *words, cwd=tmp_path, env=environment(PYTHONPATH=path))
     assert (done.returncode, done.stdout) == (1, "")
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["sitecustomize.py"]
     (line,) = done.stderr.splitlines()
@@ -112,14 +104,15 @@ def test_without_an_extra_a_command_is_one_line(tmp_path: Path, cold: Warm, extr
 
 @pytest.mark.long
 def test_data_without_dicom_trains(tmp_path: Path) -> None:
-    done = python(tmp_path, PACKAGES["dicom"][:2], "-m", "qnmixer.train", *TINY, *PHANTOMS, "hydra.run.dir=run")
+    words = ["-m", "qnmixer.train", *TINY, *PHANTOMS, "hydra.run.dir=run"]
+    done = python(tmp_path, *words, PYTHONPATH=path_hiding(tmp_path, PACKAGES["dicom"][:2]))
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow
 def test_the_script_of_a_command_without_an_extra_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "qnmixer-train").write_text("from qnmixer.train import main\nmain()\n")
-    done = python(tmp_path, PACKAGES["train"], "qnmixer-train")
+    done = python(tmp_path, "qnmixer-train", PYTHONPATH=path_hiding(tmp_path, PACKAGES["train"]))
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert done.stderr.startswith("error: this part of qnmixer needs ")
 

@@ -18,6 +18,7 @@ from qnmixer.settings.compose import compose
 from qnmixer.settings.run import parse
 
 from ..conftest import environment
+from ..conftest import python as real
 from ..heavy import LOADED, path_without
 from ..pages import SEARCH_PATH
 from ..terminal import in_terminal
@@ -33,12 +34,6 @@ for typed in strategy= schedule.w debug=o; do
     printf '%s\\n' "${COMPREPLY[@]}"
 done
 """
-
-
-def real(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own, from the start of Python on."""
-    words = (sys.executable, *words)
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment(**variables), timeout=120)
 
 
 Python = Callable[..., Any]

@@ -6,7 +6,6 @@ What `plan` says, and runs whose memory does not suffice.
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.parallel.device_memory import MIB
 
 from ..conftest import TINY as COMMON
-from ..conftest import environment
+from ..conftest import environment, python
 from ..memory.test_plan import SMALL
 from ..saved import save
 from ..warm import Warm
@@ -87,10 +86,7 @@ def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
     # Freed memory goes back to the system. Else it depends on chance how much of the address space is left.
     variables = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     words = ["run=a", "input=a.npy", "output=out", "accelerator=cpu", "formats=[npy]", "batch_size=64"]
-    process = subprocess.run(
-        [sys.executable, "-c", _LIMITED, "150", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        env=environment(**variables),
-    )  # fmt: skip
+    process = python(tmp_path, "-c", _LIMITED, "150", *words, **variables)
     assert process.returncode == 0, process.stderr
     lines = process.stderr.splitlines()
     matches = [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ..conftest import environment
+from ..conftest import environment, python
 from .commands import TINY as COMMON
 from .commands import Command, write_ct
 
@@ -58,9 +58,8 @@ def shared(home: Path, command: Command) -> list[Path]:
     }  # fmt: skip
     run, sweep = home / "sweep" / "0", home / "sweep"
     data = [f"data.root={home / 'ct'}", f"data.cache_dir={home / 'cache'}"]
-    train = [sys.executable, "-m", "qnmixer.train", *TINY, *data, f"hydra.run.dir={run}"]
-    checkout_variables = environment(**variables, PYTHONPATH=str(home / "qnmixer" / "src"))
-    process = subprocess.run(train, cwd=home, env=checkout_variables, capture_output=True, text=True, timeout=300)
+    train, path = ["-m", "qnmixer.train", *TINY, *data, f"hydra.run.dir={run}"], str(home / "qnmixer" / "src")
+    process = python(home, *train, **variables, PYTHONPATH=path)
     assert process.returncode == 0, process.stderr
     evaluation, weights_file = home / "evaluated", home / "given" / "weights.safetensors"
     description = {"overrides": data, "varying": [], "git_commit": None, "jobs": {"0": [*TINY, *data]}}

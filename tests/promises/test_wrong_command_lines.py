@@ -6,13 +6,11 @@ Wrong command lines: each gets one line that names the key, loads no large libra
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from ..conftest import environment
+from ..conftest import environment, python
 from ..heavy import path_without
 from ..warm import Done, Warm
 
@@ -124,10 +122,8 @@ def test_one_line_at_once(case: str, cold: Warm, light: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("case", ONE_OF_EACH)
 def test_a_command_of_its_own_says_the_same(case: str, light: str, tmp_path: Path) -> None:
     """From the start of Python on."""
-    arguments, variables = command_of(case, tmp_path, light)
-    words = [sys.executable, *arguments]
-    process = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=variables)
-    check(case, process, tmp_path)
+    arguments, _ = command_of(case, tmp_path, light)
+    check(case, python(tmp_path, *arguments, PYTHONPATH=light), tmp_path)
 
 
 @pytest.mark.parametrize("case", [
