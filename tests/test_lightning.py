@@ -1,6 +1,7 @@
 """`qnmixer.lightning`: the script of docs/library.md, and what Lightning's Trainer promises for its parts."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -154,8 +155,10 @@ def test_strategies_by_object_are_as_one_process(tmp_path: Path) -> None:
         assert float((found - trained["one"]).norm() / trained["one"].norm()) < 1e-6, name
 
 
-def test_slices_of_ones_own_class_by_its_name() -> None:
-    data = slices("tests.own.MySlices", year=2016, image_size=16, batch_size=2, num_workers=0)
+def test_slices_of_ones_own_class_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(Path(__file__).with_name("own.py"), tmp_path / "drawn.py")
+    monkeypatch.chdir(tmp_path)
+    data = slices("drawn.MySlices", year=2016, image_size=16, batch_size=3, num_workers=0)
     data.setup("validate")
     (batch,) = data.val_dataloader()
     assert batch["image"].shape == (2, 1, 16, 16)

@@ -8,8 +8,7 @@ import pytest
 from qnmixer.torch_builds import GPU, TORCH, NoBuildError, choose, decide, fix, visible_gpus
 
 from .nvidia import fake_nvidia_smi
-
-ROOT = Path(__file__).resolve().parents[1]
+from .pages import ROOT
 
 V100, P100, RTX_2080, A100, RTX_5090 = (7, 0), (6, 0), (7, 5), (8, 0), (12, 0)
 OLD, MIDDLE, NEW = "470.256.02", "535.104.05", "580.65.06"

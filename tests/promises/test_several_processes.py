@@ -6,7 +6,6 @@ Training in several processes from end to end: the output that a user sees if it
 
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from ..conftest import Command
 from ..warm import FORK_RANKS, Warm
@@ -115,12 +115,6 @@ def test_what_is_not_there_is_said_before_there_are_ranks(start: Start, warm: Wa
     assert command.record()["status"] == "failed"
 
 
-def free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
-
-
 def torchrun(node: int, port: str) -> tuple[str, ...]:
     """The command of one of two nodes with a process each, both on this machine."""
     return (
@@ -143,7 +137,7 @@ def test_two_nodes_train_as_one_process_does(start: Start, warm: Warm, tmp_path:
     """Under torchrun, or in the environment of srun: one folder, and the losses of one process on the same samples."""
     reference = start("data.n_train=7", "callbacks=default", folder=tmp_path / "single", under=warm.under)
     assert reference.end()[:2] == (0, "")
-    port, nodes = free_port(), []
+    port, nodes = str(find_free_network_port()), []
     for node in (0, 1):
         srun_options = {"under": warm.under, "env": srun(node, port)}
         options: dict[str, Any] = {"under": torchrun(node, port)} if trainer == "torchrun" else srun_options

@@ -89,43 +89,32 @@ def test_a_sweep_is_one_group(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 
 
 def test_words_beat_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places = tmp_path / "runs", tmp_path / "wandb's"
-    mine = {"DIR": str(places[1]), "PROJECT": "mine", "NAME": "by hand", "TAGS": "paper, noise", "ENTITY": ""}
-    for name, value in mine.items():
+    """The names of WandbLogger and wandb.init, and W&B's variables, in the file that W&B writes."""
+    place, there = tmp_path / "runs", tmp_path / "there"
+    run_in(place / "2026-01-31" / "12-00-00", 1)
+    variables = {"DIR": str(tmp_path / "wandb's"), "PROJECT": "mine", "NAME": "by hand", "TAGS": "paper, noise"}
+    for name, value in (variables | {"ENTITY": "", "RUN_GROUP": "theirs", "NOTES": "because"}).items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    run_in(places[0] / "a", 1, config=config_of(), exit_code=INTERRUPTION)
-    given = ["logger.wandb.project=theirs", "logger.wandb.name=typed", "tags=[b]", "logger.wandb.notes=why"]
-    run_in(places[0] / "b", 1, config=config_of(*given))
-    assert not [*places[0].rglob("*.wandb")]
-    one, other = offline_runs(tmp_path)
-    own = [run.records[0] if "run" in run.records[0] else run.records[1] for run in (one, other)]
-    assert [it["run"]["project"] for it in own] == ["mine", "theirs"]
-    assert [it["run"].get("notes") for it in own] == [None, "why"]
-    assert (one.name, one.group, one.tags[:2]) == ("by hand", None, ["paper", "noise"])
-    assert (other.name, other.tags[:4]) == ("typed", ["b", "paper", "noise", "qn_mixer"])
+    run_in(place / "a", 1, config=config_of("tags=[b]"), exit_code=INTERRUPTION)
+    words = (
+        "project=theirs name=typed group=ours job_type=check notes=why id=abc tags=[one,two] offline=true mode=online"
+    )
+    given = [f"logger.wandb.{word}" for word in [*words.split(), f"save_dir={there}"]]
+    run_in(place / "b", 1, config=config_of(*given))
+    assert [path.parents[2].name for path in place.rglob("*.wandb")] == ["12-00-00"]
+    assert (there / "wandb").is_dir()
+    alone, one, other = offline_runs(tmp_path)
+    kept = [next(record["run"] for record in run.records if "run" in record) for run in (alone, one, other)]
+    assert alone.name == "qn_mixer-phantoms-32views-seed42-2026-01-31/12-00-00"  # by itself it has its time as its name
+    assert (alone.group, kept[0].get("notes")) == (None, None)
+    assert (one.name, one.group, kept[1]["project"], kept[1]["notes"]) == ("by hand", "theirs", "mine", "because")
+    assert one.tags[:4] == ["b", "paper", "noise", "qn_mixer"]
+    keys = "project", "display_name", "run_group", "job_type", "notes", "run_id"
+    assert [kept[2][key] for key in keys] == ["theirs", "typed", "ours", "check", "why", "abc"]
+    assert other.tags[:2] == ["one", "two"]
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    modes = [config_of(*given).logger["wandb"].mode for given in ([], ["logger.wandb.mode=online"])]
+    modes = [config_of(*words).logger["wandb"].mode for words in ([], ["logger.wandb.mode=online"])]
     assert modes == ["disabled", "online"]
-
-
-def test_words_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of WandbLogger and wandb.init, in the file that W&B writes; and variables that were read nowhere."""
-    words = "name=mine group=ours job_type=check notes=why tags=[one,two] id=abc offline=true mode=online"
-    given = [f"logger.wandb.{word}" for word in words.split()]
-    run_in(tmp_path / "a", 1, config=config_of(*given, f"logger.wandb.save_dir={tmp_path / 'there'}"))
-    assert (tmp_path / "there" / "wandb").is_dir()
-    monkeypatch.setenv("WANDB_RUN_GROUP", "theirs")
-    monkeypatch.setenv("WANDB_NOTES", "because")
-    run_in(tmp_path / "2026-01-31" / "12-00-00", 1, config=config_of())
-    runs = {run.name: run for run in offline_runs(tmp_path)}
-    mine = runs.pop("mine")
-    ((name, other),) = runs.items()
-    assert name == "qn_mixer-phantoms-32views-seed42-2026-01-31/12-00-00"  # a run by itself has its time as its name
-    records = [next(record["run"] for record in run.records if "run" in record) for run in (mine, other)]
-    expected = ("abc", "ours", "check", "why", ["one", "two"])
-    kept = [records[0][key] for key in ("run_id", "run_group", "job_type", "notes")]
-    assert (*kept, mine.tags[:2]) == expected
-    assert (other.group, records[1]["notes"]) == ("theirs", "because")
     monkeypatch.setenv("WANDB_DISABLED", "true")
     assert [type(logger) for logger in build_loggers(config_of(*given), tmp_path / "c", [])] == [MetricsFile]
 

@@ -48,16 +48,6 @@ def test_a_damaged_record_is_a_line(tmp_path: Path, name: str, content: bytes, r
     assert "\n" not in str(error.value)
 
 
-def test_a_job_without_results_of_its_own_is_a_row(tmp_path: Path) -> None:
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "results.json").write_text('{"status": "done", "best": {"val/psnr": 3.0}}')
-    (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "results.json").write_text("{}")
-    (tmp_path / "sweep.json").write_text(json.dumps(SWEEP))
-    (first, second) = rows_of(tmp_path)
-    assert (first.numbers[0], second.status) == (3.0, "not begun")
-
-
 # metrics.csv: its rows after a kill, after a resume, and when columns are added
 
 

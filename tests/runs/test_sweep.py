@@ -143,6 +143,10 @@ def test_the_table_says_how_each_job_ended(tmp_path: Path, capsys: pytest.Captur
     lines = csv_rows(tmp_path / "sweep.csv")
     assert [line["val/psnr"] for line in lines] == ["30.25", "31.5", ""]
     assert lines[2]["error"] == f"RankFailed: {FAULT}"
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "results.json").write_text("{}")
+    begun(tmp_path)  # by a launcher that records no jobs
+    assert [(row.status, row.numbers[0]) for row in rows_of(tmp_path)][1::2] == [("done", 31.5), ("not begun", None)]
     begun(tmp_path, ["seed"], {"1": ["seed=1"], "3": ["seed=3"]})
     rows = rows_of(tmp_path)
     assert [(row.name, row.values["seed"], row.status) for row in rows] == [("1", "1", "done"), ("3", "3", "not begun")]

@@ -65,8 +65,9 @@ def signal_at(
 @pytest.mark.parametrize(("stop", "kept_at", "more"), [
     (("train", 4, signal.SIGUSR1), 5, ["trainer.accumulate_grad_batches=2", "data.batch_size=1"]),
     (("val", 3, signal.SIGTERM), 3, ["callbacks=ema", "callbacks.ema.decay=0.5"]),
-    # At the end of an epoch, and after training.
-    (("val", 4, signal.SIGTERM), 4, ["trainer.val_every_n_steps=null"]), (("val", 7, signal.SIGTERM), 7, []),
+    # At the end of an epoch, between two rows, and after training.
+    (("val", 4, signal.SIGTERM), 4, ["trainer.val_every_n_steps=null", "trainer.log_every_n_steps=3"]),
+    (("val", 7, signal.SIGTERM), 7, []),
 ])  # fmt: skip
 def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: Any, kept_at: int, more: list[str]

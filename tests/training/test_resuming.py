@@ -9,7 +9,6 @@ import torch
 from qnmixer.errors import CheckpointError
 from qnmixer.fit import fit
 from qnmixer.reconstruction.checkpoints import resumable
-from qnmixer.runs.records import read_metrics
 from qnmixer.runs.run import Run
 
 from ..conftest import tiny_config
@@ -44,23 +43,3 @@ def test_other_batches_are_the_same_and_other_runs_refused(tmp_path: Path) -> No
             resumable(tiny_config(*RUN, *overrides), tmp_path / "begun")
         for word in words:
             assert word in str(error.value)
-
-
-@pytest.mark.long  # tests/promises/test_resuming.py compares the rows of one such run
-@pytest.mark.parametrize(("begun", "batches"), [
-    (3, PARTS), (2, PARTS), (2, TOGETHER), (3, TOGETHER),
-], ids=["3 parts", "2 parts", "2 together", "3 together"])  # fmt: skip
-def test_the_rows_of_a_resumed_run_have_the_numbers_of_one_run(tmp_path: Path, batches: list[str], begun: int) -> None:
-    """Lightning numbers the rows of its own callbacks, and chooses those that are written, by a count of its own."""
-    words = [*RUN, *batches, "callbacks=lr_monitor", "trainer.log_every_n_steps=3", "trainer.val_every_n_steps=2"]
-    fit(tiny_config(*words, "trainer.max_steps=7"), Run(tmp_path / "whole"))
-    parts = tmp_path / "parts"
-    fit(tiny_config(*words, f"trainer.max_steps={begun}"), Run(parts))
-    fit(tiny_config(*words, "trainer.max_steps=7", f"resume={parts}"), Run(parts, resume=str(parts)))
-    found = [
-        [(row["step"], row["train/loss"], row["lr-AdamW/pg1"]) for row in read_metrics(run / "metrics.csv")]
-        for run in (tmp_path / "whole", parts)
-    ]
-    of_training = [[row for row in rows if any(row[1:])] for rows in found]
-    assert of_training[0] == of_training[1]
-    assert [step for step, loss, _ in of_training[0] if loss] == ["3", "6"]
