@@ -18,6 +18,7 @@ from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
 from qnmixer.runs.processes import process
 
+from .conftest import assert_equal
 from .pages import ROOT
 from .warm import Warm
 
@@ -39,10 +40,6 @@ def network() -> QNMixer:
 
 def data() -> L.LightningDataModule:
     return slices("phantoms", image_size=16, batch_size=2, n_train=8, n_val=2, n_test=2, num_workers=0)
-
-
-def weights(module: ReconstructionModule) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.network.parameters()])
 
 
 def fitted(folder: Path, n_steps: int, **options: Any) -> tuple[L.Trainer, ReconstructionModule]:
@@ -73,9 +70,9 @@ def test_a_script_resumes_bit_for_bit_and_its_checkpoint_loads(tmp_path: Path) -
     last = tmp_path / "part" / "checkpoints" / "last.ckpt"
     trainer, resumed = fitted(tmp_path / "part", 6, ckpt_path=last, weights_only=True)
     assert trainer.global_step == 6
-    assert torch.equal(weights(resumed), weights(whole))
+    assert_equal(resumed.network.state_dict(), whole.network.state_dict())
     loaded = ReconstructionModule.load_from_checkpoint(last, network=network())
-    assert torch.equal(weights(loaded), weights(resumed))
+    assert_equal(loaded.network.state_dict(), resumed.network.state_dict())
     with pytest.raises(CheckpointError, match="or give network=… for the checkpoint of a script"):
         ReconstructionModule.load_from_checkpoint(last)
 

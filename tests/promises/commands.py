@@ -21,6 +21,7 @@ from qnmixer.settings.run import parse
 from qnmixer.train import run as train
 
 from ..conftest import Outcome
+from ..saved import TINY as SMALL
 from ..saved import run as run_task
 
 COMPLETE = {"train": resume_overrides, "evaluate": partial(into_new_folder, "evaluate")}
@@ -29,12 +30,10 @@ COMMANDS: dict[str, Any] = {
     "evaluate": (evaluate, EvaluateConfig.parse),
     "reconstruct": (reconstruct, check_reconstruct),
 }
-SIZE, VIEWS, BINS, STEPS = 32, 8, 48, 4
+SIZE, VIEWS, BINS, STEPS = 32, 8, 48, 4  # the first three are those of SMALL
 TINY = [
-    f"data.image_size={SIZE}", f"geometry.n_views={VIEWS}", f"geometry.n_detectors={BINS}",
-    "geometry.detector_pitch=20", "model.n_iterations=2", "model.channels=8", "model.n_mixer_layers=1",
-    "data.num_workers=0", "data.batch_size=2", f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=2",
-    "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "logger=csv", "evaluation.n_pictures=1",
+    *SMALL, "data.num_workers=0", "data.batch_size=2", f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=2",
+    "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "evaluation.n_pictures=1",
 ]  # fmt: skip
 PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
 

@@ -13,7 +13,7 @@ from qnmixer.errors import CheckpointError, PluginError
 from qnmixer.lightning import ReconstructionModule
 from qnmixer.train import train
 
-from ..conftest import PHANTOMS, TINY
+from ..conftest import PHANTOMS, TINY, assert_equal
 
 pytestmark = [
     pytest.mark.xdist_group("loading modules"),  # else each worker would train the two runs
@@ -112,9 +112,7 @@ def test_it_comes_back_with_all_its_parts(here: Path, name: str) -> None:
     module = kind.load_from_checkpoint(path)
     assert type(module) is kind
     saved = torch.load(path, weights_only=True)
-    state = module.state_dict()
-    assert state.keys() == saved["state_dict"].keys()
-    assert all(torch.equal(state[key], tensor) for key, tensor in saved["state_dict"].items())
+    assert_equal(module.state_dict(), saved["state_dict"])
     x, truth = torch.rand(2, 2, 1, 16, 16)
     assert torch.equal(module.loss(x, truth), my_parts.huber(x, truth, 0.1))
     optimizer = module.optimizer(module.network)
@@ -145,8 +143,7 @@ def test_an_argument_takes_the_place_of_that_of_the_file(here: Path) -> None:
     assert dict(module.hparams) == {"smooth": 7}  # they were those of the file, and so in the next checkpoint
     base = ReconstructionModule.load_from_checkpoint(path, strict=True)
     assert (type(base), dict(base.hparams)) == (ReconstructionModule, {})  # it takes no `smooth`
-    pairs = zip(base.network.parameters(), load_pretrained(here / "smooth").parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    assert_equal(base.network.state_dict(), load_pretrained(here / "smooth").state_dict())
 
 
 def test_a_class_that_does_not_fit_is_named_in_one_line(here: Path) -> None:
