@@ -30,11 +30,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def variables(project: Path) -> dict[str, str]:
-    """The environment of a Python with the project on its path, as an installed one is."""
-    return environment(PYTHONPATH=f"{project / 'src'}{os.pathsep}{new.PACKAGE.parent}")
-
-
 def test_it_is_short_with_no_name_of_the_template_and_nothing_private_and_its_notebook_has_no_outputs(
     project: Path,
 ) -> None:
@@ -114,8 +109,10 @@ def test_a_module_of_its_own_trains_without_truth(
 def test_it_trains_and_resumes_and_its_notebook_shows_the_run(project: Path, warm: Warm) -> None:
     """By its command, from its own folder, with nothing but KEY=VALUE."""
 
+    sources = f"{project / 'src'}{os.pathsep}{new.PACKAGE.parent}"  # on the path, as an installed project is
+
     def python(*words: str) -> str:
-        done = warm.run(*words, cwd=project, env=variables(project))
+        done = warm.run(*words, cwd=project, env=environment(PYTHONPATH=sources))
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
