@@ -52,7 +52,7 @@ WORDS = [
     "data=custom", "data._target_=own.MySlices", "+data.year=2016",
 ]  # fmt: skip
 # The module alone, in a run that is otherwise ours.
-MODULE = ["module._target_=own.MyModule", "fit=my_ct.fit.fit", "model.n_mixer_layers=1", *TINY, *PHANTOMS]
+MODULE = ["module._target_=own.MyModule", "fit=my_lab.fit.fit", "model.n_mixer_layers=1", *TINY, *PHANTOMS]
 PIPELINE = ["strategy=pipeline", "trainer.devices=2", "data.batch_size=2", "strategy.microbatch_size=1"]
 ALONE = ["strategy=single", "data.batch_size=4"]
 LOGGED = ("train/loss", "train/roughness", "train/range", "train/one", "train/grad_norm", "val/loss")
@@ -62,8 +62,8 @@ LOGGED = ("train/loss", "train/roughness", "train/range", "train/one", "train/gr
 def here(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Path:
     """A folder with code and configs, and a run of two steps; test_terminal.py begins one by a new Python."""
     folder = tmp_path_factory.mktemp("own")
-    (folder / "my_ct").mkdir()
-    for name in ("own.py", "my_ct/fit.py"):
+    (folder / "my_lab").mkdir()
+    for name in ("own.py", "my_lab/fit.py"):
         shutil.copy(Path(__file__).parents[1] / "own.py", folder / name)
     for name, text in FILES.items():
         path = folder / "my_conf" / f"{name}.yaml"
@@ -172,13 +172,13 @@ def test_a_sweep_is_compared_where_its_code_is_trusted(sweep: Path, command: Com
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "pipeline"))]
 )
 def test_words_alone_name_it_too_over_two_processes(here: Path, command: Command, strategy: str) -> None:
-    callback = ["+callbacks.mine._target_=own.Counting", f"+callbacks.mine.path={strategy}.txt", "fit=my_ct.fit.fit"]
+    callback = ["+callbacks.mine._target_=own.Counting", f"+callbacks.mine.path={strategy}.txt", "fit=my_lab.fit.fit"]
     # Its iterations share weights that it does not name: ddp needs all uses of them in one graph.
     options = [f"strategy={strategy}", "memory=recompute", "trainer.devices=2", f"hydra.run.dir={strategy}"]
     assert command(here, "train", *TINY, *WORDS, *options, *callback).code == 0
     assert [(here / f"{strategy}.txt.{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
     fitted = [here / strategy / f"fitted.{rank}" for rank in (0, 1)]
-    assert [path.read_text() for path in fitted] == ["my_ct.fit.fit"] * 2
+    assert [path.read_text() for path in fitted] == ["my_lab.fit.fit"] * 2
     parallel_checkpoint, single_checkpoint = last_checkpoint(here / strategy), last_checkpoint(here / "run")
     assert parallel_checkpoint["state_dict"].keys() == single_checkpoint["state_dict"].keys()
     for part in ("loss", "model", "noise"):
@@ -194,8 +194,8 @@ def test_words_alone_name_it_too_over_two_processes(here: Path, command: Command
     (["loss._target_=huber"], "loss._target_=huber is not module.name"),
     (["+loss.delat=3"], "unknown key loss.delat: did you mean loss.delta?"),
     (["fit=own.Lion"], "fit=own.Lion is not a function (config, run)"),
-    (["fit=my_ct.fit.np"], "fit=my_ct.fit.np is not a function (config, run)"),
-    (["fit=my_ct.fit.fti"], "fit=my_ct.fit.fti: there is no fti in "),
+    (["fit=my_lab.fit.np"], "fit=my_lab.fit.np is not a function (config, run)"),
+    (["fit=my_lab.fit.fti"], "fit=my_lab.fit.fti: there is no fti in "),
     (["fit=nowhere.fit"], "fit=nowhere.fit, but there is no module nowhere: put nowhere.py into the folder"),
     (["fit=fit"], "fit=fit is not module.name"),
     (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
