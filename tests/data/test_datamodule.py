@@ -5,6 +5,7 @@ import shutil
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -313,11 +314,24 @@ def test_fine_slices_of_a_folder(tmp_path: Path) -> None:
     np.testing.assert_allclose(batch["fine"][0, 0], np.clip(x, 0, 1), atol=1e-5)
 
 
+def test_a_worker_whose_parent_died_before_it_began_ends() -> None:
+    """By then the system has told nobody, and torch takes the new parent for its own."""
+    loader = phantoms(num_workers=1).train_dataloader()
+    child = os.fork()
+    if not child:
+        worker = os.fork()  # its parent is not who has made the loader
+        if not worker:
+            assert loader.worker_init_fn is not None
+            loader.worker_init_fn(0)
+            os._exit(7)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
 def test_a_worker_that_cannot_send_its_batch_ends() -> None:
     """Python would drop the batch, as of a lambda, and the run would wait for it without end."""
-    loader: Any = DataLoader(
-        [lambda: 0], batch_size=None, num_workers=1, timeout=20, worker_init_fn=_end_with_parent_only
-    )
+    end: Any = partial(_end_with_parent_only, os.getpid())
+    loader: Any = DataLoader([lambda: 0], batch_size=None, num_workers=1, timeout=20, worker_init_fn=end)
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         next(iter(loader))
 

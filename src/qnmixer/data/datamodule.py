@@ -163,7 +163,7 @@ class SliceDataModule(LightningDataModule):
             batch_size=sampler.batch_size,
             sampler=sampler,
             num_workers=workers,
-            worker_init_fn=_end_with_parent_only,
+            worker_init_fn=partial(_end_with_parent_only, os.getpid()),
             generator=generator,
             pin_memory=pin,
             prefetch_factor=self.config.prefetch_factor if workers else None,
@@ -204,12 +204,13 @@ class _Loader(DataLoader[Any]):
             signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
 
 
-def _end_with_parent_only(_: int) -> None:
+def _end_with_parent_only(parent: int, _: int) -> None:
     """Make a data worker end only when its parent ends it or dies, or when it cannot send a batch."""
-    die_with_parent()  # torch's workers look every 5 s only
+    # torch's workers look every 5 s only, and never end if the parent has died before they began.
+    die_with_parent(parent)
     call_if_unsent(_end_unsent)
     if hasattr(signal, "sigwaitinfo"):
-        threading.Thread(target=_end_when_parent_says, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_when_parent_says, args=(parent,), daemon=True).start()
 
 
 def _end_unsent(error: Exception, _: object) -> NoReturn:

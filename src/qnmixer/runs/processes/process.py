@@ -86,7 +86,11 @@ def end_after_sigterm() -> None:
 def end_with_parent(parent: int | None = None) -> None:
     """As `die_with_parent`, for this process and its forks, such as data workers."""
     die_with_parent(parent)
-    os.register_at_fork(after_in_child=die_with_parent)  # a fork does not inherit this setting
+    # A fork does not inherit this setting. When it begins, its parent may be dead.
+    forking = {"pid": 0}
+    os.register_at_fork(
+        before=lambda: forking.update(pid=os.getpid()), after_in_child=lambda: die_with_parent(forking["pid"])
+    )
 
 
 def die_with_parent(parent: int | None = None) -> None:
