@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
@@ -57,11 +58,11 @@ def doubts_of_scan(
     x = projector.least_squares(y, STEPS)
     bins = max(1, y.shape[-1] // 64)
     distance, allowance = misfit(projector, x, y, missing, bins), _OF_NOISE * noise
-    fault = fault_of(projector, y, distance, missing, bins, _FAR + allowance, is_known)
+    fault_here = partial(fault_of, projector, y, distance, missing, bins, _FAR + allowance, is_known)
     if not distance <= _ABSURD + allowance:
         raise DataError(
             f"{place} fits no image: the best one differs from it by {distance:.0%}, with noise of {noise:.0%}. "
-            f"{fault.capitalize() or _UNLIKE_RUN}"
+            f"{fault_here().capitalize() or _UNLIKE_RUN}"
         )
     blocks = avg_pool2d(x, max(1, x.shape[-1] // 64))  # less noise
     # A mean weighted by x itself, so that air around the object counts little.
@@ -73,7 +74,7 @@ def doubts_of_scan(
             f"−log of transmission in {unit} (unit=attenuation is −log(counts / unattenuated counts), unit=value "
             "the network's value × mm), or detector_pitch= is not that of its bins"
         )
-    if fault:
+    if fault := fault_here():
         yield f"{place}: {fault}"
     elif distance > _FAR + allowance:
         yield (
