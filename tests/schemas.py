@@ -14,8 +14,8 @@ SCHEMAS: dict[str, type[Section]] = {
     schema.command: schema for schema in (Config, PlanConfig, DoctorConfig, EvaluateConfig, ReconstructConfig)
 }
 if EXTRAS:
+    from qnmixer.extras.calibration.calibrate_config import CalibrateConfig
     from qnmixer.extras.export.export_config import ExportConfig
-    from qnmixer_studies.calibration.calibrate_config import CalibrateConfig
     from qnmixer_studies.comparison.compare_config import CompareConfig
     from qnmixer_studies.robustness.robustness_config import RobustnessConfig
 

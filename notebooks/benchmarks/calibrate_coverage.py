@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from qnmixer.errors import DataError
+from qnmixer.extras.calibration.calibrate_config import CalibrateConfig
+from qnmixer.extras.calibration.dose import Dose, fit_dose
+from qnmixer.extras.calibration.variances import of_repeats
 from qnmixer.runs.tables import Table
 from qnmixer.settings.compose import compose
-from qnmixer_studies.calibration.calibrate_config import CalibrateConfig
-from qnmixer_studies.calibration.dose import Dose, fit_dose
-from qnmixer_studies.calibration.variances import of_repeats
 
 VIEWS, BINS = 32, 160
 

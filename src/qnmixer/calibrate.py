@@ -17,13 +17,13 @@ from qnmixer.files import check_there, check_unused
 from qnmixer.installed import extras, require
 
 with extras():
-    from qnmixer_studies.calibration.calibrate_config import CalibrateConfig
+    from qnmixer.extras.calibration.calibrate_config import CalibrateConfig
 
 
 def calibrate(config: CalibrateConfig) -> None:
     """Print I₀ and σ with intervals, and write them and a plot into `output`."""
     say(visible(f"calibrating by {config.input} (loading PyTorch …)"))
-    from qnmixer_studies.calibration.report import calibrate_input
+    from qnmixer.extras.calibration.report import calibrate_input
 
     Path(config.output).mkdir(parents=True, exist_ok=True)
     calibrate_input(config)

@@ -1,4 +1,4 @@
-"""Studies beside the training: robustness, tasks, uncertainty and comparison of networks, and the dose of a scanner.
+"""Studies of trained networks, beside the training: robustness, tasks, uncertainty and comparison of methods.
 
-`qnmixer.evaluate`, `qnmixer.robustness`, `qnmixer.compare` and `qnmixer.calibrate` run them. The wheel has them too.
+`qnmixer.evaluate`, `qnmixer.robustness` and `qnmixer.compare` run them. The wheel has this package too.
 """

@@ -1,1 +1,1 @@
-"""Optional parts, without which the rest works: public data sets, weights for others with their model card."""
+"""Optional parts, without which the rest works: public data sets, the dose of a scan, model cards."""

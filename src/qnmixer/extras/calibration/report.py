@@ -6,12 +6,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from qnmixer.evaluation.pictures import save_figure
+from qnmixer.extras.calibration.calibrate_config import CalibrateConfig
+from qnmixer.extras.calibration.dose import Dose, Interval, Variances, fit_dose
+from qnmixer.extras.calibration.variances import of_repeats, of_series
 from qnmixer.files import atomic_file, write_text
 from qnmixer.runs.tables import Table
 from qnmixer.runs.terminal import Console
-from qnmixer_studies.calibration.calibrate_config import CalibrateConfig
-from qnmixer_studies.calibration.dose import Dose, Interval, Variances, fit_dose
-from qnmixer_studies.calibration.variances import of_repeats, of_series
 
 
 def calibrate_input(config: CalibrateConfig) -> Dose:

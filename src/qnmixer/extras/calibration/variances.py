@@ -15,14 +15,14 @@ from qnmixer.data.cache import to_grid
 from qnmixer.data.numpy_files import open_stack
 from qnmixer.data.slices import Slice, usable
 from qnmixer.errors import DataError
+from qnmixer.extras.calibration.calibrate_config import CalibrateConfig
+from qnmixer.extras.calibration.dose import Variances
 from qnmixer.measurement.build import geometry_of
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.fbp import fbp_of_slices
 from qnmixer.physics.projector import system_matrix
 from qnmixer.physics.sparse import apply_linear
 from qnmixer.reconstruction.input_slices import read_slices, slice_files
-from qnmixer_studies.calibration.calibrate_config import CalibrateConfig
-from qnmixer_studies.calibration.dose import Variances
 
 _FIX = "give a .npy of numbers, [repeats, views, bins]"
 _BLOCKS, _GROUPS, _FREEDOM = 24, 12, 200

@@ -15,11 +15,11 @@ from notebooks.benchmarks.calibrate_coverage import CORNERS, FAULTS, KINDS, SOUN
 from qnmixer.calibrate import check, main
 from qnmixer.commands.command import TRACEBACK
 from qnmixer.errors import DataError
+from qnmixer.extras.calibration.dose import Dose, Variances, fit_dose
+from qnmixer.extras.calibration.report import calibrate_input
+from qnmixer.extras.calibration.variances import of_series
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, PhysicalNoise
 from qnmixer.settings.compose import compose
-from qnmixer_studies.calibration.dose import Dose, Variances, fit_dose
-from qnmixer_studies.calibration.report import calibrate_input
-from qnmixer_studies.calibration.variances import of_series
 
 from ..data.conftest import make_ct
 
