@@ -271,7 +271,7 @@ def training(config: Config, run: Run, trainer: L.Trainer, module: RunModule, da
             check_pairs(config, module.projector, default_collate([data.dataset(part)[0]]), part)
     debugging = naming_nan_gradients() if config.trainer.detect_anomaly else nullcontext()
     advising = out_of_memory_advice(config, module, trainer)
-    with recording_training(run, trainer), advising, debugging, naming_truth(config), interrupts_as_raised():
+    with recording_training(run, trainer), advising, debugging, naming_causes(config):
         yield
     print_early_end(trainer, early_stops(trainer), run.console)
     # The profile is written. torch's profiler refuses a validation alone, which may follow.
@@ -310,17 +310,6 @@ def out_of_memory_advice(config: Config, module: RunModule, trainer: L.Trainer) 
 
 
 @contextmanager
-def naming_truth(config: Config) -> Iterator[None]:
-    """Turn the error of a module that looks for the truth, where data have none, into a ConfigError."""
-    try:
-        yield
-    except KeyError as error:
-        if error.args != ("image",):
-            raise
-        raise needs_truth(config) from error
-
-
-@contextmanager
 def naming_nan_gradients() -> Iterator[None]:
     """Turn an error of torch's anomaly detection into a FloatingPointError that names the operator and its caller."""
     with warnings.catch_warnings(record=True) as warned:  # torch names the code line in a warning only
@@ -336,10 +325,11 @@ def naming_nan_gradients() -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_as_raised() -> Iterator[None]:
+def naming_causes(config: Config) -> Iterator[None]:
     """Raise KeyboardInterrupt if Lightning has turned one into a SystemExit.
 
-    Raise the first error if Lightning fails to tear down after it.
+    Raise the first error if Lightning fails to tear down after it. Raise ConfigError for a module that looks for the
+    truth, where data have none.
     """
     try:
         yield
@@ -349,8 +339,10 @@ def interrupts_as_raised() -> Iterator[None]:
         if "val_check_interval" not in str(error):
             raise
         raise ConfigError(" ".join(str(error).replace("`", "").split())) from error
-    except Exception as error:  # its loops are half set up while the data workers start
-        original = error.__context__
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == ("image",):
+            raise needs_truth(config) from error
+        original = error.__context__  # its loops are half set up while the data workers start
         if original is not None and (isinstance(original, KeyboardInterrupt) or "iter(combined_loader)" in str(error)):
             raise original from None
         raise
@@ -371,7 +363,7 @@ def validate_last_steps(config: Config, run: Run, trainer: L.Trainer, module: Ru
         return math.nan
     checkpointing = callback_of(trainer, Checkpointing)
     if checkpointing.validated != trainer.global_step or checkpointing.best is None:
-        with interrupts_as_raised():
+        with naming_causes(config):
             trainer.validate(module, datamodule=data, verbose=False)
         checkpointing.save_validated(trainer)
     assert checkpointing.best is not None
