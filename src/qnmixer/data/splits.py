@@ -20,13 +20,12 @@ from qnmixer.settings.data import FolderData, SinogramData
 
 PARTS = ("train", "val", "test")
 _KEYS = "patients", "slices"
-_TRACES = "originals", "looks", "people"
+_OF_SLICES = "slices", "originals", "looks", "people"
 
 Split = dict[str, list[int]]
 SplitRecord = dict[str, dict[str, Tensor]]
-"""For each split `patients` and `slices`: digests of names and pixels, int64. Newer ones also have `originals`, `looks`
-and `people`, see `Traces`. Under `base` is the same, without `patients`, of the slices that the weights of `finetune`
-were trained on."""
+"""For each split `patients` and `slices`: digests of names and pixels, int64; `originals`, `looks` and `people` as in
+`Traces`. Under `base` is the same, without `patients`, of the slices that the weights of `finetune` were trained on."""
 
 
 class Traces(NamedTuple):
@@ -159,15 +158,14 @@ def is_split_record(record: Any) -> TypeGuard[SplitRecord]:
     if not (isinstance(record, dict) and {*PARTS} <= {*record} <= {*PARTS, "base"}):
         return False
     for part, columns in record.items():
-        least = {*_KEYS} if part in PARTS else {"slices"}
-        if not (isinstance(columns, dict) and {*columns} in (least, least | {*_TRACES})):
+        if not isinstance(columns, dict) or {*columns} != {*_OF_SLICES, *(_KEYS if part in PARTS else ())}:
             return False
         if not all(
             isinstance(column, Tensor) and column.dtype == torch.int64 and column.ndim == 1
             for column in columns.values()
         ):
             return False
-        if len(columns.get("looks", ())) != WORDS_OF_LOOK * len(columns.get("originals", ())):
+        if len(columns["looks"]) != WORDS_OF_LOOK * len(columns["originals"]):
             return False
     return True
 
@@ -175,7 +173,7 @@ def is_split_record(record: Any) -> TypeGuard[SplitRecord]:
 def seen_by(record: SplitRecord) -> dict[str, Tensor]:
     """The slices that the weights were trained on, in this run or in the run that `finetune` names."""
     parts = [record[part] for part in ("train", "base") if part in record]
-    return {key: torch.cat([columns.get(key, _int64([])) for columns in parts]) for key in ("slices", *_TRACES)}
+    return {key: torch.cat([columns[key] for columns in parts]) for key in _OF_SLICES}
 
 
 def patients_of(infos: Sequence[SliceInfo], config: FolderData) -> list[str]:
