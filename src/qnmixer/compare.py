@@ -7,8 +7,6 @@ python -m qnmixer.compare sweep=[DIR,LONGER]                           # with me
 python -m qnmixer.compare runs=[runs/A,runs/B,pretrained]              # any runs, also beside those of a sweep
 """
 
-from pathlib import Path
-
 import qnmixer.needs_train  # noqa: F401
 
 from hydra.core.hydra_config import HydraConfig
@@ -17,15 +15,12 @@ from omegaconf import DictConfig
 from qnmixer.commands import command
 from qnmixer.errors import ConfigError, say, visible
 from qnmixer.evaluation.evaluate_config import check_slices
-from qnmixer.files import check_no_links, check_unused, digest, path_of
+from qnmixer.files import check_no_links, check_unused
 from qnmixer.installed import extras
-from qnmixer.reconstruction.weights import find_checkpoint, located
-from qnmixer.runs.sweeps import find_sweep
-from qnmixer.settings.data import DataConfig
-from qnmixer.settings.parts import NoiseConfig
 
 with extras():
     from qnmixer_studies.comparison.compare_config import CompareConfig
+    from qnmixer_studies.comparison.places import output_of, sources_of
 
 
 def compare(config: CompareConfig) -> None:
@@ -41,24 +36,6 @@ def compare(config: CompareConfig) -> None:
     console = Console() if Console().is_terminal else Console(width=120)  # rich would wrap a log at 80 columns
     comparison = compare(config, sweeps, overrides, runs)
     write_comparison(output_of(config, sweeps, runs), comparison, console)
-
-
-def sources_of(config: CompareConfig) -> tuple[list[Path], list[Path]]:
-    """The folders of the sweeps, and the folders or files of the runs. Raises UserError for one that is none."""
-    names = ["latest"] if config.sweep is None and not config.runs else config.sweep or []
-    for run in config.runs:
-        find_checkpoint(run, config.checkpoint)
-    return [find_sweep(name) for name in names], [located(run).absolute() for run in config.runs]
-
-
-def output_of(config: CompareConfig, sweeps: list[Path], runs: list[Path]) -> Path:
-    """The output folder, by default in that of the first sweep. Its name tells other sources, slices and noise."""
-    words = ["comparison", *(sweep.name for sweep in sweeps[1:])]
-    if runs:
-        words.append(f"{len(runs)}_runs_{digest(sorted(map(str, runs)), 6)}")
-    words += [section.name for section in (config.data, config.noise) if isinstance(section, DataConfig | NoiseConfig)]
-    folder = sweeps[0] if sweeps else Path("comparisons")
-    return folder / "_".join(words) if config.output is None else path_of(config.output)
 
 
 def check(cfg: DictConfig) -> CompareConfig:

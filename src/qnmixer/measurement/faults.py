@@ -8,8 +8,7 @@ from torch.nn.functional import avg_pool2d
 
 from qnmixer.physics import FanBeamProjector
 
-STEPS = 10
-"""Iterations of least squares for the best image."""
+STEPS = 10  # iterations of least squares for the best image
 _CLEARLY = 0.5
 """Another direction or angle is named if the misfit falls below this share with it. On real slices of 64 views a
 mirrored one falls to a fifteenth to a quarter, over 150° to an eleventh to a fifth, and that of a right one rises."""
@@ -18,8 +17,7 @@ _GRID, _BINS, _COARSER = 64, 128, 0.015
 
 Measured as above: 1.2 to 2.2 % for the right angle, 5 % and more at the best angle of other wrong scans.
 """
-_SPANS, _FINER = range(90, 361, 30), 10
-"""Degrees. On those slices 180 to 330° are found to 2°, where 360° were expected."""
+_SPANS, _FINER = range(90, 361, 30), 10  # degrees; 180 to 330° that are read as a turn are found to 2°
 _OFFSET, _NEARER, _SHIFT, _ROUNDS = 0.05, 0.95, 3, 5
 """An offset of the detector is said from so many bins on, and if it brings ‖A x − y‖² below this share.
 
@@ -86,18 +84,17 @@ def angle_span_of(projector: FanBeamProjector, y: Tensor, missing: Tensor | None
     )  # fmt: skip
     y = avg_pool2d(y[..., : n_bins * merged], (1, merged))
 
-    def square(span: float) -> float:
+    def square(degrees: float) -> float:
+        span = math.copysign(math.radians(degrees), geometry.angle_span)
         return distance_of(FanBeamProjector(replace(coarse, angle_span=span)).to(y.device), y, missing, 1) ** 2
 
-    def square_at(degrees: float) -> float:
-        return square(math.copysign(math.radians(degrees), geometry.angle_span))
-
-    nearest: float = min(_SPANS, key=square_at)
+    nearest: float = min(_SPANS, key=square)
     for step in (_SPANS.step, _FINER):  # near its minimum the square is a parabola
         nearest = max(_SPANS[0] + step, min(nearest, _SPANS[-1] - step))
-        vertex = vertex_of(*(square_at(nearest + k * step) for k in (-1, 0, 1)))
+        vertex = vertex_of(*(square(nearest + k * step) for k in (-1, 0, 1)))
         nearest += step * max(-1.0, min(vertex, 1.0))
-    is_right = square_at(nearest) < min(_CLEARLY**2 * square(geometry.angle_span), (limit + _COARSER) ** 2)
+    here = math.degrees(abs(geometry.angle_span))
+    is_right = square(nearest) < min(_CLEARLY**2 * square(here), (limit + _COARSER) ** 2)
     return math.copysign(math.radians(nearest), geometry.angle_span) if is_right else None
 
 
