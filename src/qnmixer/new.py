@@ -24,8 +24,18 @@ from qnmixer.torch_builds import TORCH, installed_build, is_on_pypi, pinned
 
 PACKAGE = Path(__file__).parent
 TEMPLATE = PACKAGE / "template"
-LEFT_THERE = {line.strip("/") for line in (TEMPLATE / ".gitignore").read_text(encoding="utf-8").split()}
-"""What pip, linters and runs leave in a project, and in its template."""
+TOP = (
+    ".github",
+    ".gitignore",
+    "Makefile",
+    "README.md",
+    "notebooks",
+    "pyproject.toml",
+    "src",
+    "tests",
+    "wandb_sweep.yaml",
+)
+"""What a project has at its top. Linters leave caches beside it."""
 NAME, DISTRIBUTION = "my_ct", "my-ct"
 """What stands in the template for the project's name, and for its name as a distribution."""
 INSTALLED = "qnmixer[train,dicom]"  # this library with the extras that a project needs
@@ -33,12 +43,12 @@ INSTALLED = "qnmixer[train,dicom]"  # this library with the extras that a projec
 
 def files(name: str) -> Iterator[tuple[Path, str]]:
     """The files of a project: the path of each in its folder, and its text."""
+    paths = [TEMPLATE / top for top in TOP] + [path for top in TOP for path in (TEMPLATE / top).rglob("*")]
     words = {"QNMIXER": dependency(), "TORCH_HERE": torch_here(), "CLONE_HERE": clone(), NAME: name}
     words[DISTRIBUTION] = name.replace("_", "-").lower()
-    for path in sorted(TEMPLATE.rglob("*")):
-        parts = path.relative_to(TEMPLATE).parts
-        if path.is_file() and LEFT_THERE.isdisjoint(parts):
-            place = Path(*(name if part == NAME else part for part in parts))
+    for path in sorted(path for path in paths if path.is_file()):
+        if path.suffix != ".pyc":  # pip compiles the template on install
+            place = Path(*(name if part == NAME else part for part in path.relative_to(TEMPLATE).parts))
             text = path.read_text(encoding="utf-8")
             for word, value in words.items():
                 text = text.replace(word, value)
