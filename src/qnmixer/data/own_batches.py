@@ -61,16 +61,16 @@ class OwnBatches:
         contents = [zlib.crc32(values.numpy(force=True).tobytes()) for values in content_of(entries)]
         digests, (offset, scale) = [epoch << 32 | content for content in contents], self.config.hu_scaling
         n = len(contents)
-        if self._pass != begun:
-            self._pass, self._n_slices = begun, 0
         complete = {
             "hu_offset": torch.full((n,), float(offset)),
             "hu_scale": torch.full((n,), float(scale)),
             "sample": torch.tensor(digests),
             "weight": torch.ones(n),
-            "name": [f"{self.part}_{number}" for number in range(self._n_slices, self._n_slices + n)],
+            "name": [f"{number:x}" for number in digests],
             **entries,
         }
+        if self._pass != begun:
+            self._pass, self._n_slices = begun, 0
         self._require_sound_values(complete, "name" in entries)
         if self._n_batches == 0:
             self._first = contents

@@ -28,6 +28,8 @@ NOT_PROMISED = (
     "not promised with it: that test slices are none of the training slices, which noise its images have, and that a "
     "resumed run goes on at the same slice (it does at the same step)"
 )
+_STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
+"""The stage that Lightning sets up before it asks for the loader of a part. That of fit has validation slices too."""
 
 
 class OwnDataModule(LightningDataModule):
@@ -209,7 +211,7 @@ class OwnDataModule(LightningDataModule):
         """What the user's method gives for a part. Raises DataError without one."""
         if self.trainer is None:  # else Lightning has prepared its files
             self.prepare_data()
-        self.setup("fit" if part in ("train", "val") else part)  # as Lightning does before it asks for their loaders
+        self.setup(_STAGES[part])
         method = f"{part}_dataloader"
         try:
             return getattr(self.data_module, method)()
@@ -276,10 +278,14 @@ class Numbered:
         n_processes, rank = (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
         batches = data.batches_of(self.part, self.loader)
         for k, of_loader in enumerate(drawn_alike(self.loader, [data.config.seed])):
-            batch = batches.completed(data.data_module.on_before_batch_transfer(of_loader, 0))
+            batch = data.data_module.on_before_batch_transfer(of_loader, 0)
+            is_named = isinstance(batch, Mapping) and "name" in batch
+            batch = batches.completed(batch)
             data.note_keys(batch)
             n = len(batch["weight"])
             batch["number"] = torch.arange(start, start + n)
+            if not is_named:
+                batch["name"] = [f"{self.part}_{number}" for number in range(start, start + n)]
             if data.first is not None and start + n > data.first:
                 n = data.first - start
                 batch = {key: batch[key][:n] for key in (*SHAPES, "number") if key in batch}
