@@ -112,7 +112,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
         if "dicom" in config.formats and max(writer.in_series.values()) > 1:
             line = f"slices without DICOM follow each other in steps of {config.slice_spacing:g} mm (slice_spacing=)"
             console.lines(line)
-        if scan.measured:
+        if writer.measured:
             console.lines(f"FBP of the same scans beside them: NAME{_FBP}")
         if len(turns) > 1:
             line = f"deviation over {len(turns)} turns and flips of each scan, in HU: NAME{_SPREAD}"
@@ -193,6 +193,7 @@ class _Writer:
 
     def __init__(self, module: Reconstructor, config: ReconstructConfig, inputs: Sequence[Path]) -> None:
         self.module, self.config, self.count = module, config, 0
+        self.measured = False  # whether an image of a measured scan was written
         self.failed: list[str] = []  # name of the scan, and why
         self._call_uid = generate_uid()
         self._written: set[Path] = set()
@@ -241,6 +242,7 @@ class _Writer:
         as_dicom = partial(self._write_dicom, scan=scan)
         image = self._write(target, hu, window, partial(as_dicom, hu=hu, method=self.module.network.title))
         if scan.measured:
+            self.measured = True
             with torch.no_grad():
                 fbp = scan.hu(self.module.projector.fbp(scan.sinogram))
             self._write(_with_end(target, _FBP), fbp, window, partial(as_dicom, hu=fbp, method=FBP.title))
