@@ -8,15 +8,13 @@ from torch.nn.functional import avg_pool2d
 
 from qnmixer.physics import FanBeamProjector
 
-STEPS = 10  # iterations of least squares for the best image
+_STEPS = 10  # iterations of least squares for the best image
 _CLEARLY = 0.5
 """Another direction or angle is named if the misfit falls below this share with it. On real slices of 64 views a
 mirrored one falls to a fifteenth to a quarter, over 150° to an eleventh to a fifth, and that of a right one rises."""
 _GRID, _BINS, _COARSER = 64, 128, 0.015
-"""The coarse grid for other angles, its bins, and how much further from a right scan its best image may be.
-
-Measured as above: 1.2 to 2.2 % for the right angle, 5 % and more at the best angle of other wrong scans.
-"""
+"""The coarse grid for other angles, its bins, and how much further from a right scan its best image may be: measured as
+above, right angles have 1.2 to 2.2 %, and the best angles of other wrong scans 5 % and more."""
 _SPANS, _FINER = range(90, 361, 30), 10  # degrees; 180 to 330° that are read as a turn are found to 2°
 _OFFSET, _NEARER, _SHIFT, _ROUNDS = 0.05, 0.95, 3, 5
 """An offset of the detector is said from so many bins on, and if it brings ‖A x − y‖² below this share.
@@ -34,9 +32,10 @@ def misfit(projector: FanBeamProjector, x: Tensor, y: Tensor, missing: Tensor | 
     return float(residual.norm() / y.norm())
 
 
-def distance_of(projector: FanBeamProjector, y: Tensor, missing: Tensor | None, bins: int) -> float:
-    """The misfit of the best image of a scan [1, 1, V, D]. Arguments as of `misfit`."""
-    return misfit(projector, projector.least_squares(y, STEPS), y, missing, bins)
+def nearest_image(projector: FanBeamProjector, y: Tensor, missing: Tensor | None) -> tuple[Tensor, float]:
+    """The best image [1, 1, S, S] of a scan [1, 1, V, D], and its misfit by means over a 64th of the detector."""
+    x = projector.least_squares(y, _STEPS)
+    return x, misfit(projector, x, y, missing, max(1, y.shape[-1] // 64))
 
 
 def vertex_of(before: float, here: float, after: float) -> float:
@@ -46,17 +45,17 @@ def vertex_of(before: float, here: float, after: float) -> float:
 
 
 def offset_of(
-    projector: FanBeamProjector, y: Tensor, distance: float, missing: Tensor | None, bins: int, limit: float
+    projector: FanBeamProjector, y: Tensor, distance: float, missing: Tensor | None, limit: float
 ) -> float | None:
     """By how many bins the detector of a scan [1, 1, V, D] is further to the right than that of the projector.
 
     None if no offset brings the best image nearer, as in a short arc, or none to `limit`: then something else is wrong.
-    `distance`: the misfit of the best image of y; `missing`, `bins`: as in `misfit`.
+    `distance`: the misfit of the best image of y; `missing`: as in `misfit`.
     """
 
     def square(shift: int) -> float:
         # In steps of a bin, which change no value. At both ends there is air.
-        return distance_of(projector, y.roll(shift, -1), missing, bins) ** 2
+        return nearest_image(projector, y.roll(shift, -1), missing)[1] ** 2
 
     shift, here = 0, distance**2
     for _ in range(_ROUNDS):
@@ -86,7 +85,8 @@ def angle_span_of(projector: FanBeamProjector, y: Tensor, missing: Tensor | None
 
     def square(degrees: float) -> float:
         span = math.copysign(math.radians(degrees), geometry.angle_span)
-        return distance_of(FanBeamProjector(replace(coarse, angle_span=span)).to(y.device), y, missing, 1) ** 2
+        projector = FanBeamProjector(replace(coarse, angle_span=span)).to(y.device)
+        return misfit(projector, projector.least_squares(y, _STEPS), y, missing) ** 2
 
     nearest: float = min(_SPANS, key=square)
     for step in (_SPANS.step, _FINER):  # near its minimum the square is a parabola
@@ -99,13 +99,7 @@ def angle_span_of(projector: FanBeamProjector, y: Tensor, missing: Tensor | None
 
 
 def fault_of(
-    projector: FanBeamProjector,
-    y: Tensor,
-    distance: float,
-    missing: Tensor | None,
-    bins: int,
-    limit: float,
-    is_known: bool,
+    projector: FanBeamProjector, y: Tensor, distance: float, missing: Tensor | None, limit: float, is_known: bool
 ) -> str:
     """What is wrong with the geometry of a scan, by what fits it better; "" if nothing does.
 
@@ -113,12 +107,12 @@ def fault_of(
     """
     geometry = projector.geometry
     # A fan the other way round is that of no image. A parallel beam is that of the mirrored object.
-    if distance > limit and (mirrored := distance_of(projector, y.flip(-1), missing, bins)) < _CLEARLY * distance:
+    if distance > limit and (mirrored := nearest_image(projector, y.flip(-1), missing)[1]) < _CLEARLY * distance:
         remedy = f"mirror its bins, or give geometry.angle_span={-geometry.angle_span:.4g} if its source turns so"
         return f"mirrored it is {mirrored:.1%} from an image, but now {distance:.1%}: {remedy}"
     if is_known:
         return ""
-    if (offset := offset_of(projector, y, distance, missing, bins, limit)) is not None:
+    if (offset := offset_of(projector, y, distance, missing, limit)) is not None:
         offset += geometry.detector_offset
         return f"its detector seems to be off: geometry.detector_offset={offset:.2f} fits an image better"
     if distance > limit and (span := angle_span_of(projector, y, missing, limit)) is not None:

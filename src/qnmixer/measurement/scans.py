@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from qnmixer.errors import DataError
-from qnmixer.measurement.faults import STEPS, fault_of, misfit
+from qnmixer.measurement.faults import fault_of, nearest_image
 from qnmixer.physics import FanBeamProjector
 
 # How far the best image of a geometry is from a scan, as a share of the scan, and the share of its noise that is added
@@ -55,10 +55,8 @@ def doubts_of_scan(
     Raises DataError for counts, transmissions, a wrong unit, and a scan that no image explains.
     """
     hu_offset, scale = scaling
-    x = projector.least_squares(y, STEPS)
-    bins = max(1, y.shape[-1] // 64)
-    distance, allowance = misfit(projector, x, y, missing, bins), _OF_NOISE * noise
-    fault_here = partial(fault_of, projector, y, distance, missing, bins, _FAR + allowance, is_known)
+    (x, distance), allowance = nearest_image(projector, y, missing), _OF_NOISE * noise
+    fault_here = partial(fault_of, projector, y, distance, missing, _FAR + allowance, is_known)
     if not distance <= _ABSURD + allowance:
         raise DataError(
             f"{place} fits no image: the best one differs from it by {distance:.0%}, with noise of {noise:.0%}. "
