@@ -32,7 +32,7 @@ _choices = getattr(defaults_list, "_create_interpolation_map", None)  # None: Hy
 _Key = tuple[Any, ...]
 _files: dict[_Key, ConfigResult] = {}
 _words: dict[_Key, bytes] = {}
-_MERGED = Path(os.environ["XDG_CACHE_HOME"], "merged")
+_MERGED = Path(os.environ["QNMIXER_TESTS"], "merged")
 """What files came to: one folder for all processes of a session."""
 
 

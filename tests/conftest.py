@@ -26,10 +26,12 @@ gc.disable()
 # One thread a test process, set before torch is loaded: several of them on few cores would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What tests keep on disk goes with the session; pytest's own workers, and all that tests start, inherit the name.
-if "XDG_CACHE_HOME" not in os.environ:
-    _cache = tempfile.TemporaryDirectory(prefix="qnmixer-tests-")
-    os.environ["XDG_CACHE_HOME"] = _cache.name
-    os.environ["XDG_CONFIG_HOME"] = f"{_cache.name}/config"
+if "QNMIXER_TESTS" not in os.environ:
+    _kept = tempfile.TemporaryDirectory(prefix="qnmixer-tests-")
+    os.environ["QNMIXER_TESTS"] = _kept.name
+    if "XDG_CACHE_HOME" not in os.environ:
+        os.environ["XDG_CACHE_HOME"] = _kept.name
+        os.environ["XDG_CONFIG_HOME"] = f"{_kept.name}/config"
 
 import pytest
 import yaml
