@@ -82,8 +82,7 @@ def extras() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        left_out = without_extras("this", str(error.name))
-        if left_out is None:
+        if (left_out := without_extras("this", str(error.name))) is None:
             raise
         with one_line_of_a_command():
             raise left_out from None

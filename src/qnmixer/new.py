@@ -24,7 +24,9 @@ from qnmixer.torch_builds import TORCH, installed_build, is_on_pypi, pinned
 
 PACKAGE = Path(__file__).parent
 TEMPLATE = PACKAGE / "template"
-TOP = ".github .gitignore Makefile README.md notebooks pyproject.toml src tests wandb_sweep.yaml".split()
+TOP = (
+    ".github", ".gitignore", "Makefile", "README.md", "notebooks", "pyproject.toml", "src", "tests", "wandb_sweep.yaml",
+)  # fmt: skip
 """What a project has at its top. Linters leave caches beside it."""
 NAME, DISTRIBUTION = "my_ct", "my-ct"
 """What stands in the template for the project's name, and for its name as a distribution."""
