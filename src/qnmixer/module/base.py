@@ -127,7 +127,8 @@ class RunModule(L.LightningModule):
             line = f"{path} is of {section.target}{has}: load it with that class. {cls.__name__} does not fit"
             raise CheckpointError(f"{line} ({first_line(error)})") from error
         module.measurement = trained.measurement
-        takes_all = is_of_class or any(p.kind is p.VAR_KEYWORD for p in parameters_of(cls))
+        parameters = parameters_of(cls)  # type: ignore[arg-type]  # mypy: without a hash
+        takes_all = is_of_class or any(p.kind is p.VAR_KEYWORD for p in parameters)
         module._keep_arguments((section.keywords() if takes_all else taken(cls, section.keywords())) | changes)
         return module
 

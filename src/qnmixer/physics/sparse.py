@@ -6,6 +6,7 @@ builds while others wait. A file whose checksum is wrong is built again; checkin
 full or read-only, only the caching is lost. Nothing is removed: the user may do that at any time.
 """
 
+import inspect
 import json
 import warnings
 import zlib
@@ -126,6 +127,9 @@ class _ApplyLinear(torch.autograd.Function):
         return _ApplyLinear.apply(gradients[0], ctx.transposed_map, ctx.map), None, None
 
 
+# Torch asks for it each time the function is applied; to derive it again takes longer than the rest of that.
+_ApplyLinear.forward.__signature__ = inspect.signature(_ApplyLinear.forward)  # type: ignore[attr-defined]
+
 # Building a matrix
 
 Triples = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -177,15 +181,21 @@ def transpose_csr(matrix: Csr, n_columns: int, n_blocks: int = 1) -> Csr:
 FORMAT = 3
 """Raise it when the layout or the values of the matrices change."""
 WORTH_CACHING = 2**20
-"""From this number of rays times pixels of a side on, a matrix is cached. It takes about 0.1 s to build, and 10 MB."""
+"""From this number of rays times pixels of a side on, a matrix is kept on disk. It takes about 0.1 s, and 10 MB."""
 Arrays = Sequence[np.ndarray]
+_small: dict[str, Arrays] = {}
+"""Those of a few smaller scans, which a process often needs again: for a network, its evaluation, the plan."""
 
 
 def cached(kind: str, geometry: FanBeamGeometry, build: Callable[[], Arrays]) -> Arrays:
     """What `build` gives for that kind and scan: from the disk if it is there and the scan is large."""
-    if _work(geometry) < WORTH_CACHING:
-        return build()
     key, arrays = _key(kind, geometry), None
+    if _work(geometry) < WORTH_CACHING:
+        small = _small.get(key) or build()
+        if len(_small) == 16:
+            _small.clear()
+        _small[key] = small
+        return [array.copy() for array in small]
     try:
         folder = default_cache_dir() / "matrices"
         make_own_folder(folder)

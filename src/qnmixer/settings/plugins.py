@@ -5,6 +5,7 @@ kind.
 """
 
 import ast
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -150,10 +151,11 @@ def load_plugin(key: str, target: str, kind: Kind) -> Any:
     return target_object
 
 
-def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+@functools.cache
+def parameters_of(function: Any) -> tuple[inspect.Parameter, ...]:
     """The parameters of a function or class."""
     try:
-        return [*inspect.signature(function).parameters.values()]
+        return (*inspect.signature(function).parameters.values(),)
     except (TypeError, ValueError):  # it is written in C and has no signature, so it may take anything
         return parameters_of(lambda *_, **__: None)
 
