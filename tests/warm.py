@@ -248,13 +248,16 @@ def list_packages_once() -> None:
 
 
 def _compose_once() -> None:
-    """Let Hydra find its plugins and read conf/, and pydantic build its types."""
+    """Let Hydra find its plugins and read conf/, pydantic build its types, and torch the matrices of the small scan."""
+    from qnmixer.measurement.build import build_projector
     from qnmixer.runs.public_config import with_names
     from qnmixer.settings.compose import compose
     from qnmixer.settings.run import parse
 
     configs = {name: compose(name, []) for name in COMMANDS}
     with_names(parse(configs["train"]).plain())
+    scan = ["data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40"]
+    build_projector(parse(compose("train", scan))).safe_step_size()
 
 
 def _become(arguments: list[str]) -> None:
