@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from qnmixer.extras.export.card import model_card
+from qnmixer.reconstruction.checkpoints import Checkpoint
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor
 
 from ..conftest import tiny_module
+from ..saved import checkpoint_of
 
 RECORD = {
     "status": "done", "overrides": [], "git_commit": "abc123", "versions": {"python": "3.11.7", "torch": "2.13.0"},
@@ -27,8 +29,8 @@ def network(*overrides: str) -> Reconstructor:
 def card(its: Reconstructor, run: Path) -> str:
     path = run / "checkpoints" / "best.ckpt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"global_step": 8}, path)
-    return model_card(its, path, Path("my.safetensors"))
+    torch.save(checkpoint_of(its) | {"global_step": 8}, path)
+    return model_card(its, Checkpoint(path), Path("my.safetensors"))
 
 
 def keep(folder: Path, *, table: bool = True, **record: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from qnmixer.data.phantoms.phantoms import phantom
 from qnmixer.data.splits import PARTS
-from qnmixer.reconstruction.checkpoints import load_run, split_of
+from qnmixer.reconstruction.checkpoints import Checkpoint, load_run
 from qnmixer.runs.processes.launch import launch
 from qnmixer.settings.compose import compose
 from qnmixer.settings.override import override
@@ -266,7 +266,7 @@ def test_who_was_trained_on_is_in_every_checkpoint(
 ) -> None:
     assert len(recorded[f"{name} measured"]) == 4
     expected, split = (
-        split_of(folder / f"{writer} measured" / "checkpoints" / "last.ckpt") for writer in ("one", name)
+        Checkpoint(folder / f"{writer} measured" / "checkpoints" / "last.ckpt").split for writer in ("one", name)
     )
     assert expected is not None
     assert split is not None

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.reconstruction.checkpoints import read_checkpoint
+from qnmixer.reconstruction.checkpoints import Checkpoint
 
 from ..conftest import PHANTOMS, TINY, Command, assert_equal, environment, rows_without_times
 from ..warm import FORK_RANKS, Warm
@@ -220,5 +220,5 @@ def test_shards_go_on_in_the_middle_of_an_epoch_too(warm: Warm, tmp_path: Path) 
         ("begun", [*epochs, "resume=begun"]),
     ):
         runs.run(*words, "schedule=constant", "data.num_workers=1", f"hydra.run.dir={folder}")
-        weights.append(read_checkpoint(tmp_path / folder / "checkpoints" / "last.ckpt")[1])
+        weights.append(Checkpoint(tmp_path / folder / "checkpoints" / "last.ckpt").state)
     assert_equal(weights[2], weights[0])

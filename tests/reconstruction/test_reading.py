@@ -13,7 +13,7 @@ from tests.limits import within_limits
 from qnmixer.data.splits import PARTS
 from qnmixer.errors import CheckpointError
 from qnmixer.measurement.build import build_geometry, build_network
-from qnmixer.reconstruction.checkpoints import encode, load_run, read_checkpoint, resumable, split_of
+from qnmixer.reconstruction.checkpoints import Checkpoint, encode, load_run, resumable
 from qnmixer.reconstruction.pretrained import Outline, load
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, RUN_KEY, find_checkpoint
 
@@ -30,7 +30,7 @@ def checkpoint() -> dict[str, Any]:
 
 def refusal(path: Path) -> str:
     with pytest.raises(CheckpointError) as error:
-        read_checkpoint(find_checkpoint(path))
+        _ = Checkpoint(find_checkpoint(path)).config
     message = str(error.value)
     assert "\n" not in message
     assert str(path) in message
@@ -106,7 +106,7 @@ def test_damage_is_reported_or_changes_nothing(tmp_path: Path, kind: str) -> Non
         path.write_bytes(damaged(content, number))
         with within_limits():
             try:
-                read_checkpoint(path)
+                _ = Checkpoint(path).config
             except CheckpointError as error:
                 told.append(str(error))
             else:
@@ -133,10 +133,12 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path: Path, che
     {"split": {part: {"patients": torch.ones(2), "slices": torch.ones(2)} for part in PARTS}},
     {"split": {part: {"patients": torch.ones(1, 2).long(), "slices": torch.ones(2).long()} for part in PARTS}},
 ], ids=str)  # fmt: skip
-def test_an_unreadable_record_of_the_split_is_refused(tmp_path: Path, record: object) -> None:
-    torch.save({RUN_KEY: record}, tmp_path / "a.ckpt")
+def test_an_unreadable_record_of_the_split_is_refused(
+    tmp_path: Path, checkpoint: dict[str, Any], record: object
+) -> None:
+    torch.save(checkpoint | {RUN_KEY: record}, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"a\.ckpt has a record of its training patients that cannot be read"):
-        split_of(tmp_path / "a.ckpt")
+        _ = Checkpoint(tmp_path / "a.ckpt").split
 
 
 def test_weights_of_another_type_are_refused(tmp_path: Path, checkpoint: dict[str, Any]) -> None:

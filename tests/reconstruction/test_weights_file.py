@@ -12,7 +12,7 @@ from torch import nn
 from qnmixer.errors import CheckpointError, DataError, PluginError
 from qnmixer.module import ReconstructionModule
 from qnmixer.reconstruction import weights
-from qnmixer.reconstruction.checkpoints import encode, load_run, load_weights, read_checkpoint, resumable
+from qnmixer.reconstruction.checkpoints import Checkpoint, encode, load_run, load_weights, resumable
 from qnmixer.reconstruction.pretrained import decode, digest_of_weights
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED, check_weights, find_checkpoint
 from qnmixer.settings.data import MixedData
@@ -78,7 +78,7 @@ def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str],
     path = tmp_path / "a.safetensors"
     path.write_bytes(encode(config, {}))
     assert b"secret" not in path.read_bytes()
-    again, _ = read_checkpoint(path)
+    again = Checkpoint(path).config
     assert (again.data.name, again.data.image_size, again.data.hu_max) == (config.data.name, 32, 1500)
     assert (again.model, again.geometry, again.noise) == (config.model, config.geometry, config.noise)
     assert parse(again.plain()) == again
@@ -190,7 +190,8 @@ def test_files_name_what_is_public(module: ReconstructionModule) -> None:
 
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="no weights are shipped")
 def test_what_is_shipped_is_for_256_pixels_and_64_views_and_has_its_card() -> None:
-    config, state = read_checkpoint(find_checkpoint(PRETRAINED))
+    file = Checkpoint(find_checkpoint(PRETRAINED))
+    config, state = file.config, file.state
     assert (config.model.name, config.data.image_size, config.geometry.n_views) == ("qn_mixer", 256, 64)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
     text = SHIPPED.with_suffix(".md").read_text()

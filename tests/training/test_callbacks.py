@@ -12,7 +12,7 @@ import torch
 from qnmixer.errors import PluginError
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
-from qnmixer.reconstruction.checkpoints import read_checkpoint
+from qnmixer.reconstruction.checkpoints import Checkpoint
 from qnmixer.runs.records import read_results
 from qnmixer.runs.run import Run
 from qnmixer.settings.parts import CallbackConfig, Callbacks
@@ -40,11 +40,11 @@ def test_a_callback_in_a_file_of_this_folder_is_not_read_from_a_checkpoint(here:
     assert not (here / "run" / "pictures").exists()
     (here / "my_callbacks.py").unlink()
     path = here / "run" / "checkpoints" / "last.ckpt"
-    assert read_checkpoint(path)[0].callbacks == {}
+    assert Checkpoint(path).config.callbacks == {}
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["qnmixer"]["config"]["callbacks"] = {"bad": {"_target_": "nowhere.Bad"}}
     torch.save(checkpoint, path)
-    assert read_checkpoint(path)[0].callbacks == {}
+    assert Checkpoint(path).config.callbacks == {}
 
 
 @pytest.mark.parametrize(("given", "message"), [

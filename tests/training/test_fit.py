@@ -8,7 +8,7 @@ import pytest
 
 from qnmixer.errors import CheckpointError, DataError, OutOfMemory, Stopped
 from qnmixer.fit import fit
-from qnmixer.reconstruction.checkpoints import read_checkpoint
+from qnmixer.reconstruction.checkpoints import Checkpoint
 from qnmixer.runs.records import read_metrics, read_results
 from qnmixer.runs.run import Run
 
@@ -61,7 +61,7 @@ def test_loggers_get_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
     (written,) = (tmp_path / "run" / "theirs").rglob("metrics.csv")
     assert {name for row in read_metrics(written) for name, value in row.items() if value} - {"step"} == names
     (tmp_path / "my_second_logger.py").unlink()
-    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")[0].logger == {}
+    assert Checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt").config.logger == {}
 
 
 def test_a_resume_that_is_refused_or_fails_leaves_what_the_run_is(

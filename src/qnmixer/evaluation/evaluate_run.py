@@ -15,7 +15,7 @@ from qnmixer.files import path_of
 from qnmixer.measurement.build import build_geometry, measure_of
 from qnmixer.measurement.own_data import build_own_data
 from qnmixer.parallel.devices import choose_device
-from qnmixer.reconstruction.checkpoints import load_run, run_of, split_of
+from qnmixer.reconstruction.checkpoints import Checkpoint, network_of, run_of
 from qnmixer.reconstruction.cures import Cures
 from qnmixer.reconstruction.reconstructor import Reconstructor, on_scan
 from qnmixer.reconstruction.sections import AsTrained, WithCures, scan_for
@@ -66,16 +66,15 @@ def on_test(
     It has the scan and the cures of the evaluation, if its config has any. `seed`: of phantoms and noise; None: the
     run's. Raises CheckpointError or ConfigError for what does not fit.
     """
-    checkpoint = find_checkpoint(run, config.checkpoint)
-    trust = [*config.trust, *map(module_of, targets_of(config).values()), *own_modules(run_of(checkpoint))]
-    trained = load_run(run, config.checkpoint, trust, "metrics.")
-    split_record = split_of(checkpoint)
-    test = trained.config.changed(data=with_own_cache(trained.config.data, checkpoint))
+    checkpoint = Checkpoint(find_checkpoint(run, config.checkpoint))
+    trust = [*config.trust, *map(module_of, targets_of(config).values()), *own_modules(run_of(checkpoint.path))]
+    trained, split_record = network_of(checkpoint, trust, "metrics."), checkpoint.split
+    test = trained.config.changed(data=with_own_cache(trained.config.data, checkpoint.path))
     if isinstance(config, RunEvaluationConfig):
         test.geometry = scan_for(config.geometry, test.geometry)
     datamodule = trained.config.datamodule
     if isinstance(config.data, AsTrained):
-        if not is_trusted(datamodule.target, ()) and checkpoint.suffix == SUFFIX:
+        if not is_trusted(datamodule.target, ()) and checkpoint.path.suffix == SUFFIX:
             raise CheckpointError(_NO_PLACE.format(run))
         data, from_run = as_trained(run, config.data, test.data, trust), True
         check_trusted(run, datamodule.targets(), trust)

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Collection, Iterator
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from qnmixer.reconstruction.pretrained import (
     NETWORK,
     digest_of_file,
     in_float32,
-    load,
     load_state,
     of_another_version,
     packed,
@@ -46,34 +45,54 @@ def run_of(checkpoint: Path) -> Path:
     return checkpoint.absolute().parent.parent
 
 
-def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
-    """Read config and state dict of a checkpoint or weights file of this program. Raises CheckpointError."""
-    values, state = read(path)
-    try:
-        config = parse_file(values | _NEVER_READ)
-        if all(is_trusted(target, ()) for target in built_from(config).values()):
-            config = checked(config, "model", "noise")
-        return config, state
-    except Exception as error:  # a section may contain anything
-        raise of_another_version(path, error) from error
+class Checkpoint:
+    """What is asked of a checkpoint or weights file of this program. It is read once: a large one takes seconds.
 
+    Raises CheckpointError if it, or the part that is asked for, cannot be read.
+    """
 
-def settings_of(path: Path) -> dict[str, Any]:
-    """The config of a checkpoint that `read_checkpoint` takes, as plain data, with what that drops: callbacks."""
-    return load(path)[CHECKPOINT_KEY]["config"]
+    def __init__(self, path: Path) -> None:
+        content = read(path)
+        self.path, self.state = path, content["state_dict"]
+        self.settings: dict[str, Any] = content[CHECKPOINT_KEY]["config"]  # with callbacks, which `config` drops
+        self.steps: int = content.get("global_step", 0)  # of the optimizer; a weights file does not say
+        self._run_record = content.get(RUN_KEY)
+
+    @cached_property
+    def config(self) -> Config:
+        """The config, with its network and noise checked if they are of qnmixer."""
+        try:
+            config = parse_file(self.settings | _NEVER_READ)
+            own = all(is_trusted(target, ()) for target in built_from(config).values())
+            return checked(config, "model", "noise") if own else config
+        except Exception as error:  # a section may contain anything
+            raise of_another_version(self.path, error) from error
+
+    @property
+    def split(self) -> SplitRecord | None:
+        """The patients for training, validation and test in its run; None for a weights file."""
+        record, path = self._run_record, self.path
+        split = record.get("split") if isinstance(record, dict) else record
+        if split is not None and not is_split_record(split):
+            raise CheckpointError(f"{path} has a record of its training patients that cannot be read: it is damaged")
+        return split
 
 
 def load_run(run: str | Path, checkpoint: str = "best", trust: Collection[str] = (), *sections: str) -> Reconstructor:
-    """Load the trained module of a run folder (or .ckpt or .safetensors file) on the CPU.
+    """Load the trained module of a run folder (or .ckpt or .safetensors file) on the CPU: that of `network_of`."""
+    return network_of(Checkpoint(find_checkpoint(run, checkpoint)), trust, *sections)
+
+
+def network_of(checkpoint: Checkpoint, trust: Collection[str] = (), *sections: str) -> Reconstructor:
+    """The trained module of a checkpoint.
 
     `trust`: modules outside qnmixer whose classes the file may name; a run of this user may name those that it has
     imported. `sections`: as in `built_from`. Raises PluginError for others, and CheckpointError for a file that cannot
     be read.
     """
-    path = find_checkpoint(run, checkpoint)
-    config, state = read_checkpoint(path)
-    check_trusted(str(path), built_from(config, *sections), [*trust, *own_modules(run_of(path))])
-    config = checked(config, "model", "noise")
+    path, state = checkpoint.path, checkpoint.state
+    check_trusted(str(path), built_from(checkpoint.config, *sections), [*trust, *own_modules(run_of(path))])
+    config = checked(checkpoint.config, "model", "noise")
     with in_float32():
         if all(is_trusted(target, ()) for target in built_from(config).values()):
             require_fit(partial(build_network, config), build_geometry(config), state, path)
@@ -94,8 +113,8 @@ def load_weights(module: Any, run: str | Path, strict: Strictness = True) -> Non
         strict: False: another network gets the weights that fit it by name and shape, and lines list the others.
             "repeat": also, iterations that the run does not have start as its last one.
     """
-    path = find_checkpoint(run)
-    config, state = read_checkpoint(path)
+    checkpoint = Checkpoint(find_checkpoint(run))
+    path, config, state = checkpoint.path, checkpoint.config, checkpoint.state
     own: dict[str, Tensor] = {}
     if strict is not True:
         own = _load_fitting(module.network, state, path, strict == "repeat")
@@ -193,23 +212,6 @@ def built_from(config: Config, *sections: str) -> dict[str, str]:
     return {key: target for key, target in targets if key.startswith(prefixes)}
 
 
-def steps_of(path: Path) -> int:
-    """The optimizer steps of a checkpoint."""
-    return int(load(path)["global_step"])
-
-
-def split_of(path: Path) -> SplitRecord | None:
-    """The patients for training, validation and test in the run of a checkpoint; None for a weights file.
-
-    Raises CheckpointError if the record cannot be read.
-    """
-    run_record = load(path).get(RUN_KEY)
-    split = run_record.get("split") if isinstance(run_record, dict) else run_record
-    if split is not None and not is_split_record(split):
-        raise CheckpointError(f"{path} has a record of its training patients that cannot be read: it is damaged")
-    return split
-
-
 # What a resumed run may not change
 
 _FIXED_SECTIONS = ("model", "data", "geometry", "noise", "loss", "optimizer")  # a resumed run may not change these
@@ -217,7 +219,7 @@ _FREE_KEYS = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cac
 """Keys of slices that a resumed run may change. A folder may move: slices of ours are known by their pixels."""
 
 
-def resumable(config: Config, run: Path) -> Path:
+def resumable(config: Config, run: Path) -> Checkpoint:
     """The checkpoint that a run resumes from: last.ckpt of a run folder, or the given file.
 
     Raises CheckpointError if network, slices, scan, noise, loss, optimizer, seed or the slices of an optimizer step
@@ -229,13 +231,13 @@ def resumable(config: Config, run: Path) -> Path:
             f"{path} has weights only, without the optimizer state that resume= needs: start a run from them with "
             "finetune="
         )
-    old_config, _ = read_checkpoint(path)
-    if words := next(_changes(old_config, config), None):
+    checkpoint = Checkpoint(path)
+    if words := next(_changes(checkpoint.config, config), None):
         raise CheckpointError(
             f"{path} was trained with {words}, and resume= needs the same settings: change them back, or start a new "
             "run from its weights with finetune="
         )
-    return path
+    return checkpoint
 
 
 def _changes(old_config: Config, new_config: Config) -> Iterator[str]:

@@ -58,7 +58,8 @@ def load_network(path: Path, cures: Cures = NO_CHOICE, **changes: Any) -> Unroll
         ConfigError: a change is none.
         GeometryError: the scan is impossible.
     """
-    config, state = read(path)
+    content = read(path)
+    config, state = content[CHECKPOINT_KEY]["config"], content["state_dict"]
     try:
         build = _builder(config["model"])
         if build is None:
@@ -140,11 +141,11 @@ def in_float32() -> Iterator[None]:
 # Files
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config, not checked, and the state dict of a checkpoint or weights file. Raises CheckpointError."""
+def read(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint or weights file, with a config that is not checked. Raises CheckpointError."""
     try:
         with warnings.catch_warnings(action="ignore"):  # torch's, of pickle protocols: such a file gets a line below
-            checkpoint = load(path)
+            checkpoint: Any = load(path)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} contains code or is no checkpoint (it does not load with weights_only=True): "
@@ -161,7 +162,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not (weights and isinstance(header, dict) and isinstance(header.get("config"), dict)):
         command = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
         raise CheckpointError(f"{path} was written by another program: use one that {command} wrote")
-    return header["config"], state
+    return checkpoint
 
 
 def of_another_version(path: Path, error: Exception) -> CheckpointError:
@@ -172,16 +173,13 @@ def of_another_version(path: Path, error: Exception) -> CheckpointError:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Load a checkpoint or a weights file."""
-    return decode(path) if path.suffix == SUFFIX else load_checked(path)
+    """Load a weights file, or a file of torch.save. Raises an error if a byte has changed.
 
-
-def load_checked(path: Path) -> dict[str, Any]:
-    """Load a file of torch.save. Raises zipfile.BadZipFile if a byte has changed, which torch.load does not notice.
-
-    torch.save writes a checksum of each tensor. Checking them costs 0.3 s for 1 GB. It compresses nothing. So a file
-    that grows when it is read is refused: 1 MB could become 1 GB.
+    torch.load does not notice it. torch.save writes a checksum of each tensor. Checking them costs 0.3 s for 1 GB. It
+    compresses nothing. So a file that grows when it is read is refused: 1 MB could become 1 GB.
     """
+    if path.suffix == SUFFIX:
+        return decode(path)
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:

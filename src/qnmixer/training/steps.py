@@ -38,7 +38,7 @@ from qnmixer.parallel.devices import allow_tf32, compile_blocks
 from qnmixer.parallel.gather import gather
 from qnmixer.parallel.lightning_private import count_training_steps, disable_signal_handling
 from qnmixer.parallel.parallelism import build_precision, parallelism_of
-from qnmixer.reconstruction.checkpoints import load_weights, resumable, split_of, steps_of
+from qnmixer.reconstruction.checkpoints import Checkpoint, load_weights, resumable
 from qnmixer.reconstruction.reconstructor import Reconstructor
 from qnmixer.reconstruction.weights import find_checkpoint
 from qnmixer.runs.loggers import FAILURE, INTERRUPTION, SUCCESS, close_loggers, device_name, log_models
@@ -153,7 +153,7 @@ def require_memory(config: Config) -> None:
 
 def resume_checkpoint(config: Config, run: Run) -> Path | None:
     """The checkpoint to resume from; None for a new run. Raises CheckpointError if it does not fit the config."""
-    return None if run.resume is None else resumable(config, Path(run.resume))
+    return None if run.resume is None else resumable(config, Path(run.resume)).path
 
 
 def all_callbacks(config: Config, run: Run) -> list[Callback]:
@@ -173,17 +173,18 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> RunData:
 
     One of the user's, of another kind than ours, is set up by Lightning.
     """
+    before = None if checkpoint is None else Checkpoint(checkpoint)
     if not config.datamodule.is_of_slices:
-        if checkpoint is not None:
-            run.record_resume(steps_of(checkpoint))
+        if before is not None:
+            run.record_resume(before.steps)
         run.record["sinograms"] = f"of {config.datamodule.target}, or simulated"
         return build_data_module(config)
     t, batch, debug = config.trainer, effective_batch(config), config.debug
     test = int(t.fast_dev_run) or t.limit_test_batches
-    if checkpoint is not None:
-        split = RunSplit(split_of(checkpoint))
+    if before is not None:
+        split = RunSplit(before.split)
     else:  # it is still to be drawn, and knows the slices that the weights of `finetune` were trained on
-        base = None if config.finetune is None else split_of(find_checkpoint(config.finetune))
+        base = None if config.finetune is None else Checkpoint(find_checkpoint(config.finetune)).split
         split = RunSplit(base=None if base is None else seen_by(base))
     data = build_data_module(
         config,
@@ -197,8 +198,8 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> RunData:
     assert isinstance(data, SliceDataModule)
     data.setup("fit")  # here, so that bad slices end the run before its loggers start
     run.record["sinograms"] = "measured" if data.measured else "simulated"
-    if checkpoint is not None:  # nothing has refused its settings
-        run.record_resume(steps_of(checkpoint))
+    if before is not None:  # nothing has refused its settings
+        run.record_resume(before.steps)
     return data
 
 

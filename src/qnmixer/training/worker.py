@@ -168,9 +168,9 @@ def _check_inputs(config: Config, run: Run) -> None:
     from qnmixer.data.sources import parts_of
     from qnmixer.data.splits import RunSplit
     from qnmixer.measurement.build import build_geometry
-    from qnmixer.reconstruction.checkpoints import resumable, split_of
+    from qnmixer.reconstruction.checkpoints import resumable
 
-    split = None if run.resume is None else split_of(resumable(config, Path(run.resume)))
+    split = None if run.resume is None else resumable(config, Path(run.resume)).split
     with warnings.catch_warnings(action="ignore"):  # rank 0 will show the warnings
         parts_of(config.data, RunSplit(split), build_geometry(config))
 

@@ -15,7 +15,7 @@ from qnmixer.evaluation.pictures import SliceImages
 from qnmixer.evaluation.scores import Conditions, ImageScore, by_patient
 from qnmixer.evaluation.statistics import Scores, Seeds, Statistic, difference, spread
 from qnmixer.files import digest
-from qnmixer.reconstruction.checkpoints import built_from, read_checkpoint, settings_of
+from qnmixer.reconstruction.checkpoints import Checkpoint, built_from
 from qnmixer.reconstruction.weights import find_checkpoint
 from qnmixer.runs.loggers import without_folders
 from qnmixer.runs.records import as_number, own_modules, read_results
@@ -251,11 +251,10 @@ def _job(folder: Path, checkpoint: str, trust: Collection[str]) -> ComparedJob |
     results = read_results(folder)
     if folder.is_dir() and results.get("status") != "done":  # a file has weights, and no record
         return None
-    path = find_checkpoint(folder, checkpoint)
-    config, _ = read_checkpoint(path)
-    check_trusted(str(folder), built_from(config, "data.", "metrics."), [*trust, *own_modules(folder)])
-    trained = what_is_trained(settings_of(path))
+    source = Checkpoint(find_checkpoint(folder, checkpoint))
+    check_trusted(str(folder), built_from(source.config, "data.", "metrics."), [*trust, *own_modules(folder)])
+    trained = what_is_trained(source.settings)
     words = values_of(results.get("overrides", []))  # a resumed run has read its weights before
     trained |= {key: words[key] for key in ("finetune", "finetune_strict") if key in words}
     trained |= {f"code.{module}": mark[:6] for module, mark in results.get("code", {}).items()}
-    return ComparedJob(folder, results, checked(config, "model", "noise"), trained=trained)
+    return ComparedJob(folder, results, checked(source.config, "model", "noise"), trained=trained)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qnmixer.reconstruction.checkpoints import built_from, steps_of
+from qnmixer.reconstruction.checkpoints import Checkpoint, built_from, run_of
 from qnmixer.reconstruction.pretrained import digest_of_weights
 from qnmixer.reconstruction.reconstructor import Reconstructor, second_order
 from qnmixer.reconstruction.weights import CHECKPOINT_KEY
@@ -24,9 +24,9 @@ _NO_VALUE = "unknown"
 _SECTIONS = ("model", "geometry", "data", "noise", "loss", "optimizer", "schedule", "strategy", "trainer")
 
 
-def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
+def model_card(module: Reconstructor, checkpoint: Checkpoint, file: Path) -> str:
     """The card of a weights file as Markdown, by the network that was exported and its checkpoint in a run folder."""
-    config, run = module.config, checkpoint.parent.parent
+    config, run = module.config, run_of(checkpoint.path)
     public_config = without_places(config)
     settings = {section: _settings(getattr(public_config, section)) for section in _SECTIONS}
     training = _training(config.seed, config.finetune, checkpoint, read_results(run))
@@ -45,12 +45,12 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path) -> str:
     )
 
 
-def _training(seed: int, finetune: str | None, checkpoint: Path, record: dict[str, Any]) -> dict[str, str]:
+def _training(seed: int, finetune: str | None, checkpoint: Checkpoint, record: dict[str, Any]) -> dict[str, str]:
     # The config of a resumed run no longer says where its first part began, but its record does.
     base = finetune or values_of(record.get("overrides", [])).get("finetune", "null") != "null"
     return {
         "started from": "the weights of another run (finetune)" if base else "random weights" if record else _NO_VALUE,
-        "checkpoint": f"{checkpoint.stem}, after {steps_of(checkpoint)} of {record.get('steps', _NO_VALUE)} steps",
+        "checkpoint": f"{checkpoint.path.stem}, after {checkpoint.steps} of {record.get('steps', _NO_VALUE)} steps",
         "seed": str(seed),
         "time": f"{duration(record['seconds'])}, the whole run" if "seconds" in record else _NO_VALUE,
         "device": str(record.get("device", _NO_VALUE)),

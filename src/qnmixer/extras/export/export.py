@@ -6,7 +6,7 @@ from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.extras.export.card import model_card
 from qnmixer.extras.export.export_config import ExportConfig
 from qnmixer.files import atomic_file, path_of, write_text
-from qnmixer.reconstruction.checkpoints import encode, load_run
+from qnmixer.reconstruction.checkpoints import Checkpoint, encode, network_of
 from qnmixer.reconstruction.weights import find_checkpoint
 from qnmixer.runs.terminal import Console
 
@@ -19,7 +19,7 @@ def export_run(config: ExportConfig) -> None:
     path = find_checkpoint(Path(config.run))
     if path.parent.name != "checkpoints":
         raise CheckpointError(f"{path} lies in no run folder, and the model card needs one: give runs/DIR")
-    module = load_run(path, trust=config.trust)  # build the network, as the receiver of the file will
+    module = network_of(checkpoint := Checkpoint(path), config.trust)  # build it, as the receiver of the file will
     if not module.config.model.has_weights:
         raise CheckpointError(f"{path} is of model={module.config.model.name}, which has no weights: give another run")
     output = path_of(config.output)
@@ -27,7 +27,7 @@ def export_run(config: ExportConfig) -> None:
     if existing_file := next((file for file in (output, card) if file.exists()), None):
         raise ConfigError(f"{existing_file} exists already and is not overwritten: give another output=")
     content = encode(module.config, module.state_dict())
-    text = model_card(module, path, output)
+    text = model_card(module, checkpoint, output)
     with atomic_file(output) as stream:
         stream.write(content)
     write_text(card, text)
