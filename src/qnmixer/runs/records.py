@@ -265,6 +265,7 @@ def _signature(overrides: list[str]) -> str | None:
 PACKAGES = ("torch", "lightning", "hydra-core", "torchmetrics", "wandb", "qnmixer")
 
 
+@cache
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that can change the numbers of a run."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
