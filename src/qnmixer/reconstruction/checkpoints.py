@@ -196,7 +196,7 @@ def _words_for(config: Config, current: Config) -> list[str]:
     if model.target != now.target:
         if model.name != model.target or now.name != now.target:  # another option, which brings its own keys
             option = "custom" if model.name == model.target else model.name
-            there, words = values_of_option("model", option), [f"model={option}"]
+            there, words = dict(values_of_option("model", option)), [f"model={option}"]
         if model.name == model.target:
             words.append(f"{model.key}={model.target}")
     values = there if model.target != now.target else now.defaults() | there

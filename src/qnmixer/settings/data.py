@@ -212,7 +212,7 @@ class MixedData(DataConfig):
             names = [option for option in (*options("data"), "custom") if option != self.name]
             if (option := section_keys.get("name")) not in names:
                 raise ConfigError(f"{section}.name={option} is not known: choose {', '.join(names)}")
-            values = values_of_option("data", str(option)) | values
+            values = {**values_of_option("data", str(option)), **values}
         if missing := next((key for key, value in values.items() if value == "???"), None):
             raise has_no_value(f"{section}.{missing}")
         source: DataConfig = validated(Source, values | common, section)

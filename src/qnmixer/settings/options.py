@@ -55,7 +55,8 @@ def files_of(group: str, option: str) -> list[tuple[Path, str]]:
     return [(file, key) for name, _, key in names for file, _ in files_of(group, name)] + [(path, "")]
 
 
-def values_of_option(group: str, option: str) -> dict[str, Any]:
+@cache
+def values_of_option(group: str, option: str) -> Mapping[str, Any]:
     """The values in the files of an option, not resolved."""
     merged = OmegaConf.create()
     for path, key in files_of(group, option):
