@@ -43,8 +43,7 @@ def buffers(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[str, l
     for name in configs:
         (folder / name).mkdir()
     results = {name: [train_here(configs[name], folder / name)["buffers"]] for name in ONE}
-    options = {"resume": None, "scale": None, "measure": False, "save": True, "exact": False}
-    job = [{"config": configs[name].plain(), "folder": str(folder / name)} | options for name in STRATEGIES]
+    job = [{"config": configs[name].plain(), "folder": str(folder / name), "save": True} for name in STRATEGIES]
     train(folder, 2, job, warm)
     for name in STRATEGIES:
         saved = torch.load(folder / name / "last.ckpt", weights_only=True)["state_dict"]

@@ -109,10 +109,10 @@ def magnitudes(module: RunModule, config: Config) -> dict[str, Tensor]:
 def train(
     config: Config,
     folder: Path,
-    resume: Path | None = None,
+    resume: str | None = None,
     scale: float | None = None,
     measure: bool = False,
-    save: bool = True,
+    save: bool = False,
     exact: bool = False,
 ) -> dict[str, Any]:
     """Train a config in this process, as one rank of its strategy; what was recorded.
@@ -127,7 +127,7 @@ def train(
     apply_memory_mode(module.network, config.memory)
     if config.compile:
         compile_blocks(module.network)
-    record = Record(scale, gradients=not (measure or resume or save))  # shards take as long as a step
+    record = Record(scale, gradients=not (resume or save))  # shards take as long as a step
     callbacks = [record, *([Checkpointing(folder, config.monitor, None, "max")] if measure else [])]
     trainer = build_trainer(
         config, folder, [*callbacks, *build_callbacks(config.callbacks, {})], build_loggers(config, folder, [])
@@ -135,7 +135,8 @@ def train(
     if exact:
         trainer.strategy.precision_plugin = DoublePrecision()
     data = SliceDataModule(config.data, geometry=build_geometry(config))
-    terms = {} if world_size() > 1 or scale or measure or resume or exact else magnitudes(copy.deepcopy(module), config)
+    needs_terms = not (world_size() > 1 or scale or resume or exact)
+    terms = magnitudes(copy.deepcopy(module), config) if needs_terms else {}
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     if save:
         trainer.save_checkpoint(folder / "last.ckpt")
@@ -143,6 +144,7 @@ def train(
     results["magnitudes"], saved = terms, module.network.state_dict()
     results["buffers"] = {name: saved[name].clone() for name, _ in module.network.named_buffers() if name in saved}
     if measure:
+        trainer.validate(module, datamodule=data, verbose=False)  # as a run does after its last step
         results["validation"] = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
         trained_module = build_module(config)
         load_weights(trained_module, folder / "checkpoints" / "last.ckpt")
@@ -154,12 +156,9 @@ def train(
 
 def main(job: Path) -> None:
     for k, task in enumerate(json.loads(job.read_text())):
-        folder = Path(task["folder"])
-        resume = Path(task["resume"]) if task["resume"] else None
-        options = {key: task[key] for key in ("scale", "measure", "save", "exact")}
-        results = train(parse(task["config"]), folder, resume, **options)
-        torch.save(results, folder / f"rank_{rank()}.pt")
-        print(k, task["folder"], flush=True)
+        config, folder = parse(task.pop("config")), Path(task.pop("folder"))
+        torch.save(train(config, folder, **task), folder / f"rank_{rank()}.pt")
+        print(k, folder, flush=True)
 
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for a module of tests/own.py

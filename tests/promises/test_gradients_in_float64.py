@@ -72,8 +72,7 @@ def recorded(
         if SINOGRAMS.split()[0] in words:  # four of its six files are for training
             words = [word for word in words if not word.startswith(("data.n_t", "data.n_v"))]
         config = parse(compose("train", words)).plain()
-        task = {"config": config, "folder": str(place), "resume": None, "scale": None, "measure": False}
-        jobs[n_processes].append(task | {"save": False, "exact": True})
+        jobs[n_processes].append({"config": config, "folder": str(place), "exact": True})
     for n_processes, tasks in jobs.items():
         train(folder, n_processes, tasks, warm)
     return {case: [torch.load(file) for file in sorted(place.glob("rank_*.pt"))] for case, place in places.items()}

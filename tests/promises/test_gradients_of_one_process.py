@@ -2,7 +2,8 @@
 
 Compare every strategy with one process: gradients, weights, scaler decisions, and checkpoints of each other.
 
-All in two groups of processes, since starting one takes longer than its training.
+All in few groups of processes, since starting one takes longer than its training. Four where windows, stages and what
+is measured are compared; two for other networks, half precision and resuming, where what all share is the same for two.
 """
 
 import json
@@ -43,10 +44,11 @@ COMPETITORS = {
     "itnet": "model=itnet model.n_iterations=4 model.channels=4 model.depth=1",
     "regformer": "model=regformer model.n_iterations=4 model.channels=6 model.window_size=4",
 }
-OTHERS = COMPETITORS | {"muon": f"{MODEL} optimizer=muon", "symmetric": f"{MODEL} model.symmetric=true"}
+OTHERS = COMPETITORS | {"muon": f"{MODEL} optimizer=muon"}
 # 11 slices: with 8 a step, in two batches, the second step of every epoch is a smaller one, of 3 slices in one batch.
-# The third is the first of another epoch.
-WINDOWS = {1: "data.n_train=7 data.batch_size=4", 2: "data.n_train=11 data.batch_size=4"}
+# The third is the first of another epoch, and the checkpoint after it is of the middle of that epoch.
+STEPS = "schedule=constant model.symmetric=true trainer.max_steps"
+WINDOWS = {1: "data.n_train=7 data.batch_size=4", 2: f"{STEPS}=3 data.batch_size=4"}
 BATCH = "data.n_train=11 data.batch_size=4"
 DEVICES = "trainer.devices=4 data.batch_size=1"
 STRATEGIES = {
@@ -54,6 +56,7 @@ STRATEGIES = {
     "fsdp": f"strategy=fsdp {DEVICES}",
     "pipeline": f"strategy=pipeline {DEVICES}",
 }
+TWO = {name: f"strategy={name} trainer.devices=2 data.batch_size=2" for name in STRATEGIES}
 SHORT = "trainer.max_steps=2"
 VARIANTS = {
     "sequential": f"strategy=pipeline strategy.schedule=sequential trainer.deterministic=true {DEVICES}",
@@ -66,9 +69,9 @@ VARIANTS = {
 }
 
 READERS = ("one", *STRATEGIES)
-SHORT_ONES = {("fbpconvnet", "ddp"), ("learned_primal_dual", "ddp"), ("muon", "fsdp"), ("symmetric", "pipeline")}
-WRITERS = {f"from {name}" for name in ("one", *STRATEGIES)}
-"""The tasks whose checkpoints others resume from."""
+SHORT_ONES = {("fbpconvnet", "ddp"), ("learned_primal_dual", "ddp"), ("muon", "fsdp")}
+WRITERS = {"one": "one 2"} | {name: f"{name} 2 recompute" for name in STRATEGIES}
+"""The tasks whose checkpoints others resume from; their validation and test are compared too."""
 
 # Not in make test. There each strategy has a partial window with recompute, and windows with keep where it resumes; the
 # checkpoints of one process and of fsdp are read by all. Muon is there with fsdp, which alone gathers what it steps
@@ -77,11 +80,7 @@ LONG = {
     *(name for name in VARIANTS if name not in ("sequential", "two pipelines")),
     *(f"{name} {ending}" for name in STRATEGIES for ending in ("1 keep", "1 recompute", "2 keep")),
     *(f"{model} by {name}" for model in OTHERS for name in STRATEGIES if (model, name) not in SHORT_ONES),
-    *(
-        f"from {writer}{end}"
-        for writer in ("ddp", "pipeline")
-        for end in ("", *(f" to {reader}" for reader in READERS))
-    ),
+    *(f"from {writer} to {reader}" for writer in ("ddp", "pipeline") for reader in READERS),
 }
 
 
@@ -90,13 +89,13 @@ class Task(NamedTuple):
     overrides: str
     resume: str | None = None  # name of the task whose checkpoint to start from
     scale: float | None = None
-    measure: bool = False  # on slices of patients, with checkpoints, validation and test
+    patients: bool = False  # on slices of theirs
     model: str = MODEL
 
 
 def train(folder: Path, n_processes: int, job: list[dict[str, Any]], warm: Warm) -> None:
     """Run the tasks of a job, by parity_rank.py."""
-    path = folder / f"job_{n_processes}.json"
+    path = folder / "job.json"
     path.write_text(json.dumps(job))
     if n_processes == 1:
         process = warm.run(str(RANK), str(path), cwd=folder, timeout=900)
@@ -110,14 +109,19 @@ def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[s
     """What each rank recorded of each task."""
     job = []
     tiny = parse(compose("train", TINY.split()))  # once: Hydra takes longer than `override`
-    data = ["data=numpy", f"data.root={folder / 'patients'}", f"data.cache_dir={folder / 'cache'}"]
+    data = [
+        "data=numpy",
+        "data.train_slices=11",
+        f"data.root={folder / 'patients'}",
+        f"data.cache_dir={folder / 'cache'}",
+    ]
     patients = parse(compose("train", [*(word for word in TINY.split() if not word.startswith("data.n_")), *data]))
     for task in tasks:
-        config = override(patients if task.measure else tiny, f"{task.model} {task.overrides}")
+        config = override(patients if task.patients else tiny, f"{task.model} {task.overrides}")
         (folder / task.name).mkdir()
-        resume = task.resume and str(folder / task.resume / "last.ckpt")
+        resume = task.resume and str(folder / task.resume / "checkpoints" / "last.ckpt")
         keys = {"config": config.plain(), "folder": str(folder / task.name), "resume": resume, "scale": task.scale}
-        job.append(keys | {"measure": task.measure, "save": task.name in WRITERS, "exact": False})
+        job.append(keys | {"measure": task.name in WRITERS.values()})
     train(folder, n_processes, job, warm)
     return {
         task.name: [torch.load(folder / task.name / f"rank_{rank}.pt") for rank in range(n_processes)] for task in tasks
@@ -149,19 +153,18 @@ def as_trained_as(result: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     assert max(abs(result[name] - weight).max() for name, weight in expected.items()) < 0.1 * LR
 
 
-def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
-    """For one process, for four, for one after that; and which of the first each of the second must be equal to."""
-    one_process, four_processes, references = [], [], {}
+def tasks() -> tuple[list[Task], list[Task], list[Task], list[Task], dict[str, str]]:
+    """For one process, for four, for two, for one after that; and which of the first others must be equal to."""
+    one_process, four_processes, two_processes, references = [], [], [], {}
     for accumulate, window in WINDOWS.items():
         window += f" trainer.accumulate_grad_batches={accumulate}"
-        one_process.append(Task(f"one {accumulate}", window))
+        patients = accumulate == 2
+        one_process.append(Task(f"one {accumulate}", window, patients=patients))
         for (name, strategy), memory in product(STRATEGIES.items(), ("keep", "recompute")):
-            four_processes.append(Task(f"{name} {accumulate} {memory}", f"{window} {strategy} memory={memory}"))
+            words = f"{window} {strategy} memory={memory}"
+            four_processes.append(Task(f"{name} {accumulate} {memory}", words, patients=patients))
             references[four_processes[-1].name] = one_process[-1].name
     one_process.append(Task("one short", f"{BATCH} {SHORT}"))
-    one_process.append(Task("one measured", f"data.batch_size=4 {SHORT}", measure=True))
-    for name, strategy in STRATEGIES.items():
-        four_processes.append(Task(f"{name} measured", f"{strategy} {SHORT}", measure=True))
     hessian = f"data.n_train=11 {SHORT} model.hessian_gradient=detach"
     one_process.append(Task("one detached", f"{hessian} data.batch_size=8"))
     four_processes.append(
@@ -175,30 +178,27 @@ def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
 
     for name, model in OTHERS.items():
         one_process.append(Task(f"one {name}", f"{BATCH} {SHORT}", model=model))
-        for strategy, overrides in STRATEGIES.items():
+        for strategy in STRATEGIES:
             if (name, strategy) != ("fbpconvnet", "pipeline"):  # which has one iteration
-                label = f"{name} by {strategy}"
-                four_processes.append(Task(label, f"{BATCH} {SHORT} {overrides} memory=recompute", model=model))
+                label, staged = f"{name} by {strategy}", strategy == "pipeline"
+                words = f"{BATCH} {SHORT} {(STRATEGIES if staged else TWO)[strategy]} memory=recompute"
+                (four_processes if staged else two_processes).append(Task(label, words, model=model))
                 references[label] = f"one {name}"
 
-    # Eight slices a step, in one batch of eight or two of four; the checkpoint is of the middle of the second epoch.
-    steps = "data.n_train=14 schedule=constant trainer.max_steps=4 model.symmetric=true"
-    batch = f"{steps} data.batch_size=8"
-    windows = {name: f"{steps} {strategy} trainer.accumulate_grad_batches=2" for name, strategy in STRATEGIES.items()}
-    one_process += [Task("uninterrupted", batch), Task("from one", f"{batch} trainer.max_steps=3")]
-    four_processes += [Task(f"from {name}", f"{strategy} trainer.max_steps=3") for name, strategy in windows.items()]
-    writers = sorted(WRITERS)
-    four_processes += [
-        Task(f"{writer} to {name}", strategy, resume=writer) for name, strategy in windows.items() for writer in writers
-    ]
-    resumptions = [Task(f"{writer} to one", batch, resume=writer) for writer in writers]
+    # Eight slices a step, in one batch of eight or two of four.
+    batch = f"{STEPS}=4 data.batch_size=8"
+    one_process.append(Task("uninterrupted", batch, patients=True))
+    resumptions = []
+    for writer, task in WRITERS.items():
+        for name, strategy in TWO.items():
+            words = f"{STEPS}=4 {strategy} trainer.accumulate_grad_batches=2"
+            two_processes.append(Task(f"from {writer} to {name}", words, task, patients=True))
+        resumptions.append(Task(f"from {writer} to one", batch, task, patients=True))
 
     half = f"{BATCH} trainer.precision=16-mixed"
     one_process.append(Task("one half", half, scale=1024.0))
-    four_processes += [
-        Task(f"{name} half", f"{half} {strategy}", scale=1024.0) for name, strategy in STRATEGIES.items()
-    ]
-    return one_process, four_processes, resumptions, references
+    two_processes += [Task(f"{name} half", f"{half} {strategy}", scale=1024.0) for name, strategy in TWO.items()]
+    return one_process, four_processes, two_processes, resumptions, references
 
 
 @pytest.fixture(scope="module")
@@ -219,14 +219,18 @@ def recorded(folder: Path, warm: Warm, request: pytest.FixtureRequest) -> dict[s
     if "not long" in request.config.option.markexpr:
         for_long = {*references.values()} - {references[name] for name in references.keys() - LONG}
         groups = [[task for task in group if task.name not in LONG | for_long] for group in groups]
-    one_process, four_processes, resumptions = groups
-    return run(folder, 1, one_process, warm) | run(folder, 4, four_processes, warm) | run(folder, 1, resumptions, warm)
+    results = {}
+    for n_processes, group in zip((1, 4, 2, 1), groups, strict=True):
+        results |= run(folder, n_processes, group, warm)
+    return results
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in tasks()[3]])
-def test_four_devices_are_as_one(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in tasks()[-1]]
+)
+def test_several_devices_are_as_one(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
     """Gradients of the first step before clipping, losses, weights after the last; with smaller steps among them."""
-    (expected,) = recorded[tasks()[3][name]]
+    (expected,) = recorded[tasks()[-1][name]]
     for record in recorded[name]:
         assert record["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert overall(record["gradients"], expected["gradients"]) < 1e-5
@@ -256,17 +260,17 @@ def test_a_checkpoint_resumes_under_every_strategy(
 
 
 def test_every_command_reads_what_fsdp_wrote(folder: Path, recorded: dict[str, list[dict[str, Any]]]) -> None:
-    weights = dict(load_run(folder / "from fsdp" / "last.ckpt").named_parameters())
-    assert difference(weights, recorded["from fsdp"][0]["weights"]) == 0
+    weights = dict(load_run(folder / WRITERS["fsdp"] / "checkpoints" / "last.ckpt").named_parameters())
+    assert difference(weights, recorded[WRITERS["fsdp"]][0]["weights"]) == 0
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_who_was_trained_on_is_in_every_checkpoint(
     folder: Path, recorded: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
-    assert len(recorded[f"{name} measured"]) == 4
+    assert len(recorded[WRITERS[name]]) == 4
     expected, split = (
-        Checkpoint(folder / f"{writer} measured" / "checkpoints" / "last.ckpt").split for writer in ("one", name)
+        Checkpoint(folder / WRITERS[writer] / "checkpoints" / "last.ckpt").split for writer in ("one", name)
     )
     assert expected is not None
     assert split is not None
@@ -294,8 +298,8 @@ def test_half_precision(recorded: dict[str, list[dict[str, Any]]], name: str) ->
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_is_measured_is_what_one_process_measures(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
     """Five slices to validate and five to test over four devices: none twice, none missing, in order."""
-    (expected,) = recorded["one measured"]
-    for record in recorded[f"{name} measured"]:
+    (expected,) = recorded[WRITERS["one"]]
+    for record in recorded[WRITERS[name]]:
         for key, value in expected["validation"].items():
             if not key.startswith("val/cosine"):  # of the first batch, which is smaller on each of four
                 assert record["validation"][key] == pytest.approx(value, rel=1e-5)
@@ -310,7 +314,7 @@ def test_what_is_measured_is_what_one_process_measures(recorded: dict[str, list[
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_gradients_stay_where_they_are_while_accumulating(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
     """After the first batch of a window each rank has its own; fsdp has them beside the shards."""
-    local_norms = [tuple(record["local"]) for record in recorded[f"{name} 2 recompute"]]
+    local_norms = [tuple(record["local"]) for record in recorded[WRITERS[name]]]
     assert len(local_norms[0]) > 10
     if name == "fsdp":
         assert {norm for norms in local_norms for norm in norms} == {None}
