@@ -20,7 +20,7 @@ from .test_gradients_of_one_process import COMPETITORS, MODEL, TINY, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
-SLICES = "data.n_train=4 trainer.max_steps=1"
+SLICES = "data.n_train=4 trainer.max_steps=1 optimizer=sgd"  # the step comes after what is compared
 # Two at the demo's size, where parts that only act on large tensors act; the others, long, on images of 16 pixels.
 # Three iterations, and not the demo's six: two devices have another number each.
 DEMO = "experiment=demo model.n_iterations=3 "
