@@ -7,7 +7,6 @@ from pathlib import Path
 from textwrap import fill
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -72,9 +71,8 @@ class SliceImages:
 def draw_slices(path: Path, slices: Sequence[SliceImages]) -> None:
     """Draw each slice as three strips: the truth and each method, a magnified part, the absolute errors. Writes a PNG.
 
-    Slices without a truth have two strips: the methods, and a magnified part of each.
-
-    A frame in each image marks the part. `SliceImages.region` chooses it.
+    Slices without a truth have two strips: the methods, and a magnified part of each. A frame in each image marks the
+    part. `SliceImages.region` chooses it.
     """
     has_truth = all(slice_.truth is not None for slice_ in slices)
     n_columns = has_truth + max(len(slice_.methods) for slice_ in slices)
@@ -84,19 +82,25 @@ def draw_slices(path: Path, slices: Sequence[SliceImages]) -> None:
     strip, block = n_columns * size, headings + (2 + has_truth) * (size + space)
     width, height = strip + space + bar + right, block * len(slices)
     figure = Figure(figsize=(width, height))
+    # In inches, and one for all: those of each strip and each bar would take longer to draw than what is in them.
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(0, height))
+    axes.set_axis_off()
 
-    def draw(images: list[Tensor], y: float, limits: Sequence[float], look: str, label: str, *ticks: float) -> Axes:
-        """Images side by side, as one image: many separate drawings would take seconds. And the bar of their values."""
-        axes, bar_axes = (
-            figure.add_axes((x / width, y / height, span / width, size / height))
-            for x, span in ((0, strip), (strip + space, bar))
-        )
+    def draw(images: list[Tensor], y: float, limits: Sequence[float], look: str, label: str, *ticks: float) -> float:
+        """Images side by side, as one image, and the bar of their values. Returns the side of a pixel."""
         array = torch.cat([pad(image, (0, gap), value=nan) for image in images], dim=1)[:, :-gap]
-        strip_image = axes.imshow(array.numpy(), cmap=look, vmin=limits[0], vmax=limits[1], interpolation="nearest")
-        axes.set_axis_off()
-        figure.colorbar(strip_image, cax=bar_axes, ticks=ticks).set_label(label, fontsize=8)
-        bar_axes.tick_params(labelsize=8)
-        return axes
+        (rows, columns), (low, high), edge, top = array.shape, limits, strip + space + bar, y + size
+        pixel = min(strip / columns, size / rows)
+        spans = (0, pixel * columns, top - pixel * rows, top), (edge - bar, edge, y, top)
+        for values, span in zip((array, torch.linspace(high, low, 256)[:, None]), spans, strict=True):
+            axes.imshow(values.numpy(), look, vmin=low, vmax=high, interpolation="nearest", aspect="auto", extent=span)
+        axes.add_patch(Rectangle((edge - bar, y), bar, size, fill=False, linewidth=0.8))
+        for tick in ticks:
+            at = y + size * (tick - low) / (high - low)
+            axes.plot((edge, edge + 0.05), (at, at), "black", linewidth=0.8)
+            axes.text(edge + 0.1, at, f"{tick:g}".replace("-", "−"), fontsize=8, va="center_baseline")
+        axes.text(width - 0.15, y + size / 2, label, fontsize=8, rotation=90, ha="center", va="center")
+        return pixel
 
     for k, slice_ in enumerate(slices):
         rows, columns = slice_.region()
@@ -104,7 +108,7 @@ def draw_slices(path: Path, slices: Sequence[SliceImages]) -> None:
         gap, y = max(1, side // 32), height - k * block - headings - size
         truths = [] if slice_.truth is None else [slice_.truth]
         images = [*truths, *(method.iterates[-1] for method in slice_.methods)]
-        axes = draw(images, y, DISPLAY_WINDOW, "gray", "HU", -500, 0, 500)
+        pixel = draw(images, y, DISPLAY_WINDOW, "gray", "HU", -500, 0, 500)
         (low, high), below = slice_.window, y - space - size
         draw([_magnified(image, rows, columns) for image in images], below, (low, high), "gray", "HU", low, high)
         for truth in truths:
@@ -113,16 +117,14 @@ def draw_slices(path: Path, slices: Sequence[SliceImages]) -> None:
             draw(errors, lowest, (0.0, ERROR_LIMIT), "inferno", "|error|, HU", *range(0, int(ERROR_LIMIT), 50))
             part = f"the framed part, {low:g} to {high:g} HU, where the truth has most detail in this window"
             note = fill(f"Middle row: {part}.".replace("-", "−"), int(13 * size))
-            figure.text(0.1 / width, (lowest + size - 0.1) / height, note, fontsize=8, va="top")
-        titles = [
-            *[f"truth\n{slice_.name}"] * len(truths),
-            *(f"{fill(of.name, 26)}\n{of.caption}" for of in slice_.methods),
-        ]
+            axes.text(0.1, lowest + size - 0.1, note, fontsize=8, va="top")
+        titles = [f"truth\n{slice_.name}"] * len(truths)
+        titles += [f"{fill(of.name, 26)}\n{of.caption}" for of in slice_.methods]
         for n, title in enumerate(titles):
-            left, middle = n * (side + gap), side / 2
-            axes.annotate(title, (left + middle, -0.5), (0, 3), textcoords="offset points", ha="center", fontsize=9)
-            corner = left + columns.start - 0.5, rows.start - 0.5
-            sides = columns.stop - columns.start, rows.stop - rows.start
+            left, top = pixel * n * (side + gap), y + size
+            axes.text(left + pixel * side / 2, top + 0.04, title, ha="center", fontsize=9)
+            corner = left + pixel * columns.start, top - pixel * rows.stop
+            sides = pixel * (columns.stop - columns.start), pixel * (rows.stop - rows.start)
             axes.add_patch(Rectangle(corner, *sides, fill=False, edgecolor=_FRAME, linewidth=1))
     save_figure(figure, path)
 
