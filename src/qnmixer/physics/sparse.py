@@ -66,11 +66,6 @@ def _reproducible_product(starts: Tensor, indices: Tensor, values: Tensor, x: Te
     )
 
 
-def _csr_product_shape(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> Tensor:
-    """An empty tensor like the product, for torch's fake tensors."""
-    return x.new_empty(len(starts) - 1, x.shape[1])
-
-
 def full_product(a: Tensor, b: Tensor) -> Tensor:
     """A B of matrices in the full precision of their dtype, without TF32. It is not differentiable."""
     return torch.ops.qnmixer.full_product(a, b)
@@ -95,7 +90,10 @@ def _define(name: str, arguments: str, product: Callable[..., Tensor], shape: Ca
     torch.library.register_fake(f"qnmixer::{name}", shape)
 
 
-_define("csr_product", "Tensor starts, Tensor indices, Tensor values, Tensor x", _csr_product, _csr_product_shape)
+_define(
+    "csr_product", "Tensor starts, Tensor indices, Tensor values, Tensor x", _csr_product,
+    lambda starts, indices, values, x: x.new_empty(len(starts) - 1, x.shape[1]),
+)  # fmt: skip
 _define("full_product", "Tensor a, Tensor b", _full_product, lambda a, b: a.new_empty(len(a), b.shape[1]))
 
 
@@ -181,7 +179,7 @@ def transpose_csr(matrix: Csr, n_columns: int, n_blocks: int = 1) -> Csr:
 FORMAT = 3
 """Raise it when the layout or the values of the matrices change."""
 WORTH_CACHING = 2**20
-"""From this number of rays times pixels of a side on, a matrix is kept on disk. It takes about 0.1 s, and 10 MB."""
+"""From this number of rays times pixels of a side on, a matrix is kept on disk: it takes about 0.1 s, and 10 MB."""
 Arrays = Sequence[np.ndarray]
 _small: dict[str, Arrays] = {}
 """Those of a few smaller scans, which a process often needs again: for a network, its evaluation, the plan."""
@@ -190,7 +188,7 @@ _small: dict[str, Arrays] = {}
 def cached(kind: str, geometry: FanBeamGeometry, build: Callable[[], Arrays]) -> Arrays:
     """What `build` gives for that kind and scan: from the disk if it is there and the scan is large."""
     key, arrays = _key(kind, geometry), None
-    if _work(geometry) < WORTH_CACHING:
+    if geometry.n_distinct_views * geometry.n_distinct_bins * geometry.image_size < WORTH_CACHING:
         small = _small.get(key) or build()
         if len(_small) == 16:
             _small.clear()
@@ -210,11 +208,6 @@ def cached(kind: str, geometry: FanBeamGeometry, build: Callable[[], Arrays]) ->
         reason = f"{error.strerror} for {error.filename}" if isinstance(error, OSError) else error
         warnings.warn(f"no cache on disk ({reason}): every start builds the matrices of the scan again", stacklevel=1)
     return arrays or build()
-
-
-def _work(geometry: FanBeamGeometry) -> int:
-    """Rays times pixels of a side. Time and memory of the build are proportional to it."""
-    return geometry.n_distinct_views * geometry.n_distinct_bins * geometry.image_size
 
 
 def _key(kind: str, geometry: FanBeamGeometry) -> str:
