@@ -159,6 +159,7 @@ def test_a_run_without_truth_trains_resumes_and_is_evaluated(root: Path, tmp_pat
     assert {*read_results(run)["test"]["FBP"]} == {"residual"}
     assert (run / "evaluation" / "picture.png").is_file()
     half = tmp_path / "half"
+    words.append("test_after_training=false")
     fit(config(root, *words, "trainer.max_steps=2"), Run(half))
     again = config(root, *words, "trainer.max_steps=4", f"resume={half}")
     fit(again, Run(half, resume=str(half)))

@@ -27,7 +27,7 @@ def lines(watching: MemoryMonitor) -> list[str]:
 
 @pytest.mark.parametrize("overrides", every_third([[], ["data.simulation_factor=2"], ["callbacks=ema"]]))
 def test_after_two_steps_a_line_says_the_plan(tmp_path: Path, overrides: list[str]) -> None:
-    watching, config = monitor(), tiny_config("model.n_iterations=4", "trainer.limit_val_batches=0", *overrides)
+    watching, config = monitor(), tiny_config("trainer.limit_val_batches=0", *overrides)
     train(config, tmp_path, watching)
     assert watching.measured_mib is not None
     assert lines(watching) == [f"memory: {watching.measured_mib:.0f} MiB in tensors at the peak of a step"]
@@ -47,7 +47,7 @@ def test_after_two_steps_a_line_says_the_plan(tmp_path: Path, overrides: list[st
 def test_a_step_of_fewer_slices_is_not_taken_for_a_whole_one(
     tmp_path: Path, overrides: list[str], measured_at: int | None, slices: int | None
 ) -> None:
-    words = ["data.batch_size=4", "model.n_iterations=4", "trainer.limit_val_batches=0"]
+    words = ["data.batch_size=4", "trainer.limit_val_batches=0"]
     watching, config = monitor(), tiny_config(*words, *overrides)
     train(config, tmp_path, watching)
     in_metrics = [row.get("memory/peak_mib", "") for row in read_metrics(tmp_path / "metrics.csv")]
