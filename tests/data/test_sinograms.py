@@ -151,7 +151,7 @@ def test_a_run_without_truth_trains_resumes_and_is_evaluated(root: Path, tmp_pat
         fit(config(root, mine), Run(tmp_path / "psnr"))
     with pytest.raises(ConfigError, match="module=default needs the truth, which data=sinograms does not have"):
         fit(config(root, RESIDUAL), Run(tmp_path / "default"))
-    words = [mine, RESIDUAL, "trainer.val_every_n_steps=2", "schedule=constant"]
+    words = [mine, RESIDUAL, "trainer.val_every_n_steps=2", "schedule=constant", "test_after_training=false"]
     run = tmp_path / "run"
     best = fit(config(root, *words, "callbacks=default", "test_after_training=true", "trainer.max_steps=4"), Run(run))
     values = [float(row["val/residual"]) for row in csv_rows(run / "metrics.csv") if row["val/residual"]]
@@ -159,7 +159,6 @@ def test_a_run_without_truth_trains_resumes_and_is_evaluated(root: Path, tmp_pat
     assert {*read_results(run)["test"]["FBP"]} == {"residual"}
     assert (run / "evaluation" / "picture.png").is_file()
     half = tmp_path / "half"
-    words.append("test_after_training=false")
     fit(config(root, *words, "trainer.max_steps=2"), Run(half))
     again = config(root, *words, "trainer.max_steps=4", f"resume={half}")
     fit(again, Run(half, resume=str(half)))

@@ -133,9 +133,7 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path: Path, che
     {"split": {part: {"patients": torch.ones(2), "slices": torch.ones(2)} for part in PARTS}},
     {"split": {part: {"patients": torch.ones(1, 2).long(), "slices": torch.ones(2).long()} for part in PARTS}},
 ], ids=str)  # fmt: skip
-def test_an_unreadable_record_of_the_split_is_refused(
-    tmp_path: Path, checkpoint: dict[str, Any], record: object
-) -> None:
+def test_an_unreadable_record_of_a_split_is_refused(tmp_path: Path, checkpoint: dict[str, Any], record: object) -> None:
     torch.save(checkpoint | {RUN_KEY: record}, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"a\.ckpt has a record of its training patients that cannot be read"):
         _ = Checkpoint(tmp_path / "a.ckpt").split

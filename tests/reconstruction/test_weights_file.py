@@ -190,8 +190,7 @@ def test_files_name_what_is_public(module: ReconstructionModule) -> None:
 
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="no weights are shipped")
 def test_what_is_shipped_is_for_256_pixels_and_64_views_and_has_its_card() -> None:
-    file = Checkpoint(find_checkpoint(PRETRAINED))
-    config, state = file.config, file.state
+    config, state = (file := Checkpoint(find_checkpoint(PRETRAINED))).config, file.state
     assert (config.model.name, config.data.image_size, config.geometry.n_views) == ("qn_mixer", 256, 64)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
     text = SHIPPED.with_suffix(".md").read_text()

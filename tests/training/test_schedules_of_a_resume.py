@@ -110,7 +110,7 @@ def test_a_run_that_resumes_with_another_schedule_follows_it_at_once(
     tmp_path: Path, optimizer: str, schedule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And says where its rate goes on, if that is another one."""
-    words = [f"optimizer={optimizer}", "callbacks=lr_monitor", "test_after_training=false", "trainer.limit_val_batches=0"]
+    words = f"optimizer={optimizer} callbacks=lr_monitor test_after_training=false trainer.limit_val_batches=0".split()
     first = tiny_config(*words, f"schedule={schedule}", "trainer.max_steps=4")
     fit(first, Run(tmp_path))
     resumed = tiny_config(*words, "schedule=cosine", "trainer.max_steps=8", f"resume={tmp_path}")

@@ -153,16 +153,12 @@ def test_without_validation_the_last_checkpoint_is_kept(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("name", ["simple", "pytorch"])
-def test_profilers(tmp_path: Path, name: str) -> None:
-    words = [f"trainer.profiler={name}", "trainer.max_steps=2", UNTESTED, "callbacks=none"]
+def test_profilers_and_what_a_run_prints(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trainer.enable_progress_bar=false", "trainer.enable_model_summary=true", "trainer.max_steps=2"]
+    words += [f"trainer.profiler={name}", "trainer.limit_val_batches=0", UNTESTED, "callbacks=none"]
     fit(tiny_config(*words), Run(tmp_path))
     (report,) = (tmp_path / "profile").glob(f"*{name}*.txt")
     assert "step" in report.read_text()
-
-
-def test_what_a_run_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["trainer.enable_progress_bar=false", "trainer.enable_model_summary=true", "trainer.max_steps=2"]
-    fit(tiny_config(*words, UNTESTED, "callbacks=none"), Run(tmp_path))
     out = capsys.readouterr().out
     assert "Trainable params" in out
     assert "step 2/2" not in out
