@@ -46,10 +46,7 @@ def run_of(checkpoint: Path) -> Path:
 
 
 class Checkpoint:
-    """What is asked of a checkpoint or weights file of this program. It is read once: a large one takes seconds.
-
-    Raises CheckpointError if it, or the part that is asked for, cannot be read.
-    """
+    """A checkpoint or weights file of this program, read once: a large one takes seconds. Raises CheckpointError."""
 
     def __init__(self, path: Path) -> None:
         content = read(path)
