@@ -24,8 +24,8 @@ from ..warm import FORK_RANKS, Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resuming")]
 
-# Epochs of eight batches, the last of one slice; a validation every ten steps, so most of them in mid-epoch.
-RUN = [*TINY, "noise=field", "trainer.val_every_n_steps=10"]
+# Epochs of eight batches, the last of one slice; a validation every five steps, so most of them in mid-epoch.
+RUN = [*TINY, "noise=field", "trainer.val_every_n_steps=5"]
 SLICES = (*PHANTOMS, "data.n_train=15")
 
 # Draws from all random generators of a process, in a layer of the network and beside it.
@@ -170,7 +170,7 @@ def test_every_kind_of_data_and_optimizer_is_the_same_after_a_kill(
     warm: Warm, tmp_path: Path, mix: list[str], kind: str
 ) -> None:
     """The last losses of the mix are of a later epoch than the first."""
-    overrides = ["trainer.max_steps=20", "trainer.save_every_n_steps=3", *["optimizer=muon"] * (kind == "muon")]
+    overrides = ["trainer.max_steps=12", "trainer.save_every_n_steps=3", *["optimizer=muon"] * (kind == "muon")]
     slices = mix if kind == "mix" else SLICES
     kill_and_go_on(Runs(tmp_path, warm, drawing=False), [("training", 0.1)], *overrides, slices=slices)
 
@@ -186,7 +186,7 @@ def moments(seed: int, start: int, training: int, writing: int, pace: float = 1)
 
 
 @pytest.mark.parametrize(("steps", "kills", "cold"), [
-    (50, moments(0, 1, 2, 2, pace=0.15), False),
+    (24, moments(0, 1, 2, 2, pace=0.06), False),
     pytest.param(500, moments(0, 4, 8, 8), True, marks=pytest.mark.long),  # of Pythons that load their libraries
 ], ids=["5", "20"])  # fmt: skip
 def test_a_run_that_is_killed_again_and_again_comes_to_the_same(
@@ -197,7 +197,7 @@ def test_a_run_that_is_killed_again_and_again_comes_to_the_same(
 
 
 @pytest.mark.parametrize(
-    ("steps", "training", "writing"), [(24, 1, 0), pytest.param(200, 3, 2, marks=pytest.mark.long)]
+    ("steps", "training", "writing"), [(14, 1, 0), pytest.param(200, 3, 2, marks=pytest.mark.long)]
 )
 def test_two_processes_that_are_killed_come_to_the_same(
     warm: Warm, tmp_path: Path, steps: int, training: int, writing: int
