@@ -102,8 +102,8 @@ def test_a_bad_and_a_crashing_job_leave_the_others_alone(start: Start, warm: War
     assert f"- job 1: {crashed_job['error']}" in markdown
 
 
-UNSAVED = ["trainer.max_steps=50", "trainer.val_every_n_steps=1000", "trainer.save_every_n_steps=null"]
-SAVED = ["trainer.max_steps=300", "trainer.val_every_n_steps=50"]
+UNSAVED = ["trainer.val_every_n_steps=1000", "trainer.save_every_n_steps=null", "trainer.max_steps=50,2"]
+SAVED = ["trainer.val_every_n_steps=50", "trainer.max_steps=300,301"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
@@ -111,7 +111,7 @@ def test_a_stopped_sweep_leaves_no_process_and_continues(
     start: Start, warm: Warm, tmp_path: Path, number: signal.Signals
 ) -> None:
     """The job that was running resumes in its folder. Jobs that had not started follow."""
-    sweep = ["-m", "seed=1,2", *(UNSAVED if number == signal.SIGINT else SAVED), "hydra.sweep.dir=sweep"]
+    sweep = ["-m", *(UNSAVED if number == signal.SIGINT else SAVED), "hydra.sweep.dir=sweep"]
     command = start(*sweep, folder=None, **({"under": warm.under} if number == signal.SIGINT else {}))
     job = tmp_path / "sweep" / "0"
     command.wait_for(job / ("metrics.csv" if number == signal.SIGINT else "checkpoints/last.ckpt"))
@@ -120,7 +120,7 @@ def test_a_stopped_sweep_leaves_no_process_and_continues(
     record = json.loads((job / "results.json").read_text())
     if number == signal.SIGINT:
         assert (code, stderr) == (130, "interrupted; the same command runs the jobs that are not done\n")
-        assert "job 0 (seed=1): interrupted" in stdout
+        assert "job 0 (trainer.max_steps=50): interrupted" in stdout
         assert [line["status"] for line in table(tmp_path / "sweep")] == ["interrupted", "not begun"]
     else:
         assert (code, record["status"]) == (-number, "running")
