@@ -18,7 +18,7 @@ from qnmixer.parallel.device_memory import MIB
 
 from ..conftest import TINY as COMMON
 from ..conftest import environment, python
-from ..memory.test_plan import SMALL
+from ..memory.test_plan import SIMPLE, SMALL
 from ..saved import save
 from ..warm import Warm
 from .commands import Command
@@ -38,7 +38,7 @@ def test_the_command_prints_one_object(command: Command, tmp_path: Path) -> None
 
 
 def test_the_command_prints_tables_and_leaves_nothing(command: Command, tmp_path: Path) -> None:
-    outcome = command(tmp_path, "plan", *SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2")
+    outcome = command(tmp_path, "plan", *SMALL, *SIMPLE.split(), "strategy=pipeline", "device=1.2")
     assert (outcome.code, outcome.stderr) == (0, "")
     pipeline_words = ["on 4 devices, assumed", "in flight", "sequential", "idle"]
     for word in ["recompute", "16-mixed, bf16-mixed", "batch 8", "adamw", "1.2", *pipeline_words]:
