@@ -85,7 +85,7 @@ class LeftAlone(NamedTuple):
 def left_alone(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[LeftAlone]:
     """In the end it waits 20 s for its server: tests that need nothing of it begin it."""
     folder, server = tmp_path_factory.mktemp("left_alone"), WandbServer()
-    words = [*SMALLEST, *PHANTOMS, "trainer.max_steps=60", "trainer.val_every_n_steps=20", "logger.wandb.mode=online"]
+    words = [*SMALLEST, *PHANTOMS, "trainer.max_steps=24", "trainer.val_every_n_steps=8", "logger.wandb.mode=online"]
     variables = environment(WANDB_BASE_URL=server.url, WANDB_API_KEY="k" * 40, HOME=str(folder / "home"))
     process = subprocess.Popen(
         [*warm.under, "-m", "qnmixer.train", *words, f"hydra.run.dir={folder / 'run'}"], cwd=folder, env=variables,

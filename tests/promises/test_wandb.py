@@ -174,11 +174,11 @@ def test_training_continues_without_the_network(left_alone: LeftAlone) -> None:
     assert left_alone.process.returncode == 0, stderr
     assert left_alone.server.gone
     assert left_alone.waited.get(timeout=20) < 120  # and not longer for a server that is gone
-    assert "step 60/60" in stdout
+    assert "step 24/24" in stdout
     assert f"W&B: {left_alone.server.url}" in stdout
     assert [line for line in stderr.splitlines() if "W&B" in line and "wandb sync" in line] == [
         line for line in stderr.splitlines() if not line.startswith(" ")
     ]
     rows = read_metrics(left_alone.folder / "metrics.csv")
-    assert sorted({int(row["step"]) for row in rows}) == list(range(1, 61))
+    assert sorted({int(row["step"]) for row in rows}) == list(range(1, 25))
     assert list(left_alone.folder.glob("wandb/run-*/*.wandb"))
