@@ -29,11 +29,17 @@ Again = Callable[[], Done]
 
 SMALLER = {
     "own_network": {
+        "SIZE, VIEWS = 64, 16": "SIZE, VIEWS = 32, 16",
         "ITERATIONS, CHANNELS = 4, 24": "ITERATIONS, CHANNELS = 4, 12",
         "STEPS, BATCH = 75,": "STEPS, BATCH = 40,",
         "N_TEST = 16, 32\n": "N_TEST = 4, 8\n",
     },
-    "own_optimizer_step": {"SEEDS = 0, 1\n": "SEEDS = (0,)\n", "STEPS, BATCH = 20,": "STEPS, BATCH = 12,"},
+    "own_optimizer_step": {
+        "SEEDS = 0, 1\n": "SEEDS = (0,)\n",
+        "STEPS, BATCH = 20,": "STEPS, BATCH = 12,",
+        "ITERATIONS, CHANNELS = 4,": "ITERATIONS, CHANNELS = 3,",
+        "N_TEST = 16\n": "N_TEST = 4\n",
+    },
     "sweep": {
         "STEPS = 20\n": "STEPS = 6\n",
         "data.n_val=16": "data.n_val=4",
@@ -144,7 +150,7 @@ def check_own_network(stdout: str, folder: Path, _: Again) -> None:
     """What it says of the network holds for its checkpoint, on other phantoms, which are scanned without noise."""
     said = number(r"network (\S+) dB", stdout) - number(r"FBP (\S+) dB", stdout)
     module = example("own_network")["Reconstruction"].load_from_checkpoint(folder / "best.ckpt", weights_only=True)
-    truth = images(64, 8)
+    truth = images(module.hparams["size"], 8)
     with torch.no_grad():
         y = module.network.projector(truth)
         found = float((psnr(module.network(y), truth) - psnr(module.network.projector.fbp(y), truth)).mean())
