@@ -25,8 +25,6 @@ from .warm import Done, Warm
 EXAMPLES = sorted(path for path in (ROOT / "notebooks" / "examples").glob("*.py") if path.stem != "with_deepinv")
 
 Again = Callable[[], Done]
-
-
 SMALLER = {
     "own_network": {
         "SIZE, VIEWS = 64, 16": "SIZE, VIEWS = 32, 16",
@@ -51,13 +49,10 @@ SMALLER = {
 """Constants of a script, which its user may change too: as they stand, it takes twice as long."""
 
 
-AS_IT_STANDS: dict[str, str] = {}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "changes"), [
-    *(pytest.param(path, SMALLER.get(path.stem, AS_IT_STANDS), id=path.stem) for path in EXAMPLES),
-    *(pytest.param(path, AS_IT_STANDS, marks=pytest.mark.long) for path in EXAMPLES if path.stem in SMALLER),
+    *(pytest.param(path, SMALLER.get(path.stem, {}), id=path.stem) for path in EXAMPLES),
+    *(pytest.param(path, {}, marks=pytest.mark.long) for path in EXAMPLES if path.stem in SMALLER),
 ])  # fmt: skip
 def test_example(
     path: Path, changes: dict[str, str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm
