@@ -15,10 +15,11 @@ from .commands import Command
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo size")]
 
 FEW = (
-    "experiment=demo trainer.accelerator=cpu trainer.max_steps=2 trainer.log_every_n_steps=1 data.n_train=32 "
-    "data.n_val=1 data.n_test=1 data.num_workers=0 logger=csv test_after_training=false data.batch_size=2 memory=keep"
+    "experiment=demo model.n_iterations=3 trainer.accelerator=cpu trainer.max_steps=2 trainer.log_every_n_steps=1 "
+    "data.n_train=4 data.n_val=1 data.n_test=1 data.num_workers=0 logger=csv test_after_training=false "
+    "data.batch_size=2 memory=keep"
 )
-TOLERANCE = {"16-mixed": 5e-3, "bf16-mixed": 4e-2}
+TOLERANCE = {"16-mixed": 5e-3, "bf16-mixed": 2.5e-2}
 """How far losses and mean gradients may be from those of another rounding."""
 Trained = tuple[list[float], torch.Tensor, torch.Tensor]
 
