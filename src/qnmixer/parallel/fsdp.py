@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.parallel.device_memory import Footprint
@@ -120,14 +120,14 @@ class FSDPStrategy(ModelParallelStrategy):
             numbers = [number for group in state["param_groups"] for number in group["params"]]
             # torch numbers parameters in the order of the groups, so the state of one device fits by number.
             parameter_of = dict(zip(numbers, parameters, strict=True))
-            sharded = {
-                n: {k: _sharded(parameter_of[n], v) for k, v in entry.items()} for n, entry in state["state"].items()
-            }
+            sharded = {n: {k: _sharded(parameter_of[n], v) for k, v in e.items()} for n, e in state["state"].items()}
             optimizer.load_state_dict({**state, "state": sharded})
 
 
 def _sharded(target: Any, value: Any) -> Any:
     """A full tensor in the shards of `target`, if that has shards and the same shape."""
     if isinstance(target, DTensor) and isinstance(value, Tensor) and value.shape == target.shape:
-        return distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
+        # Not `distribute_tensor`, which sends the parts: every device has read the whole.
+        whole = DTensor.from_local(value.to(target.device), target.device_mesh, [Replicate()])
+        return whole.redistribute(placements=target.placements)
     return value
