@@ -114,11 +114,12 @@ def train(
     measure: bool = False,
     save: bool = False,
     exact: bool = False,
+    terms: bool = False,
 ) -> dict[str, Any]:
     """Train a config in this process, as one rank of its strategy; what was recorded.
 
     `measure`: with the checkpoints of a run, whose validation and test are recorded. `save`: write last.ckpt.
-    `exact`: in float64.
+    `exact`: in float64. `terms`: with the magnitudes of the first step's gradients.
     """
     L.seed_everything(1, verbose=False)
     module = build_module(config)
@@ -135,13 +136,12 @@ def train(
     if exact:
         trainer.strategy.precision_plugin = DoublePrecision()
     data = SliceDataModule(config.data, geometry=build_geometry(config))
-    needs_terms = not (world_size() > 1 or scale or resume or exact)
-    terms = magnitudes(copy.deepcopy(module), config) if needs_terms else {}
+    sums = magnitudes(copy.deepcopy(module), config) if terms else {}
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     if save:
         trainer.save_checkpoint(folder / "last.ckpt")
     results = {key: getattr(record, key) for key in ("gradients", "losses", "scales", "weights", "local")}
-    results["magnitudes"], saved = terms, module.network.state_dict()
+    results["magnitudes"], saved = sums, module.network.state_dict()
     results["buffers"] = {name: saved[name].clone() for name, _ in module.network.named_buffers() if name in saved}
     if measure:
         trainer.validate(module, datamodule=data, verbose=False)  # as a run does after its last step

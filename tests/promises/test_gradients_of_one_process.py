@@ -30,8 +30,9 @@ RANK = Path(__file__).with_name("parity_rank.py")
 LR = 1e-3
 TINY = (
     "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 data.n_val=2 "
-    "data.n_test=2 evaluation.n_pictures=2 data.num_workers=0 trainer.accelerator=cpu logger=csv trainer.max_steps=3 "
-    "trainer.val_every_n_steps=100 trainer.log_every_n_steps=1 trainer.gradient_clip_val=0.01 noise=field "
+    "data.n_test=2 evaluation.n_pictures=2 callbacks.pictures.n_slices=1 data.num_workers=0 trainer.accelerator=cpu "
+    "logger=csv trainer.max_steps=3 trainer.val_every_n_steps=100 trainer.log_every_n_steps=1 "
+    "trainer.gradient_clip_val=0.01 noise=field "
     f"optimizer.lr={LR}"
 )
 MODEL = "model.n_iterations=4 model.channels=4 model.n_mixer_layers=1"
@@ -103,7 +104,7 @@ def train(folder: Path, n_processes: int, job: list[dict[str, Any]], warm: Warm)
             launch([str(RANK), str(path)], n_processes)
 
 
-def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[str, list[dict[str, Any]]]:
+def run(folder: Path, n_processes: int, group: list[Task], warm: Warm) -> dict[str, list[dict[str, Any]]]:
     """What each rank recorded of each task."""
     job = []
     tiny = parse(compose("train", TINY.split()))  # once: Hydra takes longer than `override`
@@ -114,15 +115,15 @@ def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[s
         f"data.cache_dir={folder / 'cache'}",
     ]
     patients = parse(compose("train", [*(word for word in TINY.split() if not word.startswith("data.n_")), *data]))
-    for task in tasks:
+    for task in group:
         config = override(patients if task.patients else tiny, f"{task.model} {task.overrides}")
         (folder / task.name).mkdir()
         resume = task.resume and str(folder / task.resume / "checkpoints" / "last.ckpt")
         keys = {"config": config.plain(), "folder": str(folder / task.name), "resume": resume, "scale": task.scale}
-        job.append(keys | {"measure": task.name in WRITERS.values()})
+        job.append(keys | {"measure": task.name in WRITERS.values(), "terms": task.name in tasks()[-1].values()})
     train(folder, n_processes, job, warm)
     return {
-        task.name: [torch.load(folder / task.name / f"rank_{rank}.pt") for rank in range(n_processes)] for task in tasks
+        task.name: [torch.load(folder / task.name / f"rank_{rank}.pt") for rank in range(n_processes)] for task in group
     }
 
 
