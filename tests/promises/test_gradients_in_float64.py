@@ -65,14 +65,13 @@ def recorded(
     for name, way in [*((name, "whole") for name in NETWORKS), *CASES]:
         if name in LONG and "not long" in request.config.option.markexpr:
             continue
-        n_processes, overrides = WAYS.get(way, (1, WHOLE))
+        count, overrides = WAYS.get(way, (1, WHOLE))
         place = places[name, way] = folder / f"{name} {way}"
         place.mkdir()
         words = f"{NETWORKS[name]} {overrides}".replace("=scans", f"={folder / 'scans'}").split()
         if SINOGRAMS.split()[0] in words:  # four of its six files are for training
             words = [word for word in words if not word.startswith(("data.n_t", "data.n_v"))]
-        config = parse(compose("train", words)).plain()
-        jobs[n_processes].append({"config": config, "folder": str(place), "exact": True})
+        jobs[count].append({"config": parse(compose("train", words)).plain(), "folder": str(place), "exact": True})
     for n_processes, tasks in jobs.items():
         train(folder, n_processes, tasks, warm)
     return {case: [torch.load(file) for file in sorted(place.glob("rank_*.pt"))] for case, place in places.items()}
