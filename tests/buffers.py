@@ -29,9 +29,6 @@ class Changing(UnrolledNetwork[Tensor]):
         """G."""
         return nn.Sequential(nn.Conv2d(1, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, 1, 1))
 
-    def start(self, y: Tensor) -> Tensor:
-        return self.projector.fbp(y)
-
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         state = state - 0.5 * self.projector.filtered_residual(state, y)
         return state - self.regularizers[t % len(self.regularizers)](state)

@@ -44,9 +44,6 @@ class Own(UnrolledNetwork[Tensor]):
         self.rates = [float(rate) for rate in torch.linspace(0, 0.1, n_iterations)]  # known without data
         self.part = nn.Conv2d(1, 1, 3, padding=1)
 
-    def start(self, y: Tensor) -> Tensor:
-        return self.projector.fbp(y)
-
     def step(self, t: int, y: Tensor, x: Tensor) -> Tensor:
         if self.kind == "short" and self.n_iterations > 3:
             raise RuntimeError("there are three rates")

@@ -38,9 +38,6 @@ class Descent(UnrolledNetwork[Tensor]):
         steps = torch.tensor(relative) * safe_step_size(projector, "fbp")
         self.step_sizes = nn.ParameterList([steps.clone() for _ in range(n_iterations)])
 
-    def start(self, y: Tensor) -> Tensor:
-        return self.projector.fbp(y)
-
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         for step in self.step_sizes[t]:
             state = state - step * self.projector.filtered_residual(state, y)

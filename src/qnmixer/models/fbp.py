@@ -15,10 +15,6 @@ class FBP(UnrolledNetwork[Tensor]):
         super().__init__(n_iterations=0)
         self.projector = projector
 
-    def start(self, y: Tensor) -> Tensor:
-        """FBP(y)."""
-        return self.projector.fbp(y)
-
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         """Never called, because T = 0."""
         return state

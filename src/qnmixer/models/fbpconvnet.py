@@ -49,10 +49,6 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
         for kernel in self.unet.hidden_weights():
             nn.init.normal_(kernel, std=0.01)
 
-    def start(self, y: Tensor) -> Tensor:
-        """x₀ = FBP(y)."""
-        return self.projector.fbp(y)
-
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         """x₀ + U-Net(x₀)."""
         return state + self.unet(state)

@@ -39,10 +39,6 @@ class LEARN(UnrolledNetwork[Tensor]):
         self.regularizers = nn.ModuleList(small_cnn(channels) for _ in range(n_iterations))
         self.step_sizes = nn.ParameterList(torch.zeros(1) for _ in range(n_iterations))
 
-    def start(self, y: Tensor) -> Tensor:
-        """x₀ = FBP(y)."""
-        return self.projector.fbp(y)
-
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         """A step against the data gradient and against G_t, both taken at x_t."""
         descent = self.step_sizes[t] * data_gradient(self.projector, self.data_term, state, y)

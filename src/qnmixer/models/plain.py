@@ -33,10 +33,6 @@ class PlainNetwork(UnrolledNetwork[Tensor]):
                 raise
             return getattr(self.module, name)
 
-    def start(self, y: Tensor) -> Tensor:
-        """x₀ = FBP(y)."""
-        return self.projector.fbp(y)
-
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         """The module's image."""
         x: Tensor = self.module(y if self.of_sinogram else state)

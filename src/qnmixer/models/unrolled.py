@@ -1,4 +1,4 @@
-"""The base class of unrolled networks: a start, a step, and T. Write these two, and everything else works with them."""
+"""The base class of unrolled networks: a start, which may be FBP, a step, and T. Everything else works with them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -80,9 +80,9 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """Numbers that must divide the image size, by the argument that sets each."""
         return {}
 
-    @abstractmethod
     def start(self, y: Tensor) -> S:
-        """The state of x₀, from a sinogram y [B, 1, V, D]."""
+        """The state of x₀, from a sinogram y [B, 1, V, D]: by default FBP(y), of a network whose state is the image."""
+        return self.projector.fbp(y)  # type: ignore[return-value]  # S is Tensor
 
     @abstractmethod
     def step(self, t: int, y: Tensor, state: S) -> S:
