@@ -186,14 +186,10 @@ _small: dict[str, Arrays] = {}
 
 
 def cached(kind: str, geometry: FanBeamGeometry, build: Callable[[], Arrays]) -> Arrays:
-    """What `build` gives for that kind and scan: from the disk if it is there and the scan is large."""
+    """What `build` gives for that kind and scan: of a large one from the disk, of a small one from memory."""
     key, arrays = _key(kind, geometry), None
     if geometry.n_distinct_views * geometry.n_distinct_bins * geometry.image_size < WORTH_CACHING:
-        small = _small.get(key) or build()
-        if len(_small) == 16:
-            _small.clear()
-        _small[key] = small
-        return [array.copy() for array in small]
+        return _cached_in_memory(key, build)
     try:
         folder = default_cache_dir() / "matrices"
         make_own_folder(folder)
@@ -208,6 +204,15 @@ def cached(kind: str, geometry: FanBeamGeometry, build: Callable[[], Arrays]) ->
         reason = f"{error.strerror} for {error.filename}" if isinstance(error, OSError) else error
         warnings.warn(f"no cache on disk ({reason}): every start builds the matrices of the scan again", stacklevel=1)
     return arrays or build()
+
+
+def _cached_in_memory(key: str, build: Callable[[], Arrays]) -> Arrays:
+    """A copy of what `build` gives. It is kept until sixteen are."""
+    arrays = _small.get(key) or build()
+    if len(_small) == 16:
+        _small.clear()
+    _small[key] = arrays
+    return [array.copy() for array in arrays]
 
 
 def _key(kind: str, geometry: FanBeamGeometry) -> str:
