@@ -101,8 +101,7 @@ class ModelConfig(Target):
 
     def _all_arguments(self) -> dict[str, Any]:
         """The arguments, and those that the classes have from which it derives."""
-        # But object, whose __init__ takes nothing: Python parses a text to say so.
-        bases = [base for base in self.load().__mro__[-2::-1] if "__init__" in vars(base)]
+        bases = [base for base in reversed(self.load().__mro__) if "__init__" in vars(base)]
         parameters = [parameter for base in bases for parameter in parameters_of(base.__init__)]
         return defaults_of(parameters) | self.settings()
 
