@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
 from math import inf, isfinite, isnan, nan
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -15,12 +14,11 @@ from qnmixer.settings.logged_names import COLUMNS_OF_IMAGES, IN_WINDOW, RESIDUAL
 from qnmixer.settings.parts import MetricConfig
 from qnmixer.settings.run import section
 
-_usual = cache(partial(section, "metrics", "default"))  # the same in each table
-
 
 def with_usual(metrics: Mapping[str, MetricConfig]) -> dict[str, MetricConfig]:
     """The metrics of a final table: PSNR and SSIM, and the run's own."""
-    return {**_usual(), **metrics}
+    usual: dict[str, MetricConfig] = section("metrics", "default")
+    return usual | dict(metrics)
 
 
 def titles_of(metrics: Mapping[str, MetricConfig]) -> dict[str, str]:
