@@ -94,7 +94,10 @@ def test_what_is_quick_to_build_is_built_once_and_leaves_the_disk_alone(
     assert len(built) == 4
     for view in range(10):
         FanBeamProjector(replace(GEOMETRY, first_angle=0.2 + view / 10))
-    assert len(sparse._small) <= 16
+        assert len(sparse._small) <= 16
+        if len(sparse._small) == 16:  # to ask for one of them forgets none
+            FanBeamProjector(replace(GEOMETRY, first_angle=0.2 + view / 10))
+            assert len(sparse._small) == 16
     assert not files(folder)
 
 

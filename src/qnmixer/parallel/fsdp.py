@@ -120,7 +120,9 @@ class FSDPStrategy(ModelParallelStrategy):
             numbers = [number for group in state["param_groups"] for number in group["params"]]
             # torch numbers parameters in the order of the groups, so the state of one device fits by number.
             parameter_of = dict(zip(numbers, parameters, strict=True))
-            sharded = {n: {k: _sharded(parameter_of[n], v) for k, v in e.items()} for n, e in state["state"].items()}
+            sharded = {
+                n: {k: _sharded(parameter_of[n], v) for k, v in entry.items()} for n, entry in state["state"].items()
+            }
             optimizer.load_state_dict({**state, "state": sharded})
 
 

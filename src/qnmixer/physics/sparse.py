@@ -207,11 +207,12 @@ def cached(kind: str, geometry: FanBeamGeometry, build: Callable[[], Arrays]) ->
 
 
 def _cached_in_memory(key: str, build: Callable[[], Arrays]) -> Arrays:
-    """A copy of what `build` gives. It is kept until sixteen are."""
-    arrays = _small.get(key) or build()
-    if len(_small) == 16:
-        _small.clear()
-    _small[key] = arrays
+    """A copy of what `build` gives, which is kept; all are forgotten when a seventeenth comes."""
+    if (arrays := _small.get(key)) is None:
+        arrays = build()
+        if len(_small) == 16:
+            _small.clear()
+        _small[key] = arrays
     return [array.copy() for array in arrays]
 
 
