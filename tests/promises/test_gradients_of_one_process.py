@@ -32,8 +32,7 @@ TINY = (
     "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 data.n_val=2 "
     "data.n_test=2 evaluation.n_pictures=2 callbacks.pictures.n_slices=1 data.num_workers=0 trainer.accelerator=cpu "
     "logger=csv trainer.max_steps=3 trainer.val_every_n_steps=100 trainer.log_every_n_steps=1 "
-    "trainer.gradient_clip_val=0.01 noise=field "
-    f"optimizer.lr={LR}"
+    f"trainer.gradient_clip_val=0.01 noise=field optimizer.lr={LR}"
 )
 MODEL = "model.n_iterations=4 model.channels=4 model.n_mixer_layers=1"
 COMPETITORS = {
@@ -106,21 +105,17 @@ def train(folder: Path, n_processes: int, job: list[dict[str, Any]], warm: Warm)
 
 def run(folder: Path, n_processes: int, group: list[Task], warm: Warm) -> dict[str, list[dict[str, Any]]]:
     """What each rank recorded of each task."""
-    job = []
+    job, references = [], {*tasks()[3].values()}
     tiny = parse(compose("train", TINY.split()))  # once: Hydra takes longer than `override`
-    data = [
-        "data=numpy",
-        "data.train_slices=11",
-        f"data.root={folder / 'patients'}",
-        f"data.cache_dir={folder / 'cache'}",
-    ]
+    data = ["data=numpy", "data.train_slices=11"]
+    data += [f"data.root={folder / 'patients'}", f"data.cache_dir={folder / 'cache'}"]
     patients = parse(compose("train", [*(word for word in TINY.split() if not word.startswith("data.n_")), *data]))
     for task in group:
         config = override(patients if task.patients else tiny, f"{task.model} {task.overrides}")
         (folder / task.name).mkdir()
         resume = task.resume and str(folder / task.resume / "checkpoints" / "last.ckpt")
         keys = {"config": config.plain(), "folder": str(folder / task.name), "resume": resume, "scale": task.scale}
-        job.append(keys | {"measure": task.name in WRITERS.values(), "terms": task.name in tasks()[-1].values()})
+        job.append(keys | {"measure": task.name in WRITERS.values(), "terms": task.name in references})
     train(folder, n_processes, job, warm)
     return {
         task.name: [torch.load(folder / task.name / f"rank_{rank}.pt") for rank in range(n_processes)] for task in group
